@@ -13,14 +13,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from .batch import Draft, Text, Verdict
-from .control.moments import moment, seconds_between
 from .draft.source import FixedDrafter
 from .model.experts import decoding_experts
 from .model.inputs import Inputs, prefill
 from .model.layout import TreeLayout
 from .model.partial import Best, ForwardPass
 from .model.target import Target
-from .model.transfer import Pending, upload
+from .model.transfer import Pending, moment, seconds_between, upload
 from .stats import GenerationStats
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
@@ -54,6 +53,7 @@ class Decoder:
     def __post_init__(self) -> None:
         b = self.text.batch_size
         self._ended: list[int | None] = [None] * b
+        self._done = [False] * b  # rows that get no more tokens
         self._tokens: list[list[int]] = [[] for _ in range(b)]  # generated, as the host knows them
         self._streamed = 0
         self._ran_along = False  # with other processes, after the end
@@ -117,7 +117,7 @@ class Decoder:
         return self.waits_for(unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_along))
 
     def _is_finished(self) -> bool:
-        return all(self._is_done(row) for row in range(self.text.batch_size))
+        return all(self._done)
 
     def _end_unevenly(self) -> bool:
         """Whether a row ended before the others, so that the cache to hand back needs a forward over its last token."""
@@ -125,7 +125,7 @@ class Decoder:
         return min(counts) < max(counts) and self.target.padding is None
 
     def _round(self) -> None:
-        max_new = [self._max_new(row) for row in range(self.text.batch_size)]
+        max_new = [0 if done else self._max_new(row) for row, done in enumerate(self._done)]
         begun = moment(device := self.text.ids.device)
         draft = self.draft.propose(self.text, max_new)
         drafted = moment(device)
@@ -151,7 +151,9 @@ class Decoder:
         # Faster outside of graphs on a CPU: 49 µs against 247 for 8 x 49,152 logits (one thread of an AMD EPYC).
         chooses = self._is_greedy and text.ids.device.type not in SLOW_CHOICES
         nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
-        tokens = torch.cat([text.last_tokens(), _on_device(draft, nodes, text.ids.device)], dim=1)
+        tokens = text.last_tokens()
+        if draft.size:
+            tokens = torch.cat([tokens, _on_device(draft, nodes, text.ids.device)], dim=1)
         roots = text.last_slots()
         # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
@@ -177,8 +179,7 @@ class Decoder:
     # Committing --------------------------------------------------------------------------------------------------
 
     def _judge(self, draft: Draft, logits: torch.Tensor, along: Pending | None = None) -> list[Verdict]:
-        done = [self._is_done(row) for row in range(self.text.batch_size)]
-        given = (self.text, draft, logits, self.scorer, self.stopper, done)
+        given = (self.text, draft, logits, self.scorer, self.stopper, self._done)
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
         whose = self.target.anatomy.model_name if checks else None
         if self._in_step:
@@ -192,12 +193,13 @@ class Decoder:
         together = self._in_step or self.target.padding is not None
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
         # again, so this is exact too.
-        shortest = min((len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0)
+        open_rows = [verdict for verdict, done in zip(verdicts, self._done, strict=True) if not done]
+        shortest = min((len(verdict.tokens) for verdict in open_rows), default=0)
         moves: list[tuple[int, int, int]] = []
         new: list[list[int]] = [[] for _ in verdicts]
         roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
-            if self._is_done(row):
+            if self._done[row]:
                 if together:
                     new[row] = [self.pad_token] * shortest
                 continue
@@ -218,11 +220,12 @@ class Decoder:
         self.text.append(new)
         for known, tokens in zip(self._tokens, new, strict=True):
             known += tokens
+        self._done = [self._is_done(row) for row in range(len(verdicts))]
         self.target.commit(self.text.last_slots(), moves)
         self._stream()
         keeps = self.keeps_rows or self._in_step or self.draft.needs_ended_rows
         if not keeps:
-            self.target.leave(self._is_done)
+            self.target.leave(self._done)
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
         if self._logits is not None:
@@ -235,7 +238,7 @@ class Decoder:
         self.stats.verify_seconds += verify_seconds
         self.stats.verify_passes += 1
         self.stats.drafted += sum(draft.lengths)
-        self.stats.rounds += sum(not self._is_done(row) for row in range(self.text.batch_size))
+        self.stats.rounds += self._done.count(False)
 
     # Which rows continue -------------------------------------------------------------------------------------------
 
@@ -258,8 +261,6 @@ class Decoder:
 
     def _max_new(self, row: int) -> int:
         """Tokens worth drafting: those that the row may still get, minus the one that verification adds."""
-        if self._is_done(row):
-            return 0
         count = self.stopper.max_new(self.text, row) - 1
         limit = self.target.anatomy.position_limit
         return count if limit is None else max(0, min(count, limit - 1 - self.target.roots[row]))
@@ -277,7 +278,7 @@ class Decoder:
         if self.streamer is None:
             return
         rows = range(self.text.batch_size)
-        open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._is_done(row)]
+        open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._done[row]]
         ready = min(open_rows) if open_rows else max(self.generated(row) for row in rows)
         while (place := self._streamed) < ready:
             if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens

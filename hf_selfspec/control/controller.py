@@ -4,12 +4,132 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import RLock
 
-from .arms import FREE, LEAST_SPEEDUP, Measurements
 from .costs import CostCurve
 
-# Free drafts in a round in which nothing would draft, but the last tokens have occurred before.
-MATCHES = "matches"
+# A smaller expected speed-up is within the error of such an estimate.
+LEAST_SPEEDUP = 1.02
+# The name of free drafts, and of those in a round in which nothing would draft, but the last tokens have occurred
+# before; other arms have their sources' names.
+FREE, MATCHES = "free drafts", "matches"
+# The weight of the rounds before against the next one.
+_MEMORY = 0.98
+# Rounds after which results are trusted; those of free drafts come in bursts. The share of the time that looks at
+# sources that do not pay may cost, what a round of one loses at least, and what one of free drafts loses at most, which
+# learn from what was wrong. Plain rounds that free drafts may lose before their results are trusted.
+_TRIED, _TRIED_FREE = 4, 12
+_PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
+_LOST = 0.3
+# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
+_FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
+
+
+@dataclass
+class ArmStats:
+    """The results of one source."""
+
+    trusted_after: int = _TRIED  # rounds after which they are trusted
+    most_lost: float = math.inf  # the most that a round is taken to lose, in plain rounds
+    may_lose: float = math.inf  # plain rounds, before results are trusted sooner
+    rounds: int = 0  # in which it drafted, since they were doubted last
+    weight: float = 0.0  # number of rounds in the sums, in which older ones count less
+    gained: float = 0.0  # tokens of a row
+    spent: float = 0.0  # times, in plain rounds
+    accepted: float = 0.0  # of its own tokens
+    drafted: float = 0.0
+    waiting: int = 0  # rounds since it drafted last
+    lost: float = 0.0  # plain rounds, since it was doubted last
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α, starting with one accepted and one rejected token before the first round."""
+        return (self.accepted + 1.0) / (self.drafted + 2.0)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there are enough results, or it has lost enough."""
+        return self.rounds >= self.trusted_after or (self.rounds >= _TRIED and self.lost >= self.may_lose)
+
+    def speedup(self, promised: float | None) -> float:
+        """Tokens per second over those of plain rounds; ``promised``, its own estimate, until there are results."""
+        if promised == 0.0:
+            return 0.0
+        if self.is_trusted:
+            return self.gained / self.spent
+        return math.inf if promised is None else promised
+
+    def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0) -> None:
+        """Records a round in which the source drafted."""
+        self.waiting = 0
+        self.rounds += 1
+        if self.rounds == 1 and not self.weight:
+            return  # the first round selects and warms up kernels
+        self.lost += spent - gained
+        values = {"weight": 1.0, "gained": gained, "spent": spent, "accepted": accepted, "drafted": drafted}
+        for name, value in values.items():
+            setattr(self, name, _MEMORY * getattr(self, name) + value)
+
+    def wait(self, pace: float) -> None:
+        """Records a round in which another source drafted, or none, which is ``pace`` times as fast as nothing.
+
+        Where it would lose little, it may soon show once more what it can.
+        """
+        self.waiting += 1
+        if self.is_trusted and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
+            loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
+            if _TRIED * min(loss, self.most_lost) <= self.waiting * _PRICE:
+                self.doubt(_TRIED)
+
+    def doubt(self, rounds: int) -> None:
+        """Trusts the results only after so many more rounds, and gives those before the weight of as many."""
+        if self.is_trusted:
+            scale = min(1.0, rounds / self.weight)
+            for name in ("weight", "gained", "spent", "accepted", "drafted"):
+                setattr(self, name, scale * getattr(self, name))
+            self.rounds, self.lost = self.trusted_after - rounds, 0.0
+
+
+class Measurements:
+    """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
+
+    def __init__(self, other: Measurements | None = None) -> None:
+        self.arms: dict[str, ArmStats] = {}
+        self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
+        self._lock: RLock = RLock() if other is None else other._lock
+
+    def of(self, name: str) -> ArmStats:
+        """The results of a source."""
+        return self.arms.setdefault(name, ArmStats(_TRIED_FREE, _MOST_LOST, _LOST) if name == FREE else ArmStats())
+
+    def begin_text(self) -> None:
+        """Begins another text, which free drafts may or may not foretell."""
+        self.of(FREE).doubt(_TRIED)
+
+    def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
+        """The curve for a device and dtype, a batch size and a context of ``context`` slots."""
+        reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
+        key = device, rows, reach
+        with self._lock:
+            if key not in self._curves:
+                curve = CostCurve(on_cpu, rows, is_frozen)
+                if (nearest := self._nearest(*key)) is not None:
+                    curve.begin_like(nearest)
+                if len(self._curves) >= _MOST:
+                    self._curves.pop(next(iter(self._curves)))
+                self._curves[key] = curve
+            found = self._curves[key] = self._curves.pop(key)  # the last one in use
+            return found
+
+    def _nearest(self, device: str, rows: int, reach: int) -> CostCurve | None:
+        """The curve of the same device with the most similar number of rows, then context."""
+        found = [
+            (abs(math.log(other_rows / rows)), abs(other_reach - reach), number, curve)
+            for number, ((where, other_rows, other_reach), curve) in enumerate(self._curves.items())
+            if where == device and curve.is_measured
+        ]
+        return min(found, key=lambda one: one[:3])[3] if found else None
 
 
 class Controller:

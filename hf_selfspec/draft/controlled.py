@@ -9,8 +9,7 @@ from time import perf_counter
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..control.arms import FREE, LEAST_SPEEDUP
-from ..control.controller import MATCHES, Controller
+from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
 from ..lookup import TokenTree
 from ..lookup.likeliest import likeliest
 from ..model.transfer import Pending, upload

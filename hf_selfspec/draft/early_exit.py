@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedOptionError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan

@@ -12,7 +12,7 @@ import torch
 
 from ..batch import Draft, Text
 from ..errors import UnsupportedModelError, UnsupportedOptionError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan

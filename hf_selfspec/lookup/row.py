@@ -59,6 +59,9 @@ class LookupRow:
 
     def likelihood(self) -> float:
         """How likely the token that followed an earlier occurrence of the last ones is next; 0 for short matches."""
+        self._predicted = []
+        if not (self.own.knows_end_of(self.own) or self.findings.store.knows_end_of(self.own)):
+            return 0.0
         found, rates = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE), self._rates.rates
         self._predicted = [(token, key, rates[key]) for token, key, _ in found]
         return self._acceptance_ratio * max((offer[2] for offer in self._predicted), default=0.0)
@@ -66,7 +69,6 @@ class LookupRow:
     def follow(self, emitted: Sequence[int]) -> None:
         """Appends tokens without a draft, and learns whether :meth:`likelihood` has predicted them."""
         self._rates.see(self._predicted, emitted[0])
-        self._predicted = []
         self.own.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:

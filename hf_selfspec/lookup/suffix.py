@@ -67,6 +67,10 @@ class SuffixIndex:
         if self.most is not None and position > self.most:
             self._drop(position - self.most // 2)
 
+    def knows_end_of(self, other: SuffixIndex) -> bool:
+        """Whether the last three tokens of ``other`` occur and go on here."""
+        return self._triples.get(other._last[2], -1) >= 0
+
     def match(self, tail: Sequence[int], shortest: int = 1) -> Match | None:
         """The longest suffix of ``tail`` (``LONGEST_MATCH`` tokens at most) that occurs and goes on, the latest one."""
         last = len(tail) - 1

@@ -129,11 +129,11 @@ class Target:
     def is_active(self, row: int) -> bool:
         return self.active_rows is None or row in self.active_rows.kept
 
-    def leave(self, ended: Callable[[int], bool]) -> None:
+    def leave(self, ended: Sequence[bool]) -> None:
         """Removes rows that have ended from further forwards and from the cache, where they can leave."""
         total = len(self.roots)
         before = list(range(total)) if self.active_rows is None else self.active_rows.kept
-        kept = [row for row in before if not ended(row)]
+        kept = [row for row in before if not ended[row]]
         if kept and len(kept) < len(before) and self._can_leave:
             self.cache.keep_rows([before.index(row) for row in kept])
             self.active_rows = ActiveRows(kept, total)

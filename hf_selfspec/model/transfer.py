@@ -1,13 +1,21 @@
-"""Moves numbers between host and device in as few transfers as possible: on a GPU each can make the host wait."""
+"""Moves numbers between host and device in as few transfers as possible (on a GPU each can make the host wait), and
+tells when a device has done its work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+
+# Devices whose events have times, with the interface of ``torch.cuda``.
+TIMED = ("cuda",)
+
+# Seconds of the host's clock, or an event of a device.
+Moment = Any
 
 
 def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
@@ -22,6 +30,24 @@ def wait_for(device: torch.device) -> None:
     """Waits until ``device`` has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def moment(device: torch.device) -> Moment:
+    """Returns now; on a GPU the moment at which it has done what it was handed so far. Nothing waits for that."""
+    if device.type not in TIMED:
+        return perf_counter()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(module.current_stream(device))
+    return event
+
+
+def seconds_between(begun: Moment, ended: Moment) -> float:
+    """Returns the seconds between two moments; waits for the second one, unless the host has waited for later work."""
+    if isinstance(begun, float):
+        return float(ended - begun)
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3
 
 
 class Pending:

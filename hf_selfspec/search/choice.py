@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..control.arms import LEAST_SPEEDUP
+from ..control.controller import LEAST_SPEEDUP
 from ..learned.files import as_count, as_number
 from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan

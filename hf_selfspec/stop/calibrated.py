@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..learned.registry import register
+from ..learned.saving import register
 from ..modules.calibration import entropy, threshold
 from ..validation import check_share
 from .rules import ConfidenceThreshold, Memory, RunningBound, RunningRule

@@ -26,8 +26,7 @@ from hf_selfspec import (
     SkipLayers,
 )
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.control.arms import ArmStats, Measurements
-from hf_selfspec.control.controller import Controller
+from hf_selfspec.control.controller import ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts

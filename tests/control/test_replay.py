@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.replayed import TABLES, Replay, Stream
-from hf_selfspec.control.arms import FREE, ArmStats
-from hf_selfspec.control.controller import Controller
+from hf_selfspec.control.controller import FREE, ArmStats, Controller
 
 pytestmark = pytest.mark.times_decide
 

@@ -128,7 +128,7 @@ def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
 # With a search -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_run(".*-3")
+@pytest.mark.every_run("clasp-.*-3|swift-cost-3")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("search", SEARCHES)
@@ -224,7 +224,7 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
     return float(torch.stack(scores).max())
 
 
-@pytest.mark.every_run("swift-.*")
+@pytest.mark.every_run("swift-cost")
 @pytest.mark.parametrize("tree", ["cost", "top-k"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:

@@ -8,17 +8,16 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import DynamicCache
 
 from helpers.architectures import build
-from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
+from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import (
     ConfidenceThreshold,
     EarlyExit,
@@ -121,37 +120,31 @@ def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_d
     return Replays(*(values.item() for values in replays([trace], [rule], plan, costs, max_draft)))
 
 
-def test_fixed_drafts_replayed_by_hand():
+def test_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     found = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
     # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 two, the second of which is the
     # first token again (to 9).
     seconds = 4 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2))
     assert found == Replays(pytest.approx(seconds), tokens=9, drafted=8, accepted=5)
-
-
-def test_confident_drafts_replayed_by_hand():
-    accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
     found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
     # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
     assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
 
 
-AT_THE_END, SURE, BY_PRODUCT = [0.9, 0.9, 0.1, 0.9], [0.9] * 4, [0.9, 0.9, 0.9, 0.5, 1.0]
+AT_THE_END, BY_PRODUCT = [0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(
     ("rule", "sure", "most", "lengths"),
     [
         (ConfidenceThreshold(0.5), AT_THE_END, 9, [3, 2, 1, 4]),
-        (ConfidenceThreshold(0.5), SURE, 9, [9] * 4),
         (ConfidenceThreshold(0.5), [0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9], 3, [2, 1, 3, 3, 2, 1, 3]),
         (FixedLength(3), AT_THE_END, 9, [3] * 4),
         (FixedLength(3), AT_THE_END, 2, [2] * 4),
         (ProductThreshold(0.8), BY_PRODUCT, 9, [3, 3, 2, 1, 4]),  # 0.9 0.9 is 0.81, the next 0.9 makes 0.729
         (ProductThreshold(0.8), BY_PRODUCT, 2, [2, 2, 2, 1, 2]),
-        (ProductThreshold(0.8), [1.0] * 3, 7, [7] * 3),
     ],
 )
 def test_lengths_of_drafts(rule, sure, most, lengths):
@@ -187,13 +180,13 @@ def test_replay_of_likely_acceptance_is_the_mean_over_outcomes():
     generator = np.random.default_rng(0)
     accept, sure = generator.random((1, 12)), generator.random((1, 12))
     rule, total = ConfidenceThreshold(0.3), 0.0
-    runs = 4000
+    runs = 2000
     for _ in range(runs):
         outcome = (generator.random(12) < accept[0]).astype(float)
         # An outcome is drawn for each position, so a walk along it is one run of the decoder.
         total += replay(Trace(outcome[None], sure), rule, exit_plan(2), COSTS, 4).seconds
     expected = replay(Trace(accept, sure), rule, exit_plan(2), COSTS, 4).seconds
-    assert total / runs == pytest.approx(expected, rel=0.02)
+    assert total / runs == pytest.approx(expected, rel=0.03)
 
 
 @torch.no_grad()
@@ -271,10 +264,9 @@ def test_states_of_exits_belong_to_their_rows():
 # The probe while generating -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_probing_changes_no_token(make, rows):
-    model, spec = make(), SelfSpec.layerskip()
+def test_probing_changes_no_token(rows):
+    model, spec = tiny_llama(), SelfSpec.layerskip()
     assert spec.choice(model) is None
     for _ in range(3):
         ids = prompt(9, rows)
@@ -314,13 +306,6 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
-def test_short_answers_add_up():
-    model, spec = tiny_llama(), SelfSpec.layerskip()
-    for calls in range(1, 5):
-        greedy(model, prompt(), 12, assistant=spec)
-        assert spec.choice(model).tokens == 11 * calls
-
-
 def test_rows_that_end_early_count_as_far_as_they_went():
     model, spec = tiny_llama(), SelfSpec.layerskip()
     ids = prompt(9, 3)
@@ -331,21 +316,6 @@ def test_rows_that_end_early_count_as_far_as_they_went():
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
     model.generate(ids, eos_token_id=end, assistant=spec, **options)
     assert spec.choice(model).tokens == sum(lengths)
-
-
-def test_rows_that_end_early_behind_embedded_prompts():
-    """They have fewer tokens than the window, and what is before them has no ids."""
-    model, spec = tiny_llama(), SelfSpec.layerskip()
-    embedded = model.get_input_embeddings()(prompt(12, 3)).detach()
-    options = {"inputs_embeds": embedded, "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
-    model.generation_config.eos_token_id = None
-    texts = model.generate(**options)
-    lengths = {end: [[*row, end].index(end) for row in texts.tolist()] for end in texts.unique().tolist()}
-    end = max(lengths, key=lambda end: max(lengths[end]) - min(lengths[end]))
-    assert min(lengths[end]) < 8 < 40 < max(lengths[end])
-    for _ in range(2):
-        found = model.generate(assistant=spec, eos_token_id=end, **options)
-        assert torch.equal(found, model.generate(eos_token_id=end, **options))
 
 
 def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
@@ -453,7 +423,7 @@ def test_the_chosen_exit_is_used(monkeypatch):
         assert 0 < max(spec.stats.accepted_lengths) <= 6
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+@pytest.mark.parametrize("tokens", [3, 5])
 def test_states_are_reused_where_that_pays(monkeypatch, tokens):
     model, given = tiny_llama(), []
     use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
@@ -511,23 +481,6 @@ def test_traces_of_drawn_tokens_are_of_the_processed_distributions(monkeypatch):
         np.testing.assert_allclose(accept, expected, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_threads_that_probe_and_threads_that_do_not_share_a_model():
-    model, ids = tiny_llama(), prompt()
-    model.generation_config.eos_token_id = None
-    expected = greedy(model, ids)
-    model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.002))  # lets other threads in
-    specs = [None, SelfSpec.layerskip(), SelfSpec.layerskip(), None] * 3
-
-    def run(spec):
-        return [greedy(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(4)]
-
-    with ThreadPoolExecutor(len(specs)) as pool:
-        for found in pool.map(run, specs):
-            assert all(torch.equal(text, expected) for text in found)
-    assert all("forward" not in module.__dict__ for module in model.modules())
-
-
 def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):
     model = tiny_llama()
 
@@ -554,26 +507,20 @@ def test_layerskip_is_an_early_exit_with_a_stop_rule():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: SelfSpec.layerskip(0), SettingError, "EarlyExit(layer) must be at least 1, got 0"),
-        (lambda: SelfSpec.layerskip("6"), SettingTypeError, "got '6'"),
-        (lambda: SelfSpec.layerskip(6, 0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
-        (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft) must be a whole number"),
-        (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
+        (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft. must be a whole number"),
+        (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly.layer. must be at least 1, got 0"),
         (lambda: SelfSpec.early_exit_only(None), SettingError, "give one of the two"),
     ],
 )
 def test_wrong_settings(make, error, words):
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=words):
         make()
-    assert words in str(caught.value)
 
 
 def test_exit_that_does_not_exist():
-    with pytest.raises(SettingError, match=r"EarlyExitOnly\(layer=6\) is not possible: .* has 6 layers"):
-        greedy(tiny_llama(), prompt(), assistant=SelfSpec.early_exit_only(6))
-    for spec in (SelfSpec.layerskip(6), SelfSpec.layerskip(6, 2)):
-        with pytest.raises(SettingError, match=r"EarlyExit\(layer=6\) is not possible: .* has 6 layers"):
+    for spec in (SelfSpec.early_exit_only(6), SelfSpec.layerskip(6)):
+        with pytest.raises(SettingError, match=r"EarlyExit.*\(layer=6\) is not possible: .* has 6 layers"):
             greedy(tiny_llama(), prompt(), assistant=spec)
 
 
@@ -606,10 +553,8 @@ def truncated(model, layers):
     return small
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
-def test_early_exit_only_is_the_truncated_model(make):
-    model = make()
-    assert isinstance(model, (LlamaForCausalLM, GPT2LMHeadModel))
+def test_early_exit_only_is_the_truncated_model():
+    model = tiny_llama()
     small, spec = truncated(model, 2), SelfSpec.early_exit_only(2)
     for rows in (1, 3):
         ids = prompt(rows=rows)
@@ -640,24 +585,22 @@ def test_early_exit_only_returns_no_cache_and_takes_none():
         greedy(model, prompt(), 4, assistant=spec, past_key_values=DynamicCache(config=model.config))
 
 
+@pytest.mark.every_run("llama|qwen3_next")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_single_exits_that_are_tried_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_exits_that_are_tried_change_nothing(name, monkeypatch):
     """Each in turn, on the last tokens of a text, before one looks as if it paid."""
-    tried: list[int] = []
-    trial, model = probe.ProbingDraft._trace_of, build(name)
-
-    def noted(draft: probe.ProbingDraft, text: Any, layer: int, *given: Any) -> Trace | None:
-        tried.append(layer)
-        return trial(draft, text, layer, *given)
-
+    tried, trial, model = [], probe.ProbingDraft._trace_of, build(name)
     monkeypatch.setattr(ExitStudy, "is_promising", False)
-    monkeypatch.setattr(probe.ProbingDraft, "_trace_of", noted)
-    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    monkeypatch.setattr(
+        probe.ProbingDraft, "_trace_of", lambda self, *given: tried.append(given) or trial(self, *given)
+    )
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
-    assert tried
+    for rows in (1, 3):
+        inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+        plain = model.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
+        assert tried
+        tried.clear()
 
 
 def test_single_exits_decide_late_and_for_one_process() -> None:

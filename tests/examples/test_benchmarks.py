@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
 }
 # Those that take longer than a few seconds.
-SLOW = {"exits", "searches", "heads"}
+SLOW = {"adapters", "compiled", "exits", "gpu", "heads", "known_answer", "searches", "stops"}
 
 
 @pytest.fixture(autouse=True)

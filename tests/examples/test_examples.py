@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -20,13 +20,6 @@ from helpers.processes import EXAMPLES, in_two_processes
 from hf_selfspec import SelfSpec
 
 sys.path.append(str(EXAMPLES))
-
-
-def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +54,8 @@ def run_here(
     return run
 
 
-def test_quickstart_shows_marked_text_and_equal_tokens() -> None:
-    printed = run("quickstart.py", "--tokens", "16", "--no-color")
+def test_quickstart_shows_marked_text_and_equal_tokens(run_here: Callable[..., str]) -> None:
+    printed = run_here("quickstart.py", "--tokens", "12", "--no-color")
     assert "tokens equal to plain generate: yes" in printed
     assert "‹" in printed
     assert printed.count("tokens/s   α") == 2
@@ -93,54 +86,48 @@ def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path)
             rounds.append(spec.stats.rounds)
         assert tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) == answer["answer"]
         assert rounds[1] < rounds[0]  # by how much depends on times, too
+    data.write_text(json.dumps({"prompt": prompts[0]}) + "\n")  # none for the second process
+    output = tmp_path / "one.jsonl"
+    done = in_two_processes(script, *options, "--data", data, "--output", output)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(output.read_text().splitlines()) == 1
 
 
-def test_answers_of_a_stopped_run_are_kept(tmp_path: Path) -> None:
-    """A line that was cut short is written again; more processes than prompts have nothing to do."""
+def test_answers_of_a_stopped_run_are_kept(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """A line that was cut short is written again."""
     data, output = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"def {name}(x):"}) + "\n" for name in "ab"))
-    places = ["--model", str(EXAMPLES / "demo_model"), "--data", str(data), "--output", str(output)]
+    script = [
+        "batch_inference.py",
+        "--model",
+        str(EXAMPLES / "demo_model"),
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+    ]
     output.parent.mkdir()
     digest = hashlib.sha256(json.dumps(["def a(x):", "def b(x):"]).encode()).hexdigest()
     about = {"model": str(EXAMPLES / "demo_model"), "max_new_tokens": 4, "processes": 1, "prompts": digest}
     kept = json.dumps({"prompt": "def a(x):", "answer": "of before"}) + "\n"
     stopped = json.dumps(about) + "\n" + kept + '{"prompt": "def'
     (part := output.with_name("answers.jsonl.part-0")).write_text(stopped)
-    script = [sys.executable, str(EXAMPLES / "batch_inference.py"), *places]
-    done = subprocess.run([*script, "--max-new-tokens", "5"], capture_output=True, text=True)
-    assert f"{part} was written by another run: {json.dumps(about)}. Repeat" in done.stderr
+    with pytest.raises(SystemExit, match=re.escape(f"{part} was written by another run: {json.dumps(about)}. Repeat")):
+        run_here(*script, "--max-new-tokens", "5")
     assert part.read_text() == stopped
-    run("batch_inference.py", *places, "--max-new-tokens", "4")
+    run_here(*script, "--max-new-tokens", "4")
     first, second = output.read_text().splitlines(keepends=True)
     assert first == kept
     assert json.loads(second)["prompt"] == "def b(x):"
     assert [path.name for path in output.parent.iterdir()] == ["answers.jsonl"]
     data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
-    done = subprocess.run(script, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].startswith(f"{data}, line 3: KeyError('prompt'); a line is")
-
-
-def test_processes_without_a_prompt(tmp_path: Path) -> None:
-    data, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    data.write_text(json.dumps({"prompt": "def f(x):"}) + "\n")
-    options = ("--model", EXAMPLES / "demo_model", "--max-new-tokens", "4", "--data", data, "--output", output)
-    done = in_two_processes(EXAMPLES / "batch_inference.py", *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(output.read_text().splitlines()) == 1
+    with pytest.raises(SystemExit, match=r"line 3: KeyError\('prompt'\); a line is"):
+        run_here(*script)
 
 
 def test_training_script_makes_a_model_in_two_steps(tmp_path: Path, run_here: Callable[..., str]) -> None:
-    run_here(
-        "train_demo_model.py",
-        "--steps",
-        "2",
-        "--held-out-blocks",
-        "2",
-        "--threads",
-        "1",
-        "--output",
-        str(tmp_path / "model"),
-    )
+    words = ["--steps", "2", "--held-out-blocks", "2", "--threads", "1", "--output", str(tmp_path / "model")]
+    run_here("train_demo_model.py", *words)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.num_hidden_layers >= 12
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -93,11 +93,13 @@ def test_a_chat_goes_back_where_the_template_writes_another_text(
     assert chat.ids[0, -24:].tolist() == expected
 
 
-def test_the_chat_in_a_terminal(chat_model: str) -> None:
-    command = [sys.executable, str(EXAMPLES / "chat.py"), "--model", chat_model, "--max-new-tokens", "12"]
-    done = subprocess.run(command, input="\n".join(QUESTIONS), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("of drafted ones accepted]") == len(QUESTIONS)
+def test_the_chat_in_a_terminal(
+    chat_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--model", chat_model, "--max-new-tokens", "12"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*QUESTIONS, "", "not read"])))
+    importlib.import_module("chat").main()
+    assert capsys.readouterr().out.count("of drafted ones accepted]") == len(QUESTIONS)
 
 
 # Services ------------------------------------------------------------------------------------------------------------
@@ -157,6 +159,7 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_ends_the_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     httpx = library("httpx")
     library("fastapi")

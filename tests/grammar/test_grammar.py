@@ -21,6 +21,7 @@ from helpers.processes import library
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as few_tokens
 from hf_selfspec import (
     ConfidenceThreshold,
     Draft,
@@ -81,15 +82,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 # The libraries: options of ``generate`` for a JSON schema or a regular expression ---------------------------------
 
 
-def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
+def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
     xgrammar = library("xgrammar")
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY)
-    compiler = xgrammar.GrammarCompiler(info)
-    if regex is None:
-        grammar = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
-    else:
-        grammar = compiler.compile_regex(regex)
-    return {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammar)]}
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY))
+    if schema is None:
+        return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_regex(regex))
+    return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
 
 
 def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
@@ -98,32 +96,30 @@ def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
     return kind(outlines.from_transformers(MODEL, tokenizer))
 
 
-def of_xgrammar_in_outlines(
-    tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None
-) -> dict[str, Any]:
+def of_xgrammar_in_outlines(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
     library("xgrammar")
     backend = _backend(tokenizer, "xgrammar", "XGrammarBackend")
-    if regex is None:
-        return {"logits_processor": [backend.get_json_schema_logits_processor(json.dumps(schema))]}
-    return {"logits_processor": [backend.get_regex_logits_processor(regex)]}
+    if schema is None:
+        return backend.get_regex_logits_processor(regex)
+    return backend.get_json_schema_logits_processor(schema)
 
 
-def of_outlines_core(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
+def of_outlines_core(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
     backend = _backend(tokenizer, "outlines_core", "OutlinesCoreBackend")
-    if regex is None:
-        return {"logits_processor": [backend.get_json_schema_logits_processor(json.dumps(schema), "")]}
-    return {"logits_processor": [backend.get_regex_logits_processor(regex)]}
+    if schema is None:
+        return backend.get_regex_logits_processor(regex)
+    return backend.get_json_schema_logits_processor(schema, "")
 
 
-def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
+def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
     matcher = library("llguidance").LLMatcher
-    if regex is None:
-        grammar = matcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
-    else:
+    if schema is None:
         grammar = matcher.grammar_from_regex(regex)
+    else:
+        grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
     made = _backend(tokenizer, "llguidance", "LLGuidanceBackend")
     kind = importlib.import_module("outlines.backends.llguidance").LLGuidanceLogitsProcessor
-    return {"logits_processor": [kind(grammar, made.llg_tokenizer, "torch")]}
+    return kind(grammar, made.llg_tokenizer, "torch")
 
 
 LIBRARIES = {
@@ -132,15 +128,17 @@ LIBRARIES = {
     "outlines-core": of_outlines_core,
     "llguidance": of_llguidance,
 }
-GRAMMARS = {"json": (SCHEMA, None), "regex": (None, REGEX)}
+GRAMMARS = {"json": (json.dumps(SCHEMA), None), "regex": (None, REGEX)}
 libraries_warn = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method`:DeprecationWarning",  # of torch.compile
     "ignore:Error in LLMatcher:UserWarning",  # of padding behind a row's end, in plain generate alone
 )
 
 
-def generated(tokenizer: PreTrainedTokenizerFast, inputs: Any, spec: SelfSpec | None, **options: Any) -> torch.Tensor:
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+def generated(
+    tokenizer: PreTrainedTokenizerFast, inputs: Any, spec: SelfSpec | None, *processors: Any, **options: Any
+) -> torch.Tensor:
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "logits_processor": list(processors)}
     return MODEL.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | ends | options, assistant=spec)
 
 
@@ -164,53 +162,41 @@ def check_text(text: str, kind: str) -> None:
 @libraries_warn
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_ids_are_plain_generates_for_twenty_prompts(
-    library: str, kind: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Eight prompts alone and twelve in ragged batches, with each of the drafts in turn."""
-    shapes = [(12,)] * 8 + [(4, 9, 6)] * 4
+def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Four prompts alone and twelve in ragged batches, with each of the drafts in turn."""
+    shapes = [(12,)] * 4 + [(4, 9, 6)] * 4
     specs = [make() for make in SPECS.values()]
     checked = 0
     for seed, lengths in enumerate(shapes):
         inputs, spec = ragged_batch(lengths, seed=seed), specs[seed % len(specs)]
-        plain = generated(tokenizer, inputs, None, **LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
-        ours = generated(tokenizer, inputs, spec, **LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
+        plain = generated(tokenizer, inputs, None, LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
+        ours = generated(tokenizer, inputs, spec, LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
         assert torch.equal(ours, plain)
         assert spec.stats.together_for == "", "rows have to go on at their own pace"
         assert spec.stats.accepted > 0
         for text in complete(tokenizer, inputs, ours):
             check_text(text, kind)
             checked += 1
-    assert checked >= 10
+    assert checked >= 8
 
 
 @libraries_warn
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """From call to call, and where no end of text ends a row (of which llguidance's processor warns)."""
     inputs = ragged_batch((12,), seed=3)
     found = []
     for spec in (None, SPECS["default"](), SPECS["exit"]()):
-        options, ids = LIBRARIES[library](tokenizer, SCHEMA), inputs["input_ids"]
+        processor, ids = LIBRARIES[library](tokenizer, *GRAMMARS["json"]), inputs["input_ids"]
         for _ in range(5):
             given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            ids = generated(tokenizer, given, spec, **options, max_new_tokens=7)
-        found.append(ids.tolist())
+            ids = generated(tokenizer, given, spec, processor, max_new_tokens=7)
+        found.append([ids.tolist()])
+        if library != "llguidance":
+            endless = LIBRARIES[library](tokenizer, None, "ab{1,4}")
+            found[-1] += generated(tokenizer, inputs, spec, endless, eos_token_id=None, max_new_tokens=16).tolist()
     assert found[0] == found[1] == found[2]
-    assert '"is_old":' in tokenizer.decode(found[0][0])
-
-
-@libraries_warn
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_without_an_end_of_text_rows_go_on_as_in_plain_generate(
-    library: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    if library == "llguidance":
-        pytest.skip("its processor warns of each token behind the end")
-    inputs = ragged_batch((12,), seed=3)
-    options = {"eos_token_id": None, "max_new_tokens": 16}
-    plain = generated(tokenizer, inputs, None, **LIBRARIES[library](tokenizer, None, "ab{1,4}"), **options)
-    ours = generated(tokenizer, inputs, SPECS["exit"](), **LIBRARIES[library](tokenizer, None, "ab{1,4}"), **options)
-    assert torch.equal(ours, plain)
+    assert '"is_old":' in tokenizer.decode(found[0][0][0])
 
 
 @libraries_warn
@@ -224,7 +210,7 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
     )
 
     def begun() -> Any:
-        (processor,) = with_grammars(LIBRARIES[library](tokenizer, None, regex)["logits_processor"])
+        (processor,) = with_grammars([LIBRARIES[library](tokenizer, None, regex)])
         processor.begin(ragged_batch((12,), seed=3)["input_ids"], VOCABULARY)
         return processor
 
@@ -240,35 +226,6 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
     for one, other in product(range(len(texts)), repeat=2):
         for place in (one, other):
             assert mask_of(walker, texts[place]) == expected[place]
-
-
-@pytest.mark.slow
-@libraries_warn
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_drawn_tokens_have_the_distribution_of_the_masked_model(
-    library: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """All texts of a small grammar, by their probabilities; drafts are accepted and rejected."""
-    spec = SPECS["exit"]()
-    options = LIBRARIES[library](tokenizer, None, "[x-z][x-z][0-2]")
-    inputs = {name: value.repeat(600, 1) for name, value in ragged_batch((12,), seed=3).items()}
-    torch.manual_seed(0)
-    ids = generated(tokenizer, inputs, spec, **options, do_sample=True)
-    sets = [tokenizer.convert_tokens_to_ids(list(characters)) for characters in ("xyz", "xyz", "012")]
-    texts, joint = inputs["input_ids"][:1], torch.ones(1, dtype=torch.float64)
-    for tokens in sets:
-        with torch.no_grad():
-            shares = MODEL(texts).logits[:, -1, tokens].double().softmax(-1)
-        joint = (joint[:, None] * shares).flatten()
-        texts = torch.cat([texts.repeat_interleave(3, 0), torch.tensor(tokens).repeat(len(texts))[:, None]], dim=1)
-    places = {tuple(text): place for place, text in enumerate(texts[:, -3:].tolist())}
-    observed = torch.bincount(torch.tensor([places[tuple(row)] for row in ids[:, 12:15].tolist()]), minlength=27)
-    expected = joint * 600
-    kept = expected >= 5
-    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    assert kept.sum() > 10
-    assert statistic < 3 * kept.sum()
-    assert 0 < spec.stats.acceptance_rate < 1
 
 
 def test_forced_text_may_end_within_a_character() -> None:
@@ -338,21 +295,24 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_selfspec.register_grammar(Own, lambda processor, input_ids: processor.rows)
 
 
-@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
+def texts(spec: SelfSpec | None, inputs: Any, *processors: Any, **options: Any) -> list[list[int]]:
+    options = {"max_new_tokens": 40, "do_sample": False} | options
+    return MODEL.generate(**inputs, **options, logits_processor=list(processors), assistant=spec).tolist()
+
+
+ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6), seed=11)
+
+
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_grammar_of_ones_own(spec: str, lengths: tuple[int, ...], registered: None) -> None:
-    ours, inputs = SPECS[spec](), ragged_batch(lengths, seed=11)
-    found = []
-    for assistant in (None, ours):
-        processor = Own(TABLE)
-        ids = MODEL.generate(
-            **inputs, max_new_tokens=40, do_sample=False, logits_processor=[processor], assistant=assistant
-        )
-        found.append((ids.tolist(), [row.states for row in processor.rows]))
-    assert found[0] == found[1], "the same tokens, and the same state behind them"
-    assert processor.calls == 1
-    assert ours.stats.together_for == ""
-    assert ours.stats.accepted > 0
+def test_a_grammar_of_ones_own(spec: str, registered: None) -> None:
+    """The same tokens, and the same state after them."""
+    for inputs in (ROW, BATCH):
+        ours, (plain, processor) = SPECS[spec](), (Own(TABLE), Own(TABLE))
+        assert texts(ours, inputs, processor) == texts(None, inputs, plain)
+        assert [row.states for row in processor.rows] == [row.states for row in plain.rows]
+        assert processor.calls == 1
+        assert ours.stats.together_for == ""
+        assert ours.stats.accepted > 0
 
 
 class Steps(Automaton):
@@ -373,22 +333,20 @@ class PrefixFunction:
         return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
 
 
-@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
 def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
-    lengths: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, registered: None
+    tokenizer: PreTrainedTokenizerFast, registered: None
 ) -> None:
     """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
     hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
-    inputs = ragged_batch(lengths, seed=3)
     table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
-    function = PrefixFunction(table, max(lengths))
-    found = []
-    for spec in (None, SPECS["default"](), SPECS["exit"]()):
-        ids = generated(tokenizer, inputs, spec, prefix_allowed_tokens_fn=function, min_new_tokens=20)
-        found.append(ids.tolist())
-        assert spec is None or spec.stats.accepted > 0
-    assert found[0] == found[1] == found[2]
-    assert len(found[0][0]) - max(lengths) == len(table)
+    for inputs in (ROW, BATCH):
+        width = inputs["input_ids"].shape[1]
+        options = {"prefix_allowed_tokens_fn": PrefixFunction(table, width), "min_new_tokens": 20}
+        plain = generated(tokenizer, inputs, None, **options)
+        assert plain.shape[1] - width == len(table)
+        for spec in (SPECS["default"](), SPECS["exit"]()):
+            assert torch.equal(generated(tokenizer, inputs, spec, **options), plain)
+            assert spec.stats.accepted > 0
 
 
 class DeadEnd(LogitsProcessor):
@@ -408,7 +366,7 @@ def test_a_draft_ends_where_nothing_may_follow(
     do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
-    inputs, spec = ragged_batch((4, 9, 6), seed=11), SPECS["exit"]()
+    spec = SPECS["exit"]()
     drafted: set[int] = set()
     propose = PartialDraft.propose
 
@@ -422,7 +380,7 @@ def test_a_draft_ends_where_nothing_may_follow(
     def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
         torch.manual_seed(0)
         options = {"max_new_tokens": 30, "top_k": 1, "logits_processor": [Own(TABLE), DeadEnd(dead)]}
-        return MODEL.generate(**inputs, **options, do_sample=do_sample, assistant=assistant)
+        return MODEL.generate(**BATCH, **options, do_sample=do_sample, assistant=assistant)
 
     plain = generate(None, [])
     assert torch.equal(generate(spec, []), plain)
@@ -445,9 +403,7 @@ def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back(registered: Non
     found = []
     for spec in (None, SPECS["exit"](), SelfSpec()):
         processor = Own([[5], [7], [8], [9]])
-        options = {"logits_processor": [processor], "stopping_criteria": [UntilSeven()]}
-        ids = MODEL.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, **options, assistant=spec)
-        found.append((ids.tolist(), processor.rows[0].states))
+        found.append((texts(spec, ROW, processor, stopping_criteria=[UntilSeven()]), processor.rows[0].states))
     assert found[0] == found[1] == found[2]
 
 
@@ -462,16 +418,13 @@ class Counted(LogitsProcessor):
         return scores.scatter_add(1, favoured, torch.full((len(scores), 1), 0.5))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["default", "exit, tree"])
 def test_beside_another_memory_rows_advance_together(spec: str, registered: None) -> None:
-    ours, inputs = SPECS[spec](), ragged_batch((4, 9, 6), seed=11)
-    found = []
+    ours, found = SPECS[spec](), []
     for assistant in (None, ours):
-        processors = [Own(TABLE), Counted()]
-        ids = MODEL.generate(
-            **inputs, max_new_tokens=30, do_sample=False, logits_processor=processors, assistant=assistant
-        )
-        found.append((ids.tolist(), [row.states for row in processors[0].rows], processors[1].calls))
+        processors = Own(TABLE), Counted()
+        ids = texts(assistant, BATCH, *processors, max_new_tokens=30)
+        found.append((ids, [row.states for row in processors[0].rows], processors[1].calls))
     assert found[0] == found[1]
     assert ours.stats.together_for == "Counted"
     assert ours.stats.accepted > 0
@@ -479,14 +432,11 @@ def test_beside_another_memory_rows_advance_together(spec: str, registered: None
 
 def test_forced_tokens_need_no_forward(registered: None) -> None:
     """A single allowed token is certain: not one of them is rejected, and the part that drafts is not asked."""
-    table = [[5], [6], [7], [8]]
-    inputs = ragged_batch((12,), seed=11)
     for spec in (SPECS["exit"](), SPECS["skips"](), SelfSpec.lookup(), SelfSpec(Phrase((9, 9)))):
-        MODEL.generate(**inputs, max_new_tokens=40, do_sample=False, logits_processor=[Own(table)], assistant=spec)
+        texts(spec, ROW, Own([[5], [6], [7], [8]]))
         assert spec.stats.draft_steps == 0
         assert spec.stats.accepted == spec.stats.drafted > 20
-    options = {"max_new_tokens": 40, "do_sample": False, "logits_processor": [Own(TABLE)]}
-    MODEL.generate(**inputs, **options, assistant=(exit_spec := SPECS["exit"]()))
+    texts(exit_spec := SPECS["exit"](), ROW, Own(TABLE))
     assert 0 < exit_spec.stats.draft_steps < exit_spec.stats.drafted  # a layer draft goes on after forced tokens
 
 
@@ -528,10 +478,8 @@ def test_what_a_grammar_forbids_is_not_verified(
     monkeypatch.setattr(decoding.Decoder, "_verify_pass", verify_pass)
     table = [[4, 6, 8], [4, 8]]
     spec = SelfSpec(Phrase((4, 9, 6, 3), parents))
-    inputs = ragged_batch((4, 9, 6))
-    options = {"max_new_tokens": 12, "do_sample": False}
-    ours = MODEL.generate(**inputs, **options, logits_processor=[Own(table)], assistant=spec)
-    assert torch.equal(ours, MODEL.generate(**inputs, **options, logits_processor=[Own(table)]))
+    ours, plain = (texts(assistant, BATCH, Own(table), max_new_tokens=12) for assistant in (spec, None))
+    assert ours == plain
     for draft in seen:
         for row, length in enumerate(draft.lengths):
             assert length <= 1
@@ -562,8 +510,8 @@ class ByText(LogitsProcessor):
 @pytest.mark.parametrize("spec", SAMPLED)
 def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton], registered: None) -> None:
     table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
-    sampled = sample(SAMPLED[spec], logits_processor=[Own(table, kind)])
-    check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
+    sampled = sample(SAMPLED[spec], rows=1000, logits_processor=[Own(table, kind)])
+    check_exact(sampled, exact_joint(few_tokens(), [ByText(table)]))
 
 
 class Dice(DraftSource):
@@ -586,7 +534,7 @@ class DiceDrafter(FixedDrafter):
 def test_drafts_that_were_drawn_without_the_grammar_are_exact(registered: None) -> None:
     table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
     sampled = sample(SelfSpec(Dice()), logits_processor=[Own(table)])
-    check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
+    check_exact(sampled, exact_joint(few_tokens(), [ByText(table)]))
 
 
 @pytest.mark.slow
@@ -600,13 +548,7 @@ def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) ->
         accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
         steps += spec.stats.draft_steps
     assert steps < drafted
-    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(sampled_model(), [ByText(table)]))
-
-
-def sampled_model() -> Any:
-    from helpers.sampling import llama
-
-    return llama()
+    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [ByText(table)]))
 
 
 # What can go wrong ----------------------------------------------------------------------------------------------------
@@ -623,9 +565,8 @@ def test_wrong_registrations_are_refused_before_any_forward(registered: None, mo
         hf_selfspec.register_grammar(Own, [])
     for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: [], lambda processor, ids: 1):
         hf_selfspec.register_grammar(Own, wrong)
-        options = {"max_new_tokens": 8, "do_sample": False, "logits_processor": [Own(TABLE)]}
         with pytest.raises(SettingTypeError, match=r"for each of the 1 rows, with the methods mask\(vocabulary\)"):
-            MODEL.generate(**ragged_batch((12,)), **options, assistant=SelfSpec())
+            texts(SelfSpec(), ROW, Own(TABLE))
 
 
 def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,8 +586,7 @@ def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPat
     [("xgrammar in outlines", "_matchers"), ("outlines-core", "_guides"), ("llguidance", "ll_matchers")],
 )
 def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    options = LIBRARIES[library](tokenizer, None, "ab")
-    (processor,), inputs = options["logits_processor"], ragged_batch((12,))
+    processor = LIBRARIES[library](tokenizer, None, "ab")
     (mask,) = with_grammars([processor])
     setup = processor._setup
 
@@ -656,7 +596,7 @@ def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, toke
 
     mask._processor = lambda input_ids, scores: without(*(len(input_ids), VOCABULARY)[: setup.__code__.co_argcount - 1])
     with pytest.raises(UnsupportedOptionError, match=f"of this version of outlines has no `{name}`"):
-        mask.begin(inputs["input_ids"], VOCABULARY)
+        mask.begin(ROW["input_ids"], VOCABULARY)
 
 
 def test_masks_are_as_wide_as_logits(registered: None) -> None:
@@ -670,7 +610,7 @@ def test_masks_are_as_wide_as_logits(registered: None) -> None:
 @libraries_warn
 @pytest.mark.parametrize("library", ["xgrammar", "outlines-core", "llguidance"])
 def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    (mask,) = with_grammars(LIBRARIES[library](tokenizer, None, "ab")["logits_processor"])
+    (mask,) = with_grammars([LIBRARIES[library](tokenizer, None, "ab")])
     mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
     with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
         mask.rows[0].mask([], (50,))

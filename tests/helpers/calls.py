@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from helpers.models import VOCABULARY, ragged_batch
+from helpers.models import BATCH, VOCABULARY, ragged_batch
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
@@ -57,11 +57,19 @@ class Recorder(BaseStreamer):
         self.calls.append("end")
 
 
-def check_lossless(model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24) -> list[GenerationStats]:
-    """One row and a ragged batch have the ids of plain ``generate``; returns the statistics of both."""
+PROMPTS = (ragged_batch((12,)), BATCH)
+
+
+def check_lossless(
+    model: PreTrainedModel,
+    spec: SelfSpec,
+    new_tokens: int = 24,
+    prompts: Sequence[dict[str, torch.Tensor]] = PROMPTS,
+) -> list[GenerationStats]:
+    """Prompts have the ids of plain ``generate``; returns the statistics of each."""
     found = []
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+    for inputs in prompts:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what some models cannot do is said once
             ids = model.generate(**inputs, **options, assistant=spec)
@@ -131,18 +139,6 @@ def random_skip_set(name: str, model: PreTrainedModel) -> SkipLayers:
     if not attention and not mlp:
         return SkipLayers([], [1]) if anatomy.mlp[1] else SkipLayers([1], [])
     return SkipLayers(attention, mlp)
-
-
-def same_tokens(model: PreTrainedModel, spec: SelfSpec, rows: int) -> float:
-    """Checks identity for one row or a ragged batch of three, and returns the acceptance rate."""
-    inputs = ragged_batch() if rows == 3 else {name: value[1:2] for name, value in ragged_batch().items()}
-    expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*cannot take")
-        tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
-    assert torch.equal(tokens, expected)
-    assert spec.stats is not None
-    return spec.stats.acceptance_rate
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from unittest.mock import patch
 import torch
 
 from hf_selfspec.batch import Draft, Verdict
-from hf_selfspec.control.arms import Measurements
-from hf_selfspec.control.controller import Controller
+from hf_selfspec.control.controller import Controller, Measurements
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts

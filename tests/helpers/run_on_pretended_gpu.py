@@ -31,9 +31,9 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.control import moments
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.model import transfer
 from hf_selfspec.modules import Adapter, DraftLora, LinearProbe
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
@@ -119,7 +119,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     with (
         patch.multiple(Decoder, _round=counted, _verify_pass=verified),
         patch.object(PartialDraft, "propose", proposed),
-        patch.object(moments, "TIMED", (pretend_gpu.NAME,)),
+        patch.object(transfer, "TIMED", (pretend_gpu.NAME,)),
         pretended(),
     ):
         place(model)

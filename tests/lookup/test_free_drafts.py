@@ -27,7 +27,7 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.control.arms import ArmStats
+from hf_selfspec.control.controller import ArmStats
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -45,16 +46,10 @@ def test_confidence_threshold_stops_below_the_top_probability() -> None:
     # Top-1 probabilities 0.25, 0.6 and 0.9.
     logits = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.6, 0.2, 0.1, 0.1], [0.05, 0.9, 0.05, 0.0]]).log()
     assert ask(ConfidenceThreshold(0.5), logits) == [True, False, False]
-    assert ask(ConfidenceThreshold(0.7), logits) == [True, True, False]
-    assert ask(ConfidenceThreshold(0.95), logits) == [True, True, True]
-    assert ask(ConfidenceThreshold(), logits) == ask(ConfidenceThreshold(0.8), logits)
-
-
-def test_confidence_is_computed_in_full_precision() -> None:
-    # Softmax over many tokens: 4096 of e^0 beside one of e^9 leave 0.66 for the top.
+    assert ask(ConfidenceThreshold(), logits) == ask(ConfidenceThreshold(0.8), logits) == [True, True, False]
+    # In full precision: 4096 of e^0 beside one of e^9 leave 0.664 for the top.
     logits = torch.zeros(1, 4097)
     logits[0, 7] = 9.0
-    assert math.exp(9) / (math.exp(9) + 4096) == pytest.approx(0.664, abs=1e-3)
     assert ask(ConfidenceThreshold(0.66), logits.bfloat16()) == [False]
     assert ask(ConfidenceThreshold(0.67), logits.bfloat16()) == [True]
 
@@ -196,34 +191,23 @@ def test_calibrated_entropy_by_hand() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: ConfidenceThreshold(0.0), SettingError, "must lie between 0 and 1 (both excluded), got 0.0"),
         (lambda: ConfidenceThreshold(math.nan), SettingError, "must lie between 0 and 1 (both excluded), got nan"),
         (lambda: ConfidenceThreshold("0.5"), SettingTypeError, "must be a number between 0 and 1, got '0.5'"),
         (lambda: FixedLength(0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
-        (lambda: FixedLength(2.0), SettingTypeError, "FixedLength(num_tokens) must be a whole number of at least 1"),
         (lambda: CalibratedEntropy(1.0), SettingError, "CalibratedEntropy(epsilon) must lie between 0 and 1"),
         (lambda: ProductThreshold(0.0), SettingError, "ProductThreshold(threshold) must lie between 0 and 1"),
-        (lambda: ProductThreshold(confidence=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
+        (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
         (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
         (lambda: AdaptiveThreshold(target=1.0), SettingError, "AdaptiveThreshold(target) must lie"),
         (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, "AdaptiveThreshold(rate_memory) must lie"),
-        (lambda: AdaptiveThreshold(threshold_memory=1.0), SettingError, "AdaptiveThreshold(threshold_memory) must"),
-        (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
         (lambda: SelfSpec(max_draft=-3), SettingError, "SelfSpec(max_draft) must be at least 1, got -3"),
+        (lambda: SelfSpec(stop=0.8), SettingTypeError, "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p)"),
+        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, "SelfSpec(stop) must be FixedLength(n), Confidence"),
     ],
 )
 def test_settings_that_are_not_allowed(make: Callable[[], object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error) as raised:
+    with pytest.raises(error, match=re.escape(words)):
         make()
-    assert words in str(raised.value)
-
-
-@pytest.mark.parametrize("stop", [0.8, "fixed", FixedLength])
-def test_selfspec_refuses_what_is_no_rule(stop: object) -> None:
-    with pytest.raises(SettingTypeError) as error:
-        SelfSpec(stop=stop)
-    assert "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p)" in str(error.value)
-    assert f"got {stop!r}" in str(error.value)
 
 
 # Rules inside generate ---------------------------------------------------------------------------------------------
@@ -298,28 +282,22 @@ class Recording:
 
 
 @pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
-def test_a_users_rule_sees_the_drafted_token_and_its_logits(llama: LlamaForCausalLM, lengths: tuple[int, ...]) -> None:
-    rule = Recording(answer=False)
-    stats = generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch(lengths))[1]
+def test_what_a_users_rule_sees(llama: LlamaForCausalLM, lengths: tuple[int, ...]) -> None:
+    """The text with the drafted token, that token's logits, and the state of the exit layer."""
+    rule, inputs = Recording(answer=False), ragged_batch(lengths)
+    ids, stats = generate(llama, rule, new_tokens=12, max_draft=3, **inputs)
     assert len(rule.calls) == stats.draft_steps
     for input_ids, logits, hidden_states in rule.calls:
         assert logits.shape == (len(lengths), VOCABULARY)
         assert hidden_states.shape == (len(lengths), llama.config.hidden_size)
         assert torch.equal(input_ids[:, -1], logits.argmax(-1))
-
-
-def test_a_users_rule_sees_the_state_of_the_exit_layer(llama: LlamaForCausalLM) -> None:
-    rule = Recording(answer=False)
-    generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch((6,)))
-    for input_ids, logits, hidden_states in rule.calls:
-        with torch.no_grad():
-            state = llama(input_ids[:, :-1], output_hidden_states=True).hidden_states[EXIT][:, -1]
-            torch.testing.assert_close(hidden_states, state, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(logits, llama.lm_head(llama.model.norm(state)), rtol=1e-4, atol=1e-5)
-
-
-def test_a_users_rule_sees_the_text_of_rows_at_different_lengths(llama: LlamaForCausalLM) -> None:
-    rule, inputs = Recording(answer=True), ragged_batch((4, 9, 6))
+        if len(lengths) == 1:
+            with torch.no_grad():
+                state = llama(input_ids[:, :-1], output_hidden_states=True).hidden_states[EXIT][:, -1]
+                torch.testing.assert_close(hidden_states, state, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(logits, llama.lm_head(llama.model.norm(state)), rtol=1e-4, atol=1e-5)
+    # Rows at different lengths: after one drafted token each row's last columns are part of its output.
+    rule = Recording(answer=True)
     ids, stats = generate(llama, rule, new_tokens=12, **inputs)
     assert stats.accepted_lengths[0]
     assert stats.accepted_lengths[1]
@@ -330,23 +308,12 @@ def test_a_users_rule_sees_the_text_of_rows_at_different_lengths(llama: LlamaFor
             assert any(torch.equal(committed, piece) for piece in output.unfold(0, width, 1))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool), torch.tensor([0.9, 0.0])),
-    ],
-    ids=repr,
-)
-def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM, answer: object) -> None:
-    with pytest.raises(SettingTypeError, match=r"must return a BoolTensor \[2\], one value per row, got "):
-        generate(llama, lambda input_ids, logits, hidden_states: answer, new_tokens=4, **ragged_batch((4, 6)))
-
-
-def test_a_users_rule_may_answer_with_whole_numbers(llama: LlamaForCausalLM) -> None:
-    def ones(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.ones(len(logits), dtype=torch.long)
-
-    assert max(generate(llama, ones, new_tokens=8, **ragged_batch((4, 6)))[1].accepted_lengths) <= 1
+def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM) -> None:
+    for answer in (None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool), torch.tensor([0.9, 0.0])):
+        with pytest.raises(SettingTypeError, match=r"must return a BoolTensor \[2\], one value per row, got "):
+            generate(llama, lambda *given, answer=answer: answer, new_tokens=4, **ragged_batch((4, 6)))
+    stats = generate(llama, lambda *given: torch.ones(2, dtype=torch.long), new_tokens=8, **ragged_batch((4, 6)))[1]
+    assert max(stats.accepted_lengths) <= 1  # whole numbers are fine
 
 
 # Rules that remember, inside generate ---------------------------------------------------------------------------------
@@ -361,19 +328,12 @@ REMEMBERING = {
 
 
 @pytest.mark.parametrize("name", REMEMBERING)
-@pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_rules_that_remember_change_no_token(
-    llama: LlamaForCausalLM, name: str, lengths: tuple[int, ...], do_sample: bool
-) -> None:
-    inputs, spec = ragged_batch(lengths), SelfSpec(EarlyExit(EXIT), REMEMBERING[name], max_draft=4)
-    if do_sample:
-        ids = llama.generate(**inputs, do_sample=True, top_k=1, max_new_tokens=20, assistant=spec)
-    else:
-        ids = llama.generate(**inputs, do_sample=False, max_new_tokens=20, assistant=spec)
-    assert torch.equal(ids, llama.generate(**inputs, do_sample=False, max_new_tokens=20))
-    assert spec.stats is not None
-    assert spec.stats.drafted > spec.stats.rounds  # some drafts have more than one token
+def test_rules_that_remember_change_no_token(llama: LlamaForCausalLM, name: str) -> None:
+    spec = SelfSpec(EarlyExit(EXIT), REMEMBERING[name], max_draft=4)
+    for inputs, options in ((ragged_batch((6,)), {"do_sample": True, "top_k": 1}), (ragged_batch(), {})):
+        ids = llama.generate(**inputs, max_new_tokens=20, **{"do_sample": False} | options, assistant=spec)
+        assert torch.equal(ids, llama.generate(**inputs, do_sample=False, max_new_tokens=20))
+        assert spec.stats.drafted > spec.stats.rounds  # some drafts have more than one token
 
 
 def test_each_row_has_a_product_of_its_own() -> None:
