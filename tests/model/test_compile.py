@@ -95,6 +95,7 @@ def test_inductor() -> None:
     same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(1), compile=True), new=24)
 
 
+@pytest.mark.usefixtures("traced")
 def test_graphs_find_what_the_full_model_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Off a CPU, where a host would wait for them; not where processors change the scores."""
     monkeypatch.setattr(decoding, "SLOW_CHOICES", ())
