@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from helpers.calls import new_spec
 from helpers.models import character_tokenizer, tiny_llama
@@ -80,6 +81,16 @@ def llama() -> LlamaForCausalLM:
 def fresh_llama() -> LlamaForCausalLM:
     """The same model for one test alone, which may change it."""
     return tiny_llama(factor=0.5)
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Takes back what commands set for their process."""
+    verbosity, bars, threads = logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_num_threads()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -28,13 +28,7 @@ import hf_selfspec
 from helpers.calls import assert_mixed, new_spec
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    FixedLength,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    UnsupportedOptionError,
-)
+from hf_selfspec import FixedLength, SelfSpec, SkipLayers, TopKTree, UnsupportedOptionError
 
 pytestmark = peft_calls_old_name
 
