@@ -35,7 +35,7 @@ from .hooks.choosing import attach as attach
 from .hooks.choosing import detach as detach
 from .hooks.seams import install as install
 from .hooks.seams import uninstall as uninstall
-from .learned.registry import register as register
+from .learned.saving import register as register
 from .model.anatomy import Architecture as Architecture
 from .model.anatomy import register_architecture as register_architecture
 from .modules import Adapter as Adapter

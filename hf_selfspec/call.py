@@ -71,10 +71,6 @@ class Call:
         """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
 
-    @property
-    def do_sample(self) -> bool:
-        return bool(self.generation_config.do_sample)
-
     @cached_property
     def anatomy(self) -> Anatomy:
         return Anatomy.of(self.model)
@@ -110,7 +106,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     serves what it cannot serve, and invalid logits are no error.
     """
     call, decoder = given.with_cache(), None
-    knowledge = spec._known(call.model, (call.do_sample, len(call.input_ids) > 1))
+    knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
     try:
         _check(call, spec._source, knowledge)
         why = _why_plain(call, spec._source, knowledge)
@@ -168,7 +164,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
     check_length(call.model, inputs, config.max_length)
-    scorer = Scorer(with_grammars(call.logits_processor), batch_size, call.do_sample)
+    scorer = Scorer(with_grammars(call.logits_processor), batch_size, bool(config.do_sample))
     constraint = Constraint(scorer.grammars, stopper.eos_tokens)
     new_tokens = FIRST_SLOTS if call.max_new is None else min(call.max_new, FIRST_SLOTS)
     target = Target(

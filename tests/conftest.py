@@ -1,4 +1,4 @@
-"""Models for tests: tiny, built from configs, with layers that matter less the deeper they are."""
+"""What tests share: models, one thread, few collections of garbage, and that the machine's speed decides nothing."""
 
 from __future__ import annotations
 
@@ -30,52 +30,20 @@ from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
 
 
-@pytest.fixture(autouse=True)
-def probes_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes look at all exits at once, so that what they find does not depend on how fast the machine is."""
-    monkeypatch.setattr(probe, "_BUDGET", 1.0)
-    monkeypatch.setattr(probe, "_PROMISING", 1.0)
-    monkeypatch.setattr(ExitStudy, "is_promising", True)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow what ``every_run`` does not name among a test's parameters; in a whole run it names some."""
-    kept: dict[str, bool] = {}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks slow what ``every_run`` does not name among a test's parameters."""
     for item in items:
-        marker = item.get_closest_marker("every_run")
-        if marker is None:
-            continue
-        test, _, ids = item.nodeid.removesuffix("]").partition("[")
-        named = re.fullmatch(marker.args[0], ids) is not None
-        kept[test] = kept.get(test, False) or named
-        if not named:
-            item.add_marker("slow")
-    if config.args == config.getini("testpaths") and not all(kept.values()):
-        raise pytest.UsageError(
-            f"every_run names no parameter of {[test for test, found in kept.items() if not found]}"
-        )
-
-
-@pytest.fixture
-def no_grad() -> Iterator[None]:
-    """For files whose tests call the model's forward by hand."""
-    with torch.no_grad():
-        yield
+        if (marker := item.get_closest_marker("every_run")) is not None:
+            ids = item.nodeid.removesuffix("]").partition("[")[2]
+            if re.fullmatch(marker.args[0], ids) is None:
+                item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _one_thread_and_rare_collections() -> None:
+    """Tests spent an eighth of their time in collections of garbage."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _rare_collections() -> Iterator[None]:
-    """Collections of garbage, which tests spent an eighth of their time in, are rare."""
-    usual = gc.get_threshold()
     gc.set_threshold(20_000, 20, 20)
-    yield
-    gc.set_threshold(*usual)
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +51,24 @@ def _imports_are_no_garbage() -> None:
     """Those that each training asks for do not look through what other tests have left: 2 s a test, late in a run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _machine_does_not_decide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes look at all exits, and what is drafted depends on no times; tests marked ``times_decide`` use these."""
+    monkeypatch.setattr(probe, "_BUDGET", 1.0)
+    monkeypatch.setattr(probe, "_PROMISING", 1.0)
+    monkeypatch.setattr(ExitStudy, "is_promising", True)
+    if request.node.get_closest_marker("times_decide") is None:
+        monkeypatch.setattr(control, "ArmStats", lambda *given: ArmStats(1 << 30))  # free drafts never rest
+        monkeypatch.setattr(CostCurve, "wants_plain", False)
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """For files whose tests call the model's forward by hand."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -132,25 +118,12 @@ def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of a large model, whatever the machine is doing: another token in a verification costs little."""
+    """Costs of a large model: another token in a verification costs little."""
 
     def costs(self: Stopwatch, of: object = min) -> ForwardCosts:
         return ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, self.early.num_layers)
 
     monkeypatch.setattr(Stopwatch, "costs", costs)
-
-
-def only_promises_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sources expect of themselves decides, whatever rounds take on this machine; free drafts never rest."""
-    monkeypatch.setattr(control, "ArmStats", lambda *given: ArmStats(1 << 30))
-    monkeypatch.setattr(CostCurve, "wants_plain", False)
-
-
-@pytest.fixture(autouse=True)
-def _machine_does_not_decide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of what is drafted do not depend on times; those marked ``times_decide`` do."""
-    if request.node.get_closest_marker("times_decide") is None:
-        only_promises_count(monkeypatch)
 
 
 @pytest.fixture

@@ -31,17 +31,18 @@ NAMES = ("assistant", "custom_generate")
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
-def test_config_of_the_call(
-    fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str, inputs: dict[str, torch.Tensor]
-) -> None:
-    plain = fresh_llama.generate(**inputs, max_new_tokens=24)
-    config = GenerationConfig(max_new_tokens=24, **{name: spec})
-    for times in (1, 2):
-        assert torch.equal(fresh_llama.generate(**inputs, generation_config=config), plain)
-        assert torch.equal(fresh_llama.generate(inputs["input_ids"], config)[:, :4], inputs["input_ids"][:, :4])
-        assert calls(spec) == 2 * times
+def test_config_of_the_call_and_of_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str) -> None:
+    plain = fresh_llama.generate(**BATCH, max_new_tokens=12)
+    config = GenerationConfig(max_new_tokens=12, **{name: spec})
+    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=config), plain)
+    fresh_llama.generate(BATCH["input_ids"], config)
+    assert calls(spec) == 2
     assert getattr(config, name) is spec
+    setattr(fresh_llama.generation_config, name, spec)
+    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=12), plain)
+    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=12)), plain)
+    assert calls(spec) == 4
+    assert getattr(fresh_llama.generation_config, name) is spec
 
 
 @pytest.mark.parametrize(
@@ -72,16 +73,6 @@ def test_options_are_those_of_generate(
     assert calls(spec) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_config_of_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str) -> None:
-    plain = fresh_llama.generate(**BATCH, max_new_tokens=24)
-    setattr(fresh_llama.generation_config, name, spec)
-    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=24), plain)
-    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=24)), plain)
-    assert calls(spec) == 2
-    assert getattr(fresh_llama.generation_config, name) is spec
-
-
 def test_precedence(fresh_llama: LlamaForCausalLM) -> None:
     """Argument, passed config, the model's config, attached."""
     argument, passed, own, attached = specs = [new_spec() for _ in range(4)]
@@ -105,22 +96,19 @@ def test_precedence(fresh_llama: LlamaForCausalLM) -> None:
     assert used(generation_config=config) == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}], ids=str)
-def test_another_way_of_drafting(fresh_llama: LlamaForCausalLM, spec: SelfSpec, option: dict[str, Any]) -> None:
+def test_another_way_of_drafting(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """In the call it wins over any config; beside the ``SelfSpec`` in one config, one of the two is too many."""
+    option = {"prompt_lookup_num_tokens": 3}
     fresh_llama.generation_config.assistant = spec
     fresh_llama.generate(**ROW, max_new_tokens=8, **option)
     fresh_llama.generate(**ROW, max_new_tokens=8, generation_config=GenerationConfig(**option))
     assert calls(spec) == 0
     fresh_llama.generation_config.assistant = None
-    with pytest.raises(UnsupportedOptionError, match=next(iter(option))):
+    with pytest.raises(UnsupportedOptionError, match="prompt_lookup_num_tokens"):
         fresh_llama.generate(**ROW, generation_config=GenerationConfig(assistant=spec, max_new_tokens=8, **option))
-
-
-def test_a_second_model_that_drafts_for_this_one(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    """It gets a copy of the config, whose ``SelfSpec`` is not for it."""
-    config = GenerationConfig(assistant=spec, max_new_tokens=8)
+    # A second model gets a copy of the config, whose SelfSpec is not for it.
     fresh_llama.generation_config.assistant = spec
+    config = GenerationConfig(assistant=spec, max_new_tokens=8)
     fresh_llama.generate(**ROW, generation_config=config, assistant_model=tiny_llama(layers=2))
     assert calls(spec) == 0
 
@@ -157,13 +145,6 @@ def test_a_passed_copy_of_the_models_config(fresh_llama: LlamaForCausalLM, spec:
     pipe = pipeline("text-generation", model=fresh_llama, tokenizer=character_tokenizer())
     pipe("def f(x):", max_new_tokens=8, do_sample=False)
     pipe("def f(x):", max_new_tokens=8, do_sample=False, num_beams=2)
-
-
-def test_something_else_in_the_models_config(fresh_llama: LlamaForCausalLM) -> None:
-    fresh_llama.generation_config.assistant = "someone"
-    with pytest.warns(UserWarning, match=r"cannot be used and is left out: .* got 'someone'"):
-        fresh_llama.generate(**ROW, max_new_tokens=4)
-    fresh_llama.generate(**ROW, max_new_tokens=4)
 
 
 # The config itself ---------------------------------------------------------------------------------------------------
@@ -208,10 +189,10 @@ def test_a_saved_model_drafts_again(fresh_llama: LlamaForCausalLM, tmp_path: Pat
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ("someone", "got 'someone'"),
         ({"draft": {"class": "Unheard"}}, "cannot use .*Unheard"),
         ({"max_draft": 0}, "max_draft"),
         ("SelfSpec(draft=Own)", "function or generator of your own"),
-        ([3], "cannot use"),
         ({"cache_dir": "elsewhere"}, "it sets cache_dir, which a file cannot set"),
         ({"draft": {"class": "EarlyExitOnly", "layer": 1}}, "changes the output, which a file must not choose"),
         ({"draft": {"class": "DynamicExit", "heads": "someone/heads"}}, "no such folder"),
@@ -220,7 +201,7 @@ def test_a_saved_model_drafts_again(fresh_llama: LlamaForCausalLM, tmp_path: Pat
 )
 def test_a_changed_file_is_left_out_with_a_warning(fresh_llama: LlamaForCausalLM, settings: Any, words: str) -> None:
     plain = fresh_llama.generate(**ROW, max_new_tokens=4)
-    fresh_llama.generation_config.assistant = {"hf_selfspec": settings}
+    fresh_llama.generation_config.assistant = settings if settings == "someone" else {"hf_selfspec": settings}
     with pytest.warns(UserWarning, match=rf"left out: (.|\n)*{words}"):
         assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=4), plain)
 

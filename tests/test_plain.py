@@ -1,34 +1,40 @@
-"""Calls that are left to transformers' own loop: what is counted of them."""
+"""Calls that are left to transformers' own loop: their ids, and what is counted of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from helpers.models import ragged_batch, tiny_llama
+from helpers.architectures import build
+from helpers.models import ragged_batch
 from hf_selfspec import SelfSpec
 
 
 class RowsEnd:
-    """Ends the rows after 3 and 7 tokens."""
+    """Ends the rows after 3, 7 and 9 tokens."""
 
     def __init__(self, width: int) -> None:
-        self.ends = torch.tensor([width + 3, width + 7])
+        self.ends = torch.tensor([width + 3, width + 7, width + 9])
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         return input_ids.shape[1] >= self.ends
 
 
-@pytest.mark.filterwarnings("ignore:the prompts are padded on the right:UserWarning")
+@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.filterwarnings("ignore:A decoder-only architecture is being used:UserWarning")
-def test_padding_behind_the_end_of_a_row_is_not_counted() -> None:
-    """With an end-of-text token rows that have ended otherwise are padded."""
-    inputs = {name: value.flip(1) for name, value in ragged_batch((4, 9)).items()}
-    spec, model = SelfSpec(), tiny_llama()
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_right_padding(name: str) -> None:
+    """Plain generate goes on from the padding; the padding after the end of a row is not counted."""
+    inputs, model, spec = ragged_batch(), build(name), SelfSpec()
+    inputs = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in inputs.items()}
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
-    ids = model.generate(**inputs, **options, stopping_criteria=[RowsEnd(9)], assistant=spec)
-    assert ids[0, 12:].tolist() == [0] * 4
-    assert spec.stats is not None
-    assert spec.stats.left_to_generate == "its prompts are padded on the right"
-    assert spec.stats.tokens == 3 + 7
-    assert [len(row) for row in spec.stats.from_draft] == [3, 7]
+    plain = model.generate(**inputs, **options, stopping_criteria=[RowsEnd(9)])
+    with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
+        ids = model.generate(**inputs, **options, stopping_criteria=[RowsEnd(9)], assistant=spec)
+    assert torch.equal(ids, plain)
+    assert ids[0, 12:].tolist() == [0] * 6
+    stats = spec.stats
+    assert stats is not None
+    assert stats.left_to_generate == "its prompts are padded on the right"
+    assert (stats.tokens, stats.drafted, stats.drafts) == (3 + 7 + 9, 0, False)
+    assert [len(row) for row in stats.from_draft] == [3, 7, 9]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, pipeline
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
 from helpers.calls import Recorder, random_skip_set
@@ -148,6 +149,7 @@ OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "one token": lambda text: {"max_new_tokens": 1},
     "two tokens": lambda text: {"max_new_tokens": 2},
     "length of the text": lambda text: {"max_new_tokens": None, "max_length": 22},
+    "several lengths": lambda text: {"stopping_criteria": [MaxLengthCriteria(17), MaxLengthCriteria(14)]},
     "repetition penalty": lambda text: {"repetition_penalty": 1.3},
     "no repeated n-gram": lambda text: {"no_repeat_ngram_size": 2},
     "least length": lambda text: {"min_length": 16, "eos_token_id": text[4]},
@@ -182,8 +184,10 @@ def with_options(name: str, model: PreTrainedModel, assistant: SelfSpec | None) 
 
 
 def rows_end(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    """Without an end-of-text token, rows that have ended get further tokens until all have; with it, padding."""
     criterion = [RowEnds(said(model))]
-    return ids(model, assistant, **ends(model)), ids(model, assistant, stopping_criteria=criterion, eos_token_id=50)
+    ended = ids(model, assistant, **ends(model)), ids(model, assistant, stopping_criteria=criterion, eos_token_id=50)
+    return *ended, ids(model, assistant, stopping_criteria=criterion)
 
 
 def stop_strings(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:

@@ -17,10 +17,10 @@ from transformers import (
     QuantizedCache,
     StaticCache,
 )
+from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_selfspec
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama, tiny_rwkv, tiny_t5
-from helpers.refused import OPTIONS
 from hf_selfspec import (
     ConfidenceThreshold,
     EarlyExit,
@@ -84,27 +84,34 @@ def reinstalled() -> Iterator[None]:
 
 # Options of generate --------------------------------------------------------------------------------------------------
 
+# Name, value, and words of the message beside the name and the value: what to do.
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("num_beams", 2, "use num_beams=1"),
+    ("num_beam_groups", 2, "leave it out"),
+    ("penalty_alpha", 0.6, "leave it out"),
+    ("constraints", ["x"], "use prefix_allowed_tokens_fn"),
+    ("force_words_ids", [[5]], "use prefix_allowed_tokens_fn"),
+    ("dola_layers", "high", "leave it out"),
+    ("prompt_lookup_num_tokens", 3, "choose one of the two"),
+    ("assistant_early_exit", 2, "SelfSpec(draft=EarlyExit(layer))"),
+    ("cache_implementation", "quantized", "leave it out"),
+    ("cache_implementation", "offloaded", "leave it out"),
+    ("output_attentions", True, "leave it out"),
+    ("output_hidden_states", True, "leave it out"),
+]
 OPTION_IDS = [f"{name}={value!r:.12}" for name, value, _ in OPTIONS]
 
 
 @pytest.mark.parametrize(("name", "value", "advice"), OPTIONS, ids=OPTION_IDS)
-@pytest.mark.parametrize("place", ["argument", "passed config", "the model's config"])
-def test_option(
-    llama: LlamaForCausalLM,
-    refused: Refused,
-    name: str,
-    value: Any,
-    advice: str,
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options: dict[str, Any] = {name: value} if place == "argument" else {}
-    if place == "passed config":
-        options = {"generation_config": GenerationConfig()}
-        setattr(options["generation_config"], name, value)
-    if place == "the model's config":
-        monkeypatch.setattr(llama.generation_config, name, value)
-    refused(llama, UnsupportedOptionError, (f"{name}={value!r}", advice), **options)
+def test_option(llama: LlamaForCausalLM, refused: Refused, name: str, value: Any, advice: str) -> None:
+    refused(llama, UnsupportedOptionError, (f"{name}={value!r}", advice), **{name: value})
+
+
+@pytest.mark.parametrize("place", ["passed", "own"])
+def test_option_of_a_config(fresh_llama: LlamaForCausalLM, refused: Refused, place: str) -> None:
+    config = GenerationConfig() if place == "passed" else fresh_llama.generation_config
+    config.num_beams = 2
+    refused(fresh_llama, UnsupportedOptionError, ("num_beams=2",), generation_config=config)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +158,6 @@ def test_cache(llama: LlamaForCausalLM, refused: Refused, kind: str, monkeypatch
     refused(llama, UnsupportedOptionError, words, past_key_values=CACHES[kind](llama))
 
 
-@pytest.mark.parametrize("inputs", [ROW, {"input_ids": ROW["input_ids"]}, BATCH], ids=["mask", "no mask", "batch"])
-def test_own_position_ids(llama: LlamaForCausalLM, refused: Refused, inputs: dict[str, torch.Tensor]) -> None:
-    positions = torch.arange(inputs["input_ids"].shape[1])[None] + 3
-    refused(llama, UnsupportedOptionError, ("position_ids", "Leave them out"), inputs, position_ids=positions)
-
-
 def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
     positions = torch.arange(7)[None]
     plain = llama.generate(**ROW, max_new_tokens=8)
@@ -166,25 +167,30 @@ def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
 # Prompts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inputs", [{"input_ids": torch.zeros(1, 0).long()}, {"inputs_embeds": torch.zeros(1, 0, 64)}])
-def test_empty_prompt(llama: LlamaForCausalLM, refused: Refused, inputs: dict[str, torch.Tensor]) -> None:
-    refused(llama, SettingError, ("the prompt is empty", "at least one token"), inputs)
-
-
-def test_fully_masked_row(llama: LlamaForCausalLM, refused: Refused) -> None:
-    mask = BATCH["attention_mask"].clone()
-    mask[1] = 0
-    words = ("the prompt of row 1 is empty", "at least one token")
-    refused(llama, SettingError, words, {"input_ids": BATCH["input_ids"], "attention_mask": mask})
-
-
-def test_right_padding_of_early_exits_alone(llama: LlamaForCausalLM, refused: Refused) -> None:
-    """Other calls are left to transformers' loop, which decodes with the whole model."""
+def masked(row: int, column: int) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(BATCH["input_ids"])
-    mask[2, -2:] = 0
-    words = ("the prompt of row 2 is padded on the right", "padding_side='left'")
-    inputs = {"input_ids": BATCH["input_ids"], "attention_mask": mask}
-    refused(llama, SettingError, words, inputs, assistant=SelfSpec.early_exit_only(3))
+    mask[row, column:] = 0
+    return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "spec", "error", "words"),
+    [
+        ({"input_ids": torch.zeros(1, 0).long()}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
+        ({"inputs_embeds": torch.zeros(1, 0, 64)}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
+        (masked(1, 0), SelfSpec(), SettingError, ("the prompt of row 1 is empty", "at least one token")),
+        # Other calls are left to transformers' loop, which decodes with the whole model.
+        (masked(2, -2), SelfSpec.early_exit_only(3), SettingError, ("row 2 is padded on", "padding_side='left'")),
+        (
+            BATCH | {"position_ids": torch.arange(9)[None] + 3},
+            SelfSpec(),
+            UnsupportedOptionError,
+            ("position_ids", "Leave them out"),
+        ),
+    ],
+)
+def test_prompt(llama: LlamaForCausalLM, refused: Refused, inputs: Any, spec: SelfSpec, error: Any, words: Any) -> None:
+    refused(llama, error, words, inputs, assistant=spec)
 
 
 def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM, refused: Refused) -> None:
@@ -204,14 +210,14 @@ def test_prompt_beyond_the_learned_positions(refused: Refused) -> None:
     refused(tiny_gpt2(), SettingError, words, ragged_batch((33,)))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
-def test_bad_logits(inputs: dict[str, torch.Tensor], bad: float) -> None:
-    model = tiny_llama()
-    with torch.no_grad():
-        model.lm_head.weight[5] = bad
+@pytest.mark.parametrize(("inputs", "bad"), [(ROW, torch.nan), (BATCH, torch.inf)], ids=["one row", "batch"])
+def test_bad_logits(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tensor], bad: float) -> None:
+    fresh_llama.lm_head.weight.data[5] = bad
     with pytest.raises(NumericalError, match=r"LlamaForCausalLM returned NaN or infinite logits\. Check the weights"):
-        model.generate(**inputs, max_new_tokens=8, assistant=SelfSpec())
+        fresh_llama.generate(**inputs, max_new_tokens=8, assistant=SelfSpec())
+    options = {"max_new_tokens": 8, "remove_invalid_values": True}
+    ids = fresh_llama.generate(**inputs, **options, assistant=SelfSpec())
+    assert torch.equal(ids, fresh_llama.generate(**inputs, **options))
 
 
 def break_call(module: torch.nn.Module, number: int) -> Any:
@@ -284,16 +290,10 @@ def test_assistant_of_another_type(llama: LlamaForCausalLM, refused: Refused, as
     ("make", "error", "words"),
     [
         (lambda: EarlyExit(0), SettingError, ("EarlyExit(layer)", "at least 1", "got 0")),
-        (lambda: EarlyExit("3"), SettingTypeError, ("EarlyExit(layer)", "whole number", "'3'")),
         (lambda: SkipLayers(attention=[0]), SettingError, ("SkipLayers(attention=[0])", "layer 0 is never skipped")),
-        (lambda: SkipLayers(mlp=[-2]), SettingError, ("SkipLayers(mlp=[-2])", "start at 0")),
-        (lambda: SkipLayers(attention=[1, "2"]), SettingTypeError, ("SkipLayers(attention)", "[1, '2']")),
         (lambda: ConfidenceThreshold(1), SettingError, ("ConfidenceThreshold(threshold)", "excluded", "got 1")),
-        (lambda: ConfidenceThreshold(float("nan")), SettingError, ("between 0 and 1", "nan")),
         (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("confidences that rise", "[0.8, 0.5, 1.0]")),
         (lambda: EarlyExit(10**12), SettingError, ("EarlyExit(layer)", "at most 4096", "got 1000000000000")),
-        (lambda: SkipLayers(attention=[10**20]), SettingError, ("SkipLayers(attention)", "at most 4096", "64 bits")),
-        (lambda: TopKTree(5), SettingError, ("TopKTree(widths)", "pairs", "got 5", "Example:")),
         (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
         (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop)", "FixedLength(n)")),
         (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree, a CostTree or None", "3")),
@@ -316,15 +316,29 @@ def test_stop_rule_that_returns_something_else(llama: LlamaForCausalLM) -> None:
         llama.generate(**ROW, max_new_tokens=8, assistant=spec)
 
 
-def test_candidate_generator_that_changes_the_text(llama: LlamaForCausalLM) -> None:
-    from transformers.generation.candidate_generator import CandidateGenerator
+class Told(CandidateGenerator):
+    """Drafts what it was told, with logits of the shape that it was told, behind a text without its first tokens."""
 
-    class Forgetful(CandidateGenerator):
-        def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-            return input_ids[:, 1:], None
+    def __init__(self, token: int, shape: tuple[int, ...] | None, forgets: int = 0) -> None:
+        self.token, self.shape, self.forgets = token, shape, forgets
 
-    with pytest.raises(SettingError, match=r"Forgetful\.get_candidates must return the given ids \[1, 8\] followed by"):
-        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(draft=Forgetful()))
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        drafted = torch.cat([input_ids[:, self.forgets :], torch.full((1, 2), self.token)], dim=1)
+        return drafted, None if self.shape is None else torch.zeros(self.shape)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "words"),
+    [
+        (Told(VOCABULARY, None), rf"token ids from {VOCABULARY} to {VOCABULARY}.*0 to {VOCABULARY - 1}"),
+        (Told(5, (1, 1, VOCABULARY)), r"logits of shape \[1, 1, 97\] for 2 drafted tokens. Return \[1, 2, 97\]"),
+        (Told(5, (1, 2, 3)), r"logits of shape \[1, 2, 3\]"),
+        (Told(5, None, 3), r"Told\.get_candidates must return the given ids \[1, 8\] followed by"),
+    ],
+)
+def test_wrong_candidates(llama: LlamaForCausalLM, candidates: Told, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        llama.generate(**ROW, max_new_tokens=8, do_sample=True, assistant=SelfSpec(draft=candidates))
 
 
 def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> None:

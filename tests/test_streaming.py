@@ -14,7 +14,7 @@ from helpers.processes import DEMO_MODEL
 from hf_selfspec import MarkedStreamer, Piece, SelfSpec, SettingError, SettingTypeError, stream
 
 
-def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec, **options: Any) -> list[Piece]:
+def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec | bool, **options: Any) -> list[Piece]:
     pieces: list[Piece] = []
     streamer = MarkedStreamer(character_tokenizer(), pieces.append)
     model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec, streamer=streamer, **options)
@@ -22,8 +22,12 @@ def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec, **options: An
 
 
 def test_marks_are_those_of_the_statistics(llama: LlamaForCausalLM) -> None:
-    inputs, spec = ragged_batch((8,), seed=3), new_spec()
-    pieces = streamed(llama, inputs, spec)
+    """Call after call."""
+    inputs, spec, pieces = ragged_batch((8,), seed=3), new_spec(), list[Piece]()
+    streamer = MarkedStreamer(character_tokenizer(), pieces.append)
+    for _ in range(2):
+        pieces.clear()
+        llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec, streamer=streamer)
     assert spec.stats is not None
     assert [piece.from_draft for piece in pieces] == spec.stats.from_draft[0]
     assert {piece.from_draft for piece in pieces} == {True, False}
@@ -31,28 +35,11 @@ def test_marks_are_those_of_the_statistics(llama: LlamaForCausalLM) -> None:
     assert "".join(piece.text for piece in pieces) == character_tokenizer().decode(plain)
 
 
-def test_a_streamer_serves_call_after_call(llama: LlamaForCausalLM) -> None:
-    pieces: list[Piece] = []
-    streamer = MarkedStreamer(character_tokenizer(), pieces.append)
-    inputs = ragged_batch((8,), seed=3)
-    for _ in range(2):
-        llama.generate(**inputs, max_new_tokens=6, do_sample=False, assistant=new_spec(), streamer=streamer)
-    assert len(pieces) == 12
-    assert pieces[:6] == pieces[6:]
-
-
-@pytest.mark.parametrize("assistant", [False, None])
-def test_plain_generate_has_no_marks(assistant: Any, llama: LlamaForCausalLM) -> None:
-    pieces = streamed(llama, ragged_batch((8,), seed=3), assistant)
-    assert len(pieces) == 20
-    assert not any(piece.from_draft for piece in pieces)
-
-
 @pytest.mark.filterwarnings("ignore:the prompts are padded on the right")
-def test_calls_that_are_left_to_generate_have_no_marks(llama: LlamaForCausalLM) -> None:
-    inputs = ragged_batch((8,), seed=3)
-    inputs["attention_mask"][0, -2:] = 0
-    spec = new_spec()
+def test_plain_generate_has_no_marks(llama: LlamaForCausalLM) -> None:
+    inputs, spec = ragged_batch((8,), seed=3), new_spec()
+    assert not any(piece.from_draft for piece in streamed(llama, inputs, False))
+    inputs["attention_mask"][0, -2:] = 0  # left to generate
     assert not any(piece.from_draft for piece in streamed(llama, inputs, spec))
     assert spec.stats is not None
     assert spec.stats.left_to_generate

@@ -11,8 +11,7 @@ from typing import Any
 from ..draft.early_exit import EarlyExitLora
 from ..errors import SelfSpecError, SettingError, brief
 from ..learned.files import path_of
-from ..learned.registry import class_named
-from ..learned.saving import FILE_NAME
+from ..learned.saving import FILE_NAME, class_named
 from ..modules.draft_module import CONFIG
 from ..selfspec import SelfSpec
 

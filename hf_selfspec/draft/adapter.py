@@ -10,7 +10,7 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head import HeadRows

@@ -85,7 +85,6 @@ class CandidateDraft(FixedDrafter):
         self.vocabulary = session.target.model.get_input_embeddings().num_embeddings
         self.longest = session.max_draft
         self.scorer = session.scorer
-        self.steps = 0
         # For each row that took part the column at which its text begins, its length, and how many tokens were drafted.
         self._requests: list[tuple[int, int, int] | None] = [None] * len(generators)
 
@@ -93,65 +92,53 @@ class CandidateDraft(FixedDrafter):
         """Drafts after each row's last token; see :meth:`PartialDraft.propose`."""
         rows: list[torch.Tensor] = []
         logits: list[torch.Tensor | None] = []
-        for row in range(text.batch_size):
+        for row, most in enumerate(max_new):
             start = max(0, self.first_slots[row] - text.base[row])
             ids = text.ids[row : row + 1, start : text.lengths[row]]
-            self._requests[row] = None
-            if max_new[row] == 0:
-                rows.append(ids[0, :0])
-                logits.append(None)
-                continue
-            name = f"{type(self.generators[row]).__name__}.get_candidates"
-            candidates, scores = self.generators[row].get_candidates(ids)
-            if candidates.shape[0] != 1 or not torch.equal(candidates[:, : ids.shape[1]].to(ids.device), ids):
-                raise SettingError(
-                    f"{name} must return the given ids [1, {ids.shape[1]}] "
-                    f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
-                )
-            drafted = candidates[0, ids.shape[1] :].to(ids.device)
-            known = self._before_placeholders(drafted, ids[0])
-            self._check(name, drafted[:known], None if scores is None else scores[:, :known])
-            count = min(max_new[row], self.longest, known)
-            self._requests[row] = start, text.lengths[row], count
+            drafted, scores = self._candidates(row, ids) if most else (ids[0, :0], None)
+            count = min(most, self.longest, len(drafted))
+            self._requests[row] = (start, text.lengths[row], count) if most else None
             rows.append(drafted[:count])
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
         self.steps += 1
-        lengths = [len(tokens) for tokens in rows]
         tokens = pad_sequence(rows, batch_first=True)
-        return Draft(tokens, lengths, q=self._q(logits, tokens, lengths))
+        return Draft(tokens, [len(drafted) for drafted in rows], q=self._q(logits, tokens))
 
-    def _before_placeholders(self, drafted: torch.Tensor, text: torch.Tensor) -> int:
-        """How many tokens come before the first one that the model cannot generate, if that was copied from the text.
-
-        Placeholders of images may have ids beyond the vocabulary.
-        """
-        copied = (drafted >= self.vocabulary) & torch.isin(drafted, text)
-        return int(copied.int().argmax()) if copied.any() else len(drafted)
-
-    def _check(self, name: str, drafted: torch.Tensor, scores: torch.Tensor | None) -> None:
-        if len(drafted) and not 0 <= int(drafted.min()) <= int(drafted.max()) < self.vocabulary:
+    def _candidates(self, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a row's generator drafts after ``ids`` ``[1, s]``: tokens ``[t]``, and their logits ``[1, t, v]``."""
+        name, vocabulary = f"{type(self.generators[row]).__name__}.get_candidates", self.vocabulary
+        candidates, scores = self.generators[row].get_candidates(ids)
+        if candidates.shape[0] != 1 or not torch.equal(candidates[:, : ids.shape[1]].to(ids.device), ids):
+            raise SettingError(
+                f"{name} must return the given ids [1, {ids.shape[1]}] "
+                f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
+            )
+        drafted = candidates[0, ids.shape[1] :].to(ids.device)
+        # Placeholders of images may have ids beyond the vocabulary; one that was copied from the text ends the draft.
+        copied = (drafted >= vocabulary) & torch.isin(drafted, ids[0])
+        known = int(copied.int().argmax()) if copied.any() else len(drafted)
+        drafted, scores = drafted[:known], None if scores is None else scores[:, :known]
+        if known and not 0 <= int(drafted.min()) <= int(drafted.max()) < vocabulary:
             raise SettingError(
                 f"{name} returned token ids from {int(drafted.min())} to {int(drafted.max())}, but the model has ids 0 "
-                f"to {self.vocabulary - 1}."
+                f"to {vocabulary - 1}."
             )
-        expected = (1, len(drafted), self.vocabulary)
-        if scores is not None and tuple(scores.shape) != expected:
+        if scores is not None and tuple(scores.shape) != (1, known, vocabulary):
             raise SettingError(
-                f"{name} returned logits of shape {list(scores.shape)} for {len(drafted)} drafted tokens. Return "
-                f"{list(expected)}, the processed logits that each token was drawn from, or None."
+                f"{name} returned logits of shape {list(scores.shape)} for {known} drafted tokens. Return "
+                f"{[1, known, vocabulary]}, the processed logits that each token was drawn from, or None."
             )
+        return drafted, scores
 
-    def _q(self, logits: list[torch.Tensor | None], tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
-        known = [scores for scores in logits if scores is not None]
-        if not self.scorer.do_sample or not known:
+    def _q(self, logits: list[torch.Tensor | None], tokens: torch.Tensor) -> torch.Tensor | None:
+        """What was sampled from; tokens of rows without logits are certain."""
+        if not self.scorer.do_sample or all(scores is None for scores in logits):
             return None
-        shape = len(logits), max(lengths), known[0].shape[-1]
-        q = torch.zeros(shape, device=known[0].device, dtype=torch.float32)
+        q = torch.zeros(*tokens.shape, self.vocabulary, device=tokens.device, dtype=torch.float32)
+        q.scatter_(2, tokens[..., None], 1.0)
         for row, scores in enumerate(logits):
-            if scores is not None and lengths[row]:
-                q[row, : lengths[row]] = scores[: lengths[row]].float().softmax(-1)
-            else:
-                q[row].scatter_(1, tokens[row, :, None], 1.0)
+            if scores is not None:
+                q[row, : len(scores)] = scores.float().softmax(-1)
         return q
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup

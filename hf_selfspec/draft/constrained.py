@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..batch import Draft, Text, Verdict
 from ..grammar.rows import Constraint, Spot
@@ -79,19 +80,15 @@ def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[
         for row, (count, length) in enumerate(zip(max_new, draft.lengths, strict=True))
     ]
     lengths = [length or len(new) for length, new in zip(draft.lengths, forced, strict=True)]
-    tokens = draft.tokens.new_zeros(len(lengths), max(lengths))
-    kept = min(draft.size, tokens.shape[1])
-    tokens[:, :kept] = draft.tokens[:, :kept]
-    q = draft.q
-    if q is not None:
-        q = torch.cat([q[:, :kept], q.new_zeros(len(lengths), tokens.shape[1] - kept, q.shape[-1])], dim=1)
+    kept = min(draft.size, max(lengths))
+    more = max(lengths) - kept
+    tokens = F.pad(draft.tokens[:, :kept], (0, more))
+    q = None if draft.q is None else F.pad(draft.q[:, :kept], (0, 0, 0, more))
     for row, new in enumerate(forced):
         if new:
-            certain = torch.tensor(new, device=tokens.device)
-            tokens[row, : len(new)] = certain
+            tokens[row, : len(new)] = torch.tensor(new, device=tokens.device)
             if q is not None:
-                q[row, : len(new)] = 0.0
-                q[row, : len(new)].scatter_(1, certain[:, None], 1.0)
+                q[row, : len(new)] = F.one_hot(tokens[row, : len(new)], q.shape[-1]).to(q.dtype)
     return replace(draft, tokens=tokens, listed=None, lengths=lengths, q=q)
 
 

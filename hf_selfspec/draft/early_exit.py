@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedModel
 
-from ..errors import SettingError, UnsupportedOptionError
-from ..learned.registry import register
+from ..errors import SettingError
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
@@ -153,13 +153,6 @@ class EarlyExitLora(ExitSource[DraftLora]):
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         return self.exit_at(self.module.exit_layer, anatomy)
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        raise UnsupportedOptionError(
-            f"{self!r} cannot be exported: it drafts after keys and values that the layers without LoRA have written, "
-            "while an engine would run one kind of layers for all tokens. Export EarlyExit(layer), SkipLayers(...) or "
-            "an adapter."
-        )
 
     def start(self, session: Session) -> Drafter:
         self.module.check(session.knowledge.fingerprint)

@@ -12,7 +12,7 @@ import torch
 
 from ..batch import Draft, Text
 from ..errors import UnsupportedModelError, UnsupportedOptionError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
@@ -24,7 +24,7 @@ from ..validation import check_flag, check_share
 from .early_exit import ExitSource
 from .growing import DraftStep
 from .partial import PartialDraft
-from .source import DraftBlocks, Drafter, FindChoice, Session
+from .source import Drafter, Session
 
 
 @register("draft")
@@ -77,17 +77,6 @@ class DynamicExit(ExitSource[ExitHeads]):
                 "exit heads cannot draft for it."
             )
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`.
-
-        Raises:
-            UnsupportedOptionError: always.
-        """
-        raise UnsupportedOptionError(
-            f"exit heads after layers {list(self.module.layers)} cannot be exported: each token leaves at another "
-            "depth, and a checkpoint has one. Export EarlyExit(layer), or fit an adapter (fit_adapter)."
-        )
 
     def start(self, session: Session) -> Drafter:
         if session.stateful and not self.lossless:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..errors import UnsupportedOptionError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..lookup.findings import LookupFindings
 from ..model.anatomy import Anatomy
 from ..validation import check_count

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, warn_once
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
 from ..search.choice import SkipChoice

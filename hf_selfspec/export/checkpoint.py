@@ -35,16 +35,14 @@ _PLAIN = (bool, int, float, str, type(None))
 _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
-def _depth_name(config: PreTrainedConfig) -> str:
-    """The name of the number of layers in this kind of config."""
-    return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-
-
 def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: Any) -> PreTrainedConfig:
     """Returns the config of a model that consists of the ``kept`` layers, with further ``changes``."""
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
-    chosen |= _sparse_steps(values, kept) | _kinds_of_attention(chosen) | {_depth_name(config): len(kept)} | changes
+    depth_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    chosen |= _sparse_steps(values, kept) | {depth_name: len(kept)} | changes
+    if "attention_types" in chosen:  # GPT-Neo's config holds the kinds of attention twice
+        chosen["attention_types"] = [[list(chosen["attention_layers"]), 1]]
     if _FURTHER in chosen:
         chosen[_FURTHER] = 0
     try:
@@ -81,13 +79,6 @@ def _sparse_steps(values: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]
     dense = values.get("mlp_only_layers") or ()
     named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
     return {"decoder_sparse_step": 1, "mlp_only_layers": named}
-
-
-def _kinds_of_attention(chosen: dict[str, Any]) -> dict[str, Any]:
-    """GPT-Neo's kinds of attention, which its config holds twice."""
-    if "attention_types" not in chosen:
-        return {}
-    return {"attention_types": [[list(chosen["attention_layers"]), 1]]}
 
 
 def kept_layers(plan: LayerPlan) -> list[int]:
@@ -145,92 +136,49 @@ def model_of_layers(
     ``prefix`` is the name of the list of layers, with a trailing dot; tensors that are ``replaced`` have their names in
     the new model.
     """
-    draft = _empty(model, config)
-    source = _Source(model, kept, prefix)
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    made: dict[int, nn.Parameter] = {}
-    for name, parameter in list(draft.named_parameters(remove_duplicate=False)):
-        old = source.tensor(name, parameters)
-        if name in replaced:
-            new = _frozen(replaced[name].to(old.device, old.dtype))
-        else:
-            new = made.setdefault(id(old), _frozen(old))  # tied ones stay tied
-        _check_shape(name, parameter, new, model)
-        _set(draft, name, new)
-    for name, buffer in list(draft.named_buffers()):
-        old = source.tensor(name, buffers)
-        _check_shape(name, buffer, old, model)
-        _set(draft, name, old)
-    _fill_attributes(draft, source)
-    if hasattr(model, "_weight_conversions"):  # the names and layouts of the family's files
-        draft._weight_conversions = model._weight_conversions
-    return draft.eval()
-
-
-def _empty(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of the same class whose tensors have no storage yet."""
     try:
         with torch.device("meta"):
-            return type(model)(config)
+            draft = type(model)(config)
     except _REFUSALS as error:
         raise _no_such_config(model.config, error) from error
 
-
-def _frozen(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-class _Source:
-    """Finds the parts of the whole model that the new model uses."""
-
-    def __init__(self, model: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
-        self.model = model
-        self.kept = kept
-        self.prefix = prefix
-
-    def name(self, name: str) -> str:
+    def original(name: str) -> str:
         """The name in the whole model of a tensor or module of the new one."""
-        if not name.startswith(self.prefix):
+        if not name.startswith(prefix):
             return name
-        layer, dot, rest = name.removeprefix(self.prefix).partition(".")
-        return f"{self.prefix}{self.kept[int(layer)]}{dot}{rest}"
+        layer, dot, rest = name.removeprefix(prefix).partition(".")
+        return f"{prefix}{kept[int(layer)]}{dot}{rest}"
 
-    def tensor(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The whole model's tensor that the new model uses under this name."""
-        found = tensors.get(self.name(name))
-        if found is None:
+    whole = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    made: dict[str | int, nn.Parameter] = {}
+    for name, empty in [*draft.named_parameters(remove_duplicate=False), *draft.named_buffers()]:
+        old = whole.get(original(name))
+        if old is None:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} has no {self.name(name)}, which a model of its config with "
-                f"{len(self.kept)} of its layers has: a config of this type cannot express this choice of layers. "
-                "Export an early exit, or a set that skips other layers."
+                f"{type(model).__name__} has no {original(name)}, which a model of its config with {len(kept)} of its "
+                "layers has: a config of this type cannot express this choice of layers. Export an early exit, or a "
+                "set that skips other layers."
             )
-        return found
-
-
-def _check_shape(name: str, wanted: torch.Tensor, found: torch.Tensor, model: PreTrainedModel) -> None:
-    if wanted.shape != found.shape:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {name} of {list(found.shape)}, but with fewer layers it would be "
-            f"{list(wanted.shape)}: its layers share a tensor that cannot be split, so it cannot be exported."
-        )
-
-
-def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    if attribute in module._buffers:
-        module._buffers[attribute] = value
-        return
-    assert isinstance(value, nn.Parameter)
-    module._parameters[attribute] = value
-
-
-def _fill_attributes(draft: nn.Module, source: _Source) -> None:
-    """Sets tensors that modules keep as plain attributes, neither parameters nor buffers."""
+        new = replaced[name].to(old.device, old.dtype) if name in replaced else old
+        if empty.shape != new.shape:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {name} of {list(new.shape)}, but with fewer layers it would be "
+                f"{list(empty.shape)}: its layers share a tensor that cannot be split, so it cannot be exported."
+            )
+        path, _, attribute = name.rpartition(".")
+        if isinstance(empty, nn.Parameter):
+            key = name if name in replaced else id(old)  # tied ones stay tied
+            frozen = made.setdefault(key, nn.Parameter(new.detach(), requires_grad=False))
+            draft.get_submodule(path)._parameters[attribute] = frozen
+        else:
+            draft.get_submodule(path)._buffers[attribute] = new
     for name, module in draft.named_modules():
-        for attribute, value in vars(module).items():
+        for attribute, value in vars(module).items():  # tensors that are neither parameters nor buffers
             if isinstance(value, torch.Tensor) and value.is_meta:
-                setattr(module, attribute, getattr(source.model.get_submodule(source.name(name)), attribute))
+                setattr(module, attribute, getattr(model.get_submodule(original(name)), attribute))
+    if hasattr(model, "_weight_conversions"):  # the names and layouts of the family's files
+        draft._weight_conversions = model._weight_conversions
+    return draft.eval()
 
 
 def check_same_layers(

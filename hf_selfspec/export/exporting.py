@@ -113,7 +113,8 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
 
 def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, draft: PreTrainedModel) -> None:
     """Compares the logits of the draft with those of the model's blocks on a text of a few tokens."""
-    ids = _probe_text(model)
+    vocabulary = model.get_input_embeddings().weight
+    ids = torch.arange(1, _TOKENS + 1, device=vocabulary.device)[None] * 7919 % len(vocabulary)  # spread over all
     with torch.no_grad(), evaluating(model):
         expected = partial_logits(model, anatomy, blocks, ids).float()
         found = draft(input_ids=ids, use_cache=False).logits.float()
@@ -126,13 +127,6 @@ def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBloc
             "its layers in a way of its own. Nothing was written. Export another part, or use this one with "
             "generate(assistant=...)."
         )
-
-
-def _probe_text(model: PreTrainedModel) -> torch.Tensor:
-    """``[1, s]`` ids spread over the vocabulary."""
-    embeddings = model.get_input_embeddings()
-    places = torch.arange(1, _TOKENS + 1, device=embeddings.weight.device)
-    return (places * 7919 % embeddings.weight.shape[0])[None]
 
 
 def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, ids: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,21 @@
-"""What a draft source learns about a model and keeps from call to call."""
+"""What a draft source learns about a model and keeps from call to call, and the file in which processes share texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from ..errors import SettingError, warn_once
 from ..stats import GenerationStats
+from . import saving
+from .saving import Key, Saved
+
+# Seconds to wait while another process reads or writes.
+_PATIENCE = 10.0
 
 
 class Findings:
@@ -50,3 +60,94 @@ class TextFindings(Findings):
     def merge(self, state: dict[str, Any]) -> None:
         """Adds what another process knows, as :meth:`state` returned it there; raises what :meth:`restore` does."""
         raise NotImplementedError
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from reading or writing a file; raises an ``OSError`` where that is not possible."""
+    from filelock import FileLock  # imported here because calls without a cache folder do not need it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock", timeout=_PATIENCE):
+        yield
+
+
+class TextFile:
+    """The link between the file and one model's findings in this process.
+
+    A file has an id, which changes when its texts are forgotten. If the id of the findings is not the file's, the texts
+    were forgotten since, in another process or by removing the file, so the findings are dropped.
+
+    Attributes:
+        id: id of the file to which the findings belong, ``None`` before they were first read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id: str | None = None
+        self._version: tuple[int, int] | None = None
+
+    def read(self) -> Saved | None:
+        """Reads the file, ``None`` if there is none; findings that start from it belong to the file."""
+        if not self.path.exists():
+            return None
+        # In a folder that cannot be written nothing changes, so the file is read without the lock.
+        with suppress(OSError), locked(self.path):
+            return self._read()
+        return self._read()
+
+    @contextmanager
+    def merged(self, found: Findings, key: Key) -> Iterator[None]:
+        """Merges what others have written since into the findings; what the block writes is the file from then on."""
+        with locked(self.path):
+            if isinstance(found, TextFindings):
+                with beginning_anew(self.path):
+                    self._merge(found, key)
+            yield
+            self._version = self._seen()
+
+    def _merge(self, found: TextFindings, key: Key) -> None:
+        mine, version = self.id, self._version
+        if not self.path.exists():
+            if mine is not None:
+                found.forget()
+            self.id = uuid4().hex
+        elif self._seen() != version and (saved := self._read()) is not None:
+            if mine not in (None, self.id):
+                found.forget()
+            if (state := saved.states(key.source).get(key.kind)) is not None:
+                with saving.reading(self.path):
+                    found.merge(state)
+
+    def _read(self) -> Saved | None:
+        if not self.path.exists():
+            return None
+        self._version = self._seen()
+        saved = saving.read(self.path)
+        self.id = saved.text_id
+        return saved
+
+    def _seen(self) -> tuple[int, int]:
+        """A value that changes whenever the file changes."""
+        found = self.path.stat()
+        return found.st_mtime_ns, found.st_ino
+
+
+@contextmanager
+def beginning_anew(path: Path) -> Iterator[None]:
+    """Warns of a file of ``cache_dir`` that cannot be used, and moves it aside unless it could only not be read now."""
+    try:
+        yield
+    except (SettingError, OSError) as error:
+        kept, cause = path, error.__cause__
+        if not any(isinstance(one, OSError) for one in (error, cause, getattr(cause, "__cause__", None))):
+            # In a folder that cannot be written it stays.
+            with suppress(OSError):
+                os.replace(path, aside(path))
+                kept = aside(path)
+        warn_once(f"findings begin anew, since their file, which is kept as {kept}, cannot be used: {error}")
+
+
+def aside(path: Path) -> Path:
+    """Where a file is kept that cannot be used."""
+    return path.with_name(f"{path.name}.aside")

@@ -23,9 +23,8 @@ from ..stats import GenerationStats
 from ..stop.rules import Memory
 from . import saving
 from .files import path_of, reported
-from .findings import Findings, TextFindings
+from .findings import Findings, TextFile, TextFindings, aside, beginning_anew, locked
 from .saving import Key, Kind, Saved
-from .text_file import TextFile, aside, beginning_anew, locked
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64

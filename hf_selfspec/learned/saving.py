@@ -1,26 +1,35 @@
-"""Saving settings and findings: one JSON file, written whole or not at all."""
+"""Saving settings and findings: one JSON file, written whole or not at all, and the classes that it may name."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from ..errors import SelfSpecError, SettingError
+import hf_selfspec
+
+from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..model.fingerprint import Fingerprint
 from .files import is_name, read_json, write_json
-from .registry import is_registered, registered
 
 FILE_NAME = "selfspec.json"
 _FORMAT = 1
-# The settings in a file; the registry has the classes that they may hold. Where a SelfSpec keeps its findings
+# The settings in a file; classes that they may hold are registered. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft")
 # Settings that name the folder or repository to load a part from, and whether they may be left out.
 PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
+
+# The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
+Place = Literal["draft", "stop", "rule", "tree", "search"]
+# Settings that hold a list of a place's classes.
+_LISTS: dict[str, Place] = {"sources": "draft"}
+
+_places: dict[str, dict[str, type]] = {}
+_T = TypeVar("_T", bound=type)
 
 # Whether tokens are sampled, and whether there are several rows.
 Kind = tuple[bool, bool]
@@ -48,11 +57,62 @@ class Saved:
         return {key.kind: state for key, state in self.findings.items() if key.source in (source, "")}
 
 
+def register(*places: Place) -> Callable[[_T], _T]:
+    """Lets a frozen dataclass of settings be saved and loaded by its name.
+
+    ``SelfSpec.save_pretrained`` writes the name and the fields of a draft, stop rule or tree; ``from_pretrained`` makes
+    the object again if a class of that name is registered in that process. No file makes Python import a module, so the
+    module that defines the class has to be imported first::
+
+        @hf_selfspec.register("draft")
+        @dataclass(frozen=True)
+        class MyDraft(hf_selfspec.DraftSource): ...
+
+    Args:
+        places: the settings that may hold it: ``"draft"``, ``"stop"``, ``"tree"``.
+
+    Raises:
+        SettingTypeError: the class is not a dataclass.
+        SettingError: another class of this name is registered there, or there is no such setting.
+    """
+    if not places or not all(place in get_args(Place) for place in places):
+        raise SettingError(
+            f"register(*places) takes the settings that may hold the class, got {places!r}. Write "
+            'register("draft"), register("stop") or register("tree") above the class.'
+        )
+
+    def add(kind: _T) -> _T:
+        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+            raise SettingTypeError(f"register takes a dataclass of settings, got {kind!r}.")
+        for place in places:
+            known = _places.setdefault(place, {}).setdefault(kind.__name__, kind)
+            if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+                raise SettingError(
+                    f"{kind.__module__}.{kind.__qualname__} cannot be registered: {known.__module__}."
+                    f"{known.__qualname__} has this name already. Give your class another name."
+                )
+            _places[place][kind.__name__] = kind  # a module that is reloaded defines its class again
+        return kind
+
+    return add
+
+
+def class_named(name: object, setting: str | None = None) -> type | None:
+    """Returns the registered class of that name that a setting, or any, may hold; ``None`` if there is none."""
+    if not isinstance(name, str):
+        return None
+    if name in hf_selfspec.__all__:
+        getattr(hf_selfspec, name)  # which registers a public class of this package
+    places = _places.values() if setting is None else [_places.get(_LISTS.get(setting, setting), {})]
+    return next((kinds[name] for kinds in places if name in kinds), None)
+
+
 def encode(value: Any, name: str) -> Any:
     """Returns settings as JSON values; only objects of registered classes can be among them."""
-    if dataclasses.is_dataclass(value) and is_registered(type(value)):
+    kind = type(value)
+    if any(kinds.get(kind.__name__) is kind for kinds in _places.values()):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
-        return {"class": type(value).__name__, **fields}
+        return {"class": kind.__name__, **fields}
     if isinstance(value, (tuple, list)):
         return [encode(item, name) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -75,7 +135,7 @@ def decode(value: Any, name: str) -> Any:
     """The inverse of :func:`encode`; ``name`` contains the names of the settings around it, e.g. ``draft.search``."""
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
-        kind = registered(setting, value.get("class"))
+        kind = class_named(value.get("class"), setting)
         if kind is None:
             raise SettingError(
                 f"{name} has the class {value.get('class')!r}, which is not allowed there. If it is your own, import "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..learned.registry import register
+from ..learned.saving import register
 from ..validation import MOST_WINDOW, check_count, check_share
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import SettingTypeError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..validation import check_share
 from .rules import ConfidenceThreshold, Memory, ProductThreshold, RunningBound, RunningRule
 

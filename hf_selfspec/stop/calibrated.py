@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..learned.registry import register
-from ..modules.calibration import entropy, threshold
+from ..learned.saving import register
+from ..modules.heads import entropy, threshold
 from ..validation import check_share
 from .rules import ConfidenceThreshold, Memory, RunningBound, RunningRule
 

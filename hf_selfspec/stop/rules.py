@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..errors import SettingTypeError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.transfer import upload
 from ..validation import MOST_DRAFT, check_count, check_share
 

@@ -13,8 +13,7 @@ from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit
 from .fit import TrainedFit, as_function, words
-from .frozen_model import FrozenModel, HiddenStates
-from .losses import Metric, agreement, cross_entropy, per_token
+from .frozen_model import FrozenModel, HiddenStates, Metric, agreement, cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +135,7 @@ def usual_eps(config: Any) -> float:
 
 def _per_token(metric: Metric, adapter: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
     """``[b s]`` the values of a metric, from the logits behind the adapter and those of the whole model."""
-    hidden, teacher = adapter(states.states[adapter.exit_layer]), frozen.own_head
-    head = teacher if adapter.head is None else adapter.head
+    hidden = adapter(states[f"states_{adapter.exit_layer}"])
     if adapter.head is None:
-        hidden = hidden.to(states.final.dtype)
-    return per_token(metric, head, hidden, teacher, states.final, frozen.vocabulary)
+        return frozen.per_token(metric, frozen.own_head, hidden.to(states["final"].dtype), states)
+    return frozen.per_token(metric, adapter.head, hidden, states)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from ..errors import SettingError, SettingTypeError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.transfer import read
 from ..validation import MOST_CANDIDATES, check_count, check_share
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import tiny_llama
-from helpers.sampling import accepts_everything, does_not_take_siblings_out_of_q, peak
+from helpers.sampling import does_not_take_siblings_out_of_q, peak
 from hf_selfspec import (
     ClosestLayers,
     CostTree,
@@ -95,11 +94,9 @@ def test_width_by_hand(tree: CostTree, top: list[list[float]], reach: list[float
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"price": -0.1}, SettingError, r"CostTree\(price\) must lie between 0 and 1"),
         ({"price": 1.1}, SettingError, r"CostTree\(price\)"),
         ({"price": "low"}, SettingTypeError, r"CostTree\(price\).*'low'"),
         ({"most": 0}, SettingError, r"CostTree\(most\) must be at least 1"),
-        ({"most": 2.0}, SettingTypeError, r"CostTree\(most\)"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -128,7 +125,7 @@ def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
 # With a search -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_run("clasp-.*-3|swift-cost-3")
+@pytest.mark.every_run("clasp-cost-3|swift-top-k-3")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("search", SEARCHES)
@@ -149,18 +146,15 @@ def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int, tree
 def test_wide_trees_up_to_the_end(rows: int, length: int) -> None:
     """More nodes in a verification than slots were set aside for."""
     model = tiny_llama(LAYERS, factor=0.6)
-    tree = TopKTree(((1.0, 12),))
-    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(length), tree)
-    ids = torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(5))
-    assert torch.equal(generate(model, ids, 50, assistant=spec), generate(model, ids, 50))
-    near = torch.randint(3, 90, (rows, 480), generator=torch.Generator().manual_seed(5))
-    assert torch.equal(generate(model, near, 32, assistant=spec), generate(model, near, 32))
+    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(length), TopKTree(((1.0, 12),)))
+    for width, tokens in ((6, 50), (480, 32)):
+        ids = torch.randint(3, 90, (rows, width), generator=torch.Generator().manual_seed(5))
+        assert torch.equal(generate(model, ids, tokens, assistant=spec), generate(model, ids, tokens))
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-def test_the_price_is_what_the_search_has_measured(search: str, trees: list[tuple[Any, Draft]]) -> None:
+def test_the_price_is_what_the_search_has_measured(trees: list[tuple[Any, Draft]]) -> None:
     model = tiny_llama(LAYERS, factor=0.6)
-    spec = SelfSpec(SkipLayers(search=SEARCHES[search]), tree=CostTree(most=5))
+    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), tree=CostTree(most=5))
     ids = torch.tensor([[3, 5, 2]])
     generate(model, ids, 40, assistant=spec)
     used = [tree for tree, _ in trees]
@@ -239,10 +233,8 @@ def test_samples_have_the_models_distribution(search: str, tree: str, trees: lis
     assert largest_score(model, sequences) < LIMIT
 
 
-@pytest.mark.parametrize("biased", [accepts_everything, does_not_take_siblings_out_of_q])
-def test_a_biased_rule_is_detected(
-    biased: Callable[..., tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(walk, "choose_sampled", biased)
+@pytest.mark.slow
+def test_a_biased_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "choose_sampled", does_not_take_siblings_out_of_q)
     model = peaked()
     assert largest_score(model, sample(SelfSpec(SkipLayers(), FixedLength(3), TREES["top-k"]), model)) > 1.3 * LIMIT

@@ -36,7 +36,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.draft import FixedDrafter
-from hf_selfspec.learned import registry
+from hf_selfspec.learned import saving
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory, start
 
@@ -71,10 +71,6 @@ class Reciting(FixedDrafter):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         rows = [self._lines(int(last), most) for last, most in zip(text.last_tokens()[:, 0], max_new, strict=True)]
-        if self.lines == 1:
-            size = max(len(line) for lines in rows for line in lines)
-            tokens = torch.tensor([[*lines[0], *[0] * (size - len(lines[0]))] for lines in rows], dtype=torch.long)
-            return Draft(tokens.view(text.batch_size, size), [len(lines[0]) for lines in rows])
         size = max(sum(map(len, lines)) for lines in rows)
         tokens, parents = [], []
         for lines in rows:
@@ -85,15 +81,16 @@ class Reciting(FixedDrafter):
             tokens.append([*(token for line in lines for token in line), *[0] * padding])
             parents.append([*above, *[-1] * padding])
         lengths = [max(map(len, lines)) for lines in rows]
-        return Draft(torch.tensor(tokens, dtype=torch.long).view(text.batch_size, size), lengths, parents)
+        drafted = torch.tensor(tokens, dtype=torch.long).view(text.batch_size, size)
+        return Draft(drafted, lengths, parents if self.lines > 1 else None)
 
     def _lines(self, last: int, most: int) -> list[list[int]]:
         known, length = self.settings.tokens, min(self.settings.length, most)
-        lines: list[list[int]] = []
-        for place in range(len(known) - 1):
-            if known[place] == last and length and known[place + 1] not in [line[0] for line in lines]:
-                lines.append(list(known[place + 1 : place + 1 + length]))
-        return lines[: self.lines] or [[]]
+        lines: dict[int, list[int]] = {}
+        for place, token in enumerate(known[:-1]):
+            if token == last and length:
+                lines.setdefault(known[place + 1], list(known[place + 1 : place + 1 + length]))
+        return list(lines.values())[: self.lines] or [[]]
 
 
 # A source that draws tokens, learns, and lasts -----------------------------------------------------------------------
@@ -305,15 +302,9 @@ def test_drafts_are_what_the_sources_know(llama: LlamaForCausalLM, known: tuple[
 def test_own_rules_end_drafts(llama: LlamaForCausalLM) -> None:
     spec = SelfSpec(EarlyExit(3), Growing())
     first = assert_same(llama, spec, ROW)
-    memory = spec._knowledge.record(llama).memories[False, False]
-    assert memory.value > 1
+    assert spec._knowledge.record(llama).memories[False, False].value > 1
     assert assert_same(llama, spec, ROW).draft_steps / first.rounds > first.draft_steps / first.rounds
-    every = SelfSpec(EarlyExit(3), Alternating(1))
-    assert_same(llama, every, ROW)
-    assert set(every.stats.accepted_lengths) == {0, 1}
-
-
-def test_the_longest_draft_bounds_own_sources(llama: LlamaForCausalLM) -> None:
+    assert set(assert_same(llama, SelfSpec(EarlyExit(3), Alternating(1)), ROW).accepted_lengths) == {0, 1}
     spec = SelfSpec(Recalled(), FixedLength(8), max_draft=2)
     for _ in range(2):
         stats = assert_same(llama, spec, ROW)
@@ -349,9 +340,9 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that did not import this module."""
     kept = {
         place: {name: kind for name, kind in kinds.items() if kind.__module__ != __name__}
-        for place, kinds in registry._places.items()
+        for place, kinds in saving._places.items()
     }
-    monkeypatch.setattr(registry, "_places", kept)
+    monkeypatch.setattr(saving, "_places", kept)
 
 
 @pytest.mark.parametrize("name", ["drawn, own rule", "free and all"])
@@ -422,17 +413,20 @@ def test_what_is_not_registered_cannot_be_saved(llama: LlamaForCausalLM, unregis
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_holds_what_was_registered_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stop": {"class": "Recited", "tokens": [3, 4]}}, "stop has the class 'Recited', which is not allowed there"),
+        ({"draft": {"class": "Recited", "words": [3, 4]}}, r"it sets draft.words.*tokens, length, lines"),
+    ],
+)
+def test_a_place_holds_what_was_registered_for_it(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     SelfSpec(Recited((3, 4))).save_pretrained(tmp_path)
     path = tmp_path / "selfspec.json"
     content = json.loads(path.read_text())
-    content["settings"]["stop"] = {"class": "Recited", "tokens": [3, 4]}
+    content["settings"].update(change)
     path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match="stop has the class 'Recited', which is not allowed there"):
-        SelfSpec.from_pretrained(tmp_path)
-    content["settings"].update(stop=None, draft={"class": "Recited", "words": [3, 4]})
-    path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match=r"it sets draft.words.*tokens, length, lines"):
+    with pytest.raises(SettingError, match=words):
         SelfSpec.from_pretrained(tmp_path)
 
 
@@ -468,7 +462,7 @@ class EchoDrafter(FixedDrafter):
 
 def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts, alone and in a cascade, is saved by its name, and is exact, with nothing but public names."""
-    monkeypatch.setattr(registry, "_places", {place: dict(kinds) for place, kinds in registry._places.items()})
+    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
     (tmp_path / "echo_source.py").write_text(ONE_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     echo = importlib.import_module("echo_source").Echo(2)
@@ -486,7 +480,7 @@ def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypat
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_places", {place: dict(kinds) for place, kinds in registry._places.items()})
+    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
 
     @dataclass(frozen=True)
     class Lookup(DraftSource):

@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
         SettingError,
         "has 2 sources besides its free drafts",
     ),
-    "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), UnsupportedOptionError, "a checkpoint has one"),
+    "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), UnsupportedOptionError, "a checkpoint has nothing else"),
     "MLP": (
         lambda model: EarlyExitAdapter(adapter_of(model, blocks=("attention", "mlp"))),
         UnsupportedOptionError,

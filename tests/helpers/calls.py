@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from helpers.models import VOCABULARY, ragged_batch
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    GenerationStats,
-    SelfSpec,
-    SkipLayers,
-)
+from helpers.models import BATCH, VOCABULARY, ragged_batch
+from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 
 
@@ -57,11 +49,19 @@ class Recorder(BaseStreamer):
         self.calls.append("end")
 
 
-def check_lossless(model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24) -> list[GenerationStats]:
-    """One row and a ragged batch have the ids of plain ``generate``; returns the statistics of both."""
+PROMPTS = (ragged_batch((12,)), BATCH)
+
+
+def check_lossless(
+    model: PreTrainedModel,
+    spec: SelfSpec,
+    new_tokens: int = 24,
+    prompts: Sequence[dict[str, torch.Tensor]] = PROMPTS,
+) -> list[GenerationStats]:
+    """Prompts have the ids of plain ``generate``; returns the statistics of each."""
     found = []
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+    for inputs in prompts:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what some models cannot do is said once
             ids = model.generate(**inputs, **options, assistant=spec)
@@ -77,11 +77,7 @@ Report = tuple[torch.Tensor, torch.Tensor, int]
 class LastSeen(CandidateGenerator):
     """Proposes what followed the last token's previous occurrence in a text that it follows itself.
 
-    A state of one text: the ids so far, to which each call has to add.
-
-    Args:
-        family: all copies.
-        drafts: whether the first call drafts.
+    A state of one text: the ids so far, to which each call has to add. All copies are in its ``family``.
     """
 
     def __init__(self, family: list[LastSeen] | None = None, drafts: bool = True, room: int = 1 << 30) -> None:
@@ -131,18 +127,6 @@ def random_skip_set(name: str, model: PreTrainedModel) -> SkipLayers:
     if not attention and not mlp:
         return SkipLayers([], [1]) if anatomy.mlp[1] else SkipLayers([1], [])
     return SkipLayers(attention, mlp)
-
-
-def same_tokens(model: PreTrainedModel, spec: SelfSpec, rows: int) -> float:
-    """Checks identity for one row or a ragged batch of three, and returns the acceptance rate."""
-    inputs = ragged_batch() if rows == 3 else {name: value[1:2] for name, value in ragged_batch().items()}
-    expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*cannot take")
-        tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
-    assert torch.equal(tokens, expected)
-    assert spec.stats is not None
-    return spec.stats.acceptance_rate
 
 
 @contextmanager

@@ -105,10 +105,10 @@ def tiny_rwkv() -> RwkvForCausalLM:
     return RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)).eval()
 
 
-def tiny_gpt_neo() -> GPTNeoForCausalLM:
+def tiny_gpt_neo(vocabulary: int = VOCABULARY) -> GPTNeoForCausalLM:
     torch.manual_seed(0)
     config = GPTNeoConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         num_layers=2,
         attention_types=[[["global", "local"], 1]],

@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM
 
 from helpers.architectures import ARCHITECTURES, STATEFUL, build
-from helpers.calls import random_skip_set, same_tokens
+from helpers.calls import check_lossless, random_skip_set
 from helpers.compiled import QUICK, THREE, same_ids, specs
-from helpers.models import ragged_batch, tiny_llama
+from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
     EarlyExit,
@@ -65,8 +65,8 @@ def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]
     exits, skips = SelfSpec(EarlyExit(2), THREE, compile=QUICK), random_skip_set(name, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what some models cannot do is said once
-        for spec, rows in ((exits, 3), (SelfSpec(skips, THREE, compile=QUICK), 1)):
-            same_tokens(model, spec, rows)
+        for spec, prompt in ((exits, BATCH), (SelfSpec(skips, THREE, compile=QUICK), ROW)):
+            check_lossless(model, spec, prompts=[prompt])
     assert bool(traced) == (name not in EAGER), graphs_of(model, QUICK).refused
 
 

@@ -1,18 +1,151 @@
-"""Which sets are proposed, and of which sizes."""
+"""Which blocks may be skipped, what sets of them are worth, and which ones are proposed."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from sklearn.gaussian_process import GaussianProcessRegressor
+from transformers import DynamicCache, LlamaForCausalLM
 
+from helpers.architectures import build
+from helpers.models import tiny_llama
+from helpers.search.generating import after_prefill, keys_and_values, prefilled
 from helpers.search.searches import matchness_of, predicted, skipping, space
-from hf_selfspec import ClosestLayers, OnTheFlySearch
+from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SettingError, SettingTypeError, SkipLayers
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.proposers import bayesian, first_sizes, next_sizes
+from hf_selfspec.search.estimates import Scores, estimate, estimate_by_size
+from hf_selfspec.search.on_the_fly import usual_ratio
+from hf_selfspec.search.proposers import SkipSpace, bayesian, closest_layers, first_sizes, next_sizes
 from hf_selfspec.search.skip_search import SkipSearch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+# Blocks that may be skipped ------------------------------------------------------------------------------------------
+
+
+def test_skip_space() -> None:
+    space = SkipSpace.of(Anatomy.of(tiny_llama(6)))
+    assert len(space.blocks) == 8
+    assert space.count(0.5) == 4
+    assert space.count(0.01) == 1
+    plan = space.highest(np.array([0.1, 0.9, 0.2, 0.8, 0.3, 0.7, 0.4, 0.6]), 0.5)
+    assert plan == LayerPlan(6, frozenset(), frozenset([1, 2, 3, 4]))
+    assert space.plan(space.places(plan)) == plan
+    rng = np.random.default_rng(0)
+    drawn = [space.places(space.random(rng, 0.25)) for _ in range(200)]
+    assert {len(places) for places in drawn} == {2}
+    assert set().union(*drawn) == set(range(8))
+    assert space.whole_layers == (1, 2, 3, 4)
+    assert [plan.picture() for plan in space.timed_plans()] == ["#.#.##", "#aaaa#"]
+
+
+def test_skip_space_of_shared_keys() -> None:
+    """Gemma 3n: attention whose keys later layers read always runs, so such a layer is never left out as a whole."""
+    anatomy = Anatomy.of(build("gemma3n_text"))
+    space = SkipSpace.of(anatomy)
+    assert anatomy.kv_sources == {1, 2}
+    assert space.blocks == ((1, "mlp"), (2, "mlp"), (3, "attention"), (3, "mlp"))
+    assert space.whole_layers == (3,)
+    assert [plan.picture() for plan in space.timed_plans()] == ["###.#", "#aaa#"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: SelfSpec.swift(ratio=1.0), SettingError, r"SkipLayers\(ratio\) must lie between 0 and 1"),
+        (lambda: SelfSpec.swift(ratio="half"), SettingTypeError, "'half'"),
+        (lambda: SelfSpec.swift(search=32), SettingTypeError, r"OnTheFlySearch\(\), ClosestLayers\(\) or None, got 32"),
+        (lambda: SkipLayers(ratio=0.4), SettingError, "search=OnTheFlySearch"),
+        (lambda: OnTheFlySearch(target_matchness=1.5), SettingError, "target_matchness"),
+        (lambda: ClosestLayers(budget=0.0), SettingError, r"ClosestLayers\(budget\) must"),
+        (lambda: ClosestLayers(max_steps=0), SettingError, r"ClosestLayers\(max_steps\) must be at least 1"),
+        (
+            lambda: SkipSpace.of(Anatomy.of(tiny_llama(3))),
+            SettingError,
+            "at least 4 layers, but LlamaForCausalLM has 3",
+        ),
+    ],
+)
+def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_usual_ratios() -> None:
+    assert [usual_ratio(int(billions * 1e9)) for billions in (1, 7, 13, 34, 70)] == [0.4, 0.4, 0.45, 0.5, 0.5]
+
+
+# What sets are worth -------------------------------------------------------------------------------------------------
+
+
+WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
+
+
+def tried_sets(count: int, noise: float, windows: int = 1) -> Scores:
+    """Random sets of half of the blocks; they score what these are worth, the number of their window and noise."""
+    rng = np.random.default_rng(0)
+    blocks = (rng.random((count, len(WORTH))).argsort(1) < len(WORTH) // 2).astype(float)
+    on = np.arange(count) % windows
+    values = 1 + blocks @ WORTH + on + noise * rng.standard_normal(count)
+    return Scores(blocks, values, np.ones(count), np.arange(count), on)
+
+
+@pytest.mark.parametrize("windows", [1, 4])
+def test_what_blocks_are_worth(windows: int) -> None:
+    """Sets are of one size, so effects are known up to a constant; how easy windows are does not matter."""
+    scores = tried_sets(300, 0.005, windows)
+    found = estimate(scores)
+    assert found.effects - found.effects.mean() == pytest.approx(WORTH - WORTH.mean(), abs=0.004)
+    assert found.sets == pytest.approx(1 + scores.blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
+
+
+def test_a_set_is_estimated_by_its_blocks_and_little_by_one_trial_of_its_own() -> None:
+    """The best set has a bad window of its own: the four windows of doubt weigh four fifths."""
+    scores = tried_sets(200, 0.0)
+    best = int(np.argmax(scores.blocks @ WORTH))
+    scores.values[best] -= 0.06
+    assert estimate(scores).sets[best] - scores.values[best] == pytest.approx(0.8 * 0.06, abs=0.01)
+
+
+def test_sets_are_compared_on_the_same_text() -> None:
+    """Window 0 is hard, 1 is easy: a set tried on easy text alone does not win by that, nor lose one on hard text."""
+    values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
+    usual, easy_only, hard_only = estimate(Scores(np.eye(3), values, np.ones(4), sets, windows)).sets
+    assert hard_only > usual > easy_only
+
+
+def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
+    spread = []
+    for trials in (30, 300):
+        found, rng = estimate(tried_sets(trials, 0.05)), np.random.default_rng(1)
+        drawn = np.stack([found.drawn(rng) for _ in range(200)])
+        assert drawn.mean(0) == pytest.approx(found.effects, abs=4 * drawn.std(0).max() / 200**0.5)
+        # Of sets of one size it is never known what all blocks have in common.
+        spread.append((drawn - drawn.mean(1, keepdims=True)).std(0).mean())
+    assert spread[0] > 2 * spread[1] > 0
+
+
+def test_sets_are_drawn_towards_those_of_their_size() -> None:
+    """By hand, on one window: a set's own trial has the weight 1, the mean of those of its size 4."""
+    scores = Scores(np.eye(4), np.array([0.9, 0.9, 0.5, 0.1]), np.ones(4), np.arange(4), np.zeros(4, int))
+    for sizes, near, expected in (
+        ([4, 4, 8, 8], 1, [0.9, 0.9, 0.34, 0.26]),
+        ([4, 5, 8, 9], 1, [0.9, 0.9, 0.34, 0.26]),
+        ([4, 4, 8, 8], 4, [0.66, 0.66, 0.58, 0.5]),
+    ):
+        assert estimate_by_size(scores, np.array(sizes), near) == pytest.approx(expected)
+
+
+# Which sets are proposed ---------------------------------------------------------------------------------------------
 
 
 def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0.5) -> SkipSearch:
@@ -118,3 +251,79 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
         search.begin_window()
     assert sizes == ([[8, 2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8, 8], [8, 8]])
     assert asked == ([16, 8] if auto else [8, 8])
+
+
+# The closest layers --------------------------------------------------------------------------------------------------
+
+
+def by_hand(model: LlamaForCausalLM, ids: torch.Tensor, layers: Sequence[int], most: int) -> list[list[int]]:
+    """The dynamic programme with the layers called one by one, for the last of ``ids`` ``[1, s]``."""
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    position = torch.tensor([[ids.shape[1] - 1]])
+    start = model.model.embed_tokens(ids[:, -1:])
+    rotary = model.model.rotary_emb(start, position)
+
+    def run(layer: int, state: torch.Tensor) -> torch.Tensor:
+        return model.model.layers[layer](
+            state, position_embeddings=rotary, position_ids=position, past_key_values=copy.deepcopy(cache)
+        )
+
+    states: dict[int, tuple[torch.Tensor, list[int]]] = {0: (start, [])}
+    for layer in range(model.config.num_hidden_layers):
+        found = {count: (run(layer, state), skipped) for count, (state, skipped) in states.items()}
+        if layer in layers:
+            whole = found[0][0]
+            for count, (state, skipped) in states.items():
+                ways = [(state, [*skipped, layer]), *([found[count + 1]] if count + 1 in states else [])]
+                if count < most:
+                    near = max(ways, key=lambda way: torch.cosine_similarity(way[0], whole, dim=-1).item())
+                    found[count + 1] = near
+        states = found
+    return [states[count][1] for count in range(1, most + 1)]
+
+
+def test_window_beside_the_text() -> None:
+    """A plan predicts after tokens of the text what it would predict in their place, and nothing there changes."""
+    lengths, window = (20, 13, 16), 7
+    target, text = after_prefill(build("gemma3_text"), lengths)
+    layers = target.anatomy.num_layers
+    plan = LayerPlan(layers, frozenset([1]), frozenset([1]))
+    columns = torch.tensor(lengths)[:, None] - 1 - window + torch.arange(window)
+    tokens = text.ids.gather(1, columns)
+    with target.prepared():
+        before = keys_and_values(target, text)
+        beside = target.step(tokens, text.last_slots(), ForwardPass(plan), TreeLayout.replay(window)).logits
+        assert all(map(torch.equal, keys_and_values(target, text), before))
+        in_place = target.step(tokens, [root - window for root in text.last_slots()], ForwardPass(plan)).logits
+    assert beside is not None
+    assert in_place is not None
+    torch.testing.assert_close(beside, in_place, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "most", "seed"), [(range(1, 7), 5, 0), (range(1, 7), 2, 1), ((1, 2, 4, 6), 4, 2)])
+def test_closest_layers(layers: Sequence[int], most: int, seed: int) -> None:
+    """For each size those of the dynamic programme; the text's keys and values stay as they are."""
+    model = tiny_llama(8, seed, factor=1.0)
+    target, text = after_prefill(model, (20,))
+    before = keys_and_values(target, text)
+    with target.prepared():
+        plans = closest_layers(target, text, layers, most)
+    assert [sorted(plan.skipped_layers) for plan in plans] == by_hand(model, text.ids[:, :20], layers, most)
+    assert [len(plan.skipped_layers) for plan in plans] == list(range(1, most + 1))
+    assert all(plan.skipped_attention == plan.skipped_mlp for plan in plans)
+    assert all(map(torch.equal, keys_and_values(target, text), before))
+
+
+def test_closest_layers_of_a_batch() -> None:
+    """One plan for all rows: that of one row where all are alike, and not that of the first where they differ."""
+    model = tiny_llama(8, factor=1.0)
+    found = []
+    for text_of in (lambda ids: ids[:1].repeat(3, 1), lambda ids: ids):
+        target, text = after_prefill(model, (20, 20, 20))
+        target, text = prefilled(model, text_of(text.ids[:, :20]), (20, 20, 20))
+        with target.prepared():
+            found.append(closest_layers(target, text, range(1, 7), 3))
+    alike, different = ([sorted(plan.skipped_layers) for plan in plans] for plans in found)
+    assert alike == by_hand(model, text.ids[:1, :20], range(1, 7), 3)
+    assert different != alike

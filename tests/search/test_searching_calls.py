@@ -1,9 +1,11 @@
-"""Calls that search while they generate: their tokens and what their trials see."""
+"""Calls that search while they generate: their tokens, what their trials see, what drafts meanwhile and afterwards."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,21 @@ from transformers import PreTrainedModel
 
 from helpers.architectures import build
 from helpers.models import ragged_batch, tiny_llama
-from helpers.search.beside_text import prefilled
-from helpers.search.generating import SEARCHES, an_end, fixed_drafts, generated, prompt, search_of
-from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
-from hf_selfspec.batch import Text
+from helpers.search.generating import (
+    SEARCHES,
+    an_end,
+    fixed_drafts,
+    generated,
+    lines_of,
+    prefilled,
+    prompt,
+    search_of,
+    use_costs,
+)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
@@ -27,79 +39,61 @@ from hf_selfspec.search.replay import Trace
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
+# Tokens and trials ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    "make",
-    [lambda: tiny_llama(8), lambda: build("gemma3_text"), lambda: build("gpt_oss"), lambda: build("gemma3n_text")],
+    ("make", "search"),
+    [
+        (lambda: tiny_llama(8), SEARCHES[0]),
+        (lambda: tiny_llama(8), SEARCHES[1]),
+        (lambda: build("gemma3n_text"), SEARCHES[0]),
+        (lambda: build("gpt_oss"), SEARCHES[1]),
+    ],
+    ids=["swift", "clasp", "swift, shared keys", "clasp, sinks"],
 )
-@pytest.mark.parametrize("search", SEARCHES, ids=["swift", "clasp"])
 def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], search: Search) -> None:
-    model, ids = make(), prompt(3, 10)
-    plain = generated(model, ids, 40)
-    for spec in (SelfSpec.swift(search=search), fixed_drafts(search, 0.4)):
-        seconds = 0.0
-        for _ in range(2):
-            assert torch.equal(generated(model, ids, 40, assistant=spec), plain)
-            assert spec.stats is not None
-            seconds += spec.stats.search_seconds
-        found = search_of(spec, model)
-        assert len(found.history) >= 4
-        assert seconds > 0
-        assert spec.stats.plan == found.best.picture()
+    """Rows of other lengths, before the text and behind it, and drafts of a set that may change each round."""
+    model, prompts, spec = make(), ragged_batch((4, 9, 6)), fixed_drafts(search, 0.4)
+    end, _ = an_end(generated(model, prompts, 48)[:, 9:])
+    options = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+    plain, seconds = model.generate(**prompts, **options), 0.0
+    for _ in range(2):
+        assert torch.equal(model.generate(**prompts, assistant=spec, **options), plain)
+        assert spec.stats is not None
+        seconds += spec.stats.search_seconds
+    found = search_of(spec, model)
+    assert len(found.history) >= 4
+    assert {len(done.traces) for done in found.trials} == {3}
+    assert seconds > 0
+    assert spec.stats.plan == found.best.picture()
     assert 0 < spec.stats.accepted < spec.stats.drafted
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=["swift", "clasp"])
-def test_ragged_batches_that_end_early_keep_their_tokens(search: Search) -> None:
-    """Rows of other lengths, before the text and behind it."""
-    model, prompts, spec = tiny_llama(8), ragged_batch((4, 9, 6)), fixed_drafts(search, 0.4)
-    end, ends = an_end(generated(model, prompts, 60)[:, 9:])
-    assert min(ends) < 20 < 40 < max(ends)
-    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
-    plain = model.generate(**prompts, **options)
-    for _ in range(2):
-        assert torch.equal(model.generate(**prompts, assistant=spec, **options), plain)
-    found = search_of(spec, model)
-    assert len(found.history) >= 5
-    assert {len(done.traces) for done in found.trials} == {3}
-
-
-@pytest.mark.parametrize("search", SEARCHES, ids=["swift", "clasp"])
 def test_searching_changes_no_drawn_token(search: Search) -> None:
-    """Of one choice each token is drawn, so that it is the greedy one; then of several."""
-    model, ids, spec = tiny_llama(8), prompt(3), fixed_drafts(search, 0.4)
-    plain = generated(model, ids, 70)
+    """Of one choice each token is drawn, so that it is the greedy one; trials that are due at the end are not made."""
+    model, ids, spec = tiny_llama(8), prompt(2), fixed_drafts(replace(search, max_steps=5), 0.4)
+    plain = generated(model, ids, 40)
     for _ in range(2):
-        assert torch.equal(generated(model, ids, 70, assistant=spec, do_sample=True, top_k=1), plain)
-    assert len(search_of(spec, model).history) >= 5
-    assert generated(model, ids, 70, assistant=spec, do_sample=True, temperature=0.7).shape == plain.shape
+        assert torch.equal(generated(model, ids, 40, assistant=spec, do_sample=True, top_k=1), plain)
+    assert len(search_of(spec, model).history) == 5
+    assert generated(model, ids, 20, assistant=spec, do_sample=True, temperature=0.7).shape == (2, 26)
 
 
 def test_drawn_text_of_any_length_is_searched() -> None:
     """At the end of a text less than a window is left to look at."""
     model = tiny_llama(8)
-    for search, lengths in ((OnTheFlySearch(context_window=64), (70,)), (ClosestLayers(), (30, 50, 70))):
+    for search, tokens in ((OnTheFlySearch(context_window=64), 70), (ClosestLayers(), 50)):
         spec = fixed_drafts(search, 0.4)
-        for tokens in lengths:
-            assert generated(model, prompt(), tokens, assistant=spec, do_sample=True).shape == (1, 6 + tokens)
+        assert generated(model, prompt(), tokens, assistant=spec, do_sample=True).shape == (1, 6 + tokens)
 
 
-def test_a_search_ends_between_trials_while_tokens_are_drawn() -> None:
-    """Trials that were due for the window are not made any more."""
-    model = tiny_llama(8)
-    for max_steps in (7, 8, 9):
-        search = OnTheFlySearch(context_window=8, max_steps=max_steps, budget=1.0)
-        spec = fixed_drafts(search, 0.4)
-        for _ in range(2):
-            assert generated(model, prompt(), 70, assistant=spec, do_sample=True, top_k=1).shape == (1, 76)
-        assert len(search_of(spec, model).history) == max_steps
-
-
-@pytest.mark.parametrize("ratio", ["auto", 0.4])
-def test_rows_shorter_than_a_window_behind_embedded_prompts(ratio: Any) -> None:
-    model, spec = tiny_llama(8), fixed_drafts(ClosestLayers(), ratio)
+def test_rows_shorter_than_a_window_behind_embedded_prompts() -> None:
+    model, spec = tiny_llama(8), fixed_drafts(ClosestLayers(), 0.4)
     embedded = model.get_input_embeddings()(prompt(3, 12))
-    options = {"inputs_embeds": embedded, "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    options = {"inputs_embeds": embedded, "max_new_tokens": 45, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
     end, ends = an_end(model.generate(**options))
     assert min(ends) < 8 < 40 < max(ends)
@@ -110,7 +104,7 @@ def test_rows_shorter_than_a_window_behind_embedded_prompts(ratio: Any) -> None:
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "drawn"])
 def test_matchness_is_what_the_set_predicts_of_the_text(monkeypatch: pytest.MonkeyPatch, do_sample: bool) -> None:
     """In the text's place: whether it predicts the tokens, or how likely its own are accepted where they were drawn."""
-    rows = 3
+    rows = 2
     model = tiny_llama(8, factor=1.0)
     tried: list[tuple[LayerPlan, int, list[Trace], list[torch.Tensor]]] = []
     original = SearchingDraft._traces
@@ -126,7 +120,7 @@ def test_matchness_is_what_the_set_predicts_of_the_text(monkeypatch: pytest.Monk
     spec = SelfSpec(SkipLayers(search=search, ratio=0.2), FixedLength(1))
     torch.manual_seed(0)
     drawn = {"do_sample": True, "temperature": 0.7, "top_k": 0} if do_sample else {}
-    generated(model, prompt(rows), 50, assistant=spec, **drawn)
+    generated(model, prompt(rows), 30, assistant=spec, **drawn)
     assert len({plan for plan, *_ in tried}) > 5
     assert any(len({row.shape[1] for row in texts}) > 1 for *_, texts in tried)
     matched = []
@@ -185,11 +179,8 @@ def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_models_that_cannot_look_beside_their_text() -> None:
     model, spec = build("bloom"), SelfSpec.swift(search=OnTheFlySearch(context_window=4, budget=1.0))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = generated(model, prompt(), 20, assistant=spec)
-    assert any("there is no search for blocks" in str(warning.message) for warning in told)
-    assert torch.equal(found, generated(model, prompt(), 20))
+    with pytest.warns(UserWarning, match="there is no search for blocks"):
+        generated(model, prompt(), 20, assistant=spec)
     assert spec._knowledge.latest(model) is None
 
 
@@ -199,12 +190,165 @@ def test_windows_longer_than_texts() -> None:
     model = build("gpt2")
     with pytest.raises(SettingError, match=r"ClosestLayers\(context_window=128\) is longer .* has 128 positions"):
         generated(model, prompt(), 20, assistant=fixed_drafts(ClosestLayers(context_window=128)))
-    spec = fixed_drafts(OnTheFlySearch(context_window=30, budget=1.0), 0.4)
+    spec = fixed_drafts(OnTheFlySearch(context_window=20, budget=1.0), 0.4)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for tokens in (30, 29, 28):
+        for tokens in (20, 19):
             generated(model, prompt(), tokens, assistant=spec)
-    assert [str(warning.message)[:50] for warning in told] == ["OnTheFlySearch(context_window=30) is longer than t"]
+    assert [str(warning.message)[:50] for warning in told] == ["OnTheFlySearch(context_window=20) is longer than t"]
     assert search_of(spec, model).history == []
-    generated(model, prompt(), 40, assistant=spec)
+    generated(model, prompt(), 30, assistant=spec)
     assert search_of(spec, model).history
+
+
+# Drafts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("several", "is_over"), [(20.0, True), (0.0, False)])
+def test_a_search_without_hope_ends_early(monkeypatch: pytest.MonkeyPatch, several: float, is_over: bool) -> None:
+    """Where a verification costs as much as two one-token forwards, no closest set can pay."""
+    use_costs(monkeypatch, several=several)
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0)))
+    generated(model, prompt(), 40, assistant=spec)
+    found = search_of(spec, model)
+    assert found.is_over == is_over
+    assert len({len(trial.plan.skipped_layers) for trial in found.trials}) >= 5
+    assert {trial.window for trial in found.trials} == ({1, 2} if is_over else {1, 2, 3, 4})
+
+
+def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are empty while the search goes on; then transformers' loop decodes until it is time to ask again."""
+    use_costs(monkeypatch, step=50.0)
+    search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
+    model, spec = tiny_llama(8), SelfSpec.swift(search=search)
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
+    plain = generated(model, prompt(2), 30, **options)
+    generated(model, prompt(2), 30, assistant=spec)
+    assert spec.stats is not None
+    assert (spec.stats.drafted, spec.stats.draft_steps, spec.stats.drafts) == (0, 0, False)
+    assert "no set pays" in str(spec.stats)
+    found = search_of(spec, model)
+    assert found.is_over
+    assert not found.choice.drafts
+    texts = found.timings.texts
+    calls: list[int] = []
+    loop = type(model)._sample
+    monkeypatch.setattr(type(model), "_sample", lambda self, **given: calls.append(1) or loop(self, **given))
+    ours = []
+    for _ in range(9):
+        calls.clear()
+        told = generated(model, prompt(2), 30, assistant=spec, **options)
+        assert torch.equal(told.sequences, plain.sequences)
+        for score, same in zip(told.scores, plain.scores, strict=True):
+            torch.testing.assert_close(score, same, atol=1e-5, rtol=1e-4)
+        stats = spec.stats
+        assert (stats.tokens, stats.drafted, stats.drafts, len(stats.from_draft)) == (30 * 2, 0, False, 2)
+        assert (stats.mean_generated_length, stats.phase) == (1.0, "acceleration")
+        ours.append(not calls)
+        assert stats.left_to_generate == ("no draft pays" if calls else "")
+        left = rf"left to plain generate, since no draft pays: {30 * 2} tokens in \d+\.\d\d seconds"
+        assert (re.fullmatch(left, str(stats)) is not None) == bool(calls)
+    assert not ours[0]
+    assert 2 <= ours.count(True) <= 4
+    # A machine that was busy at first is not held against the drafts for ever.
+    assert found.timings.texts > texts
+
+
+STOPS: dict[str, Any] = {
+    "chosen": None,
+    "a function": lambda ids, logits, states: torch.ones(len(ids), dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize(("name", "search"), list(zip(STOPS, SEARCHES, strict=True)))
+def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch, search: Search, name: str) -> None:
+    """That of the search from when it has one, and the user's own where one is given."""
+    own, used = STOPS[name], []
+    propose = SearchingDraft.propose
+
+    def watched(self: SearchingDraft, text: Text, room: list[int]) -> Draft:
+        used.append((self.search.choice.stop, self.limits.stop))
+        return propose(self, text, room)
+
+    monkeypatch.setattr(SearchingDraft, "propose", watched)
+    use_costs(monkeypatch, several=1.0)
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=search), stop=own)
+    for _ in range(2):
+        generated(model, prompt(), 30, assistant=spec)
+    chosen = [stop for stop, _ in used if stop is not None]
+    assert len(chosen) > 3
+    if own is None:
+        assert all(stop == choice for choice, stop in used if choice is not None)
+    else:
+        assert all(stop is own for _, stop in used)
+
+
+@pytest.mark.parametrize(("budget", "tries"), [(1e-9, False), (1.0, True)])
+def test_trials_while_generating_keep_to_the_budget(budget: float, tries: bool) -> None:
+    model, spec = tiny_llama(8), fixed_drafts(OnTheFlySearch(context_window=8, budget=budget), 0.4)
+    generated(model, prompt(), 40, assistant=spec)
+    assert spec.stats is not None
+    rounds = len(spec.stats.timeline) - 3  # before the first window
+    assert rounds > 6
+    assert (len(search_of(spec, model).history) >= rounds - 3) if tries else not search_of(spec, model).history
+
+
+def test_kinds_of_calls_search_for_themselves() -> None:
+    """With what another kind has found as their first set."""
+    search = OnTheFlySearch(context_window=8, max_steps=20, budget=1.0)
+    model, spec = tiny_llama(8), SelfSpec.swift(ratio=0.4, search=search)
+    generated(model, prompt(), 40, assistant=spec)
+    single = search_of(spec, model)
+    assert single.best != SkipLayers().plan(Anatomy.of(model))
+    best, tried = single.best, len(single.history)
+    for rows, options in ((2, {}), (1, {"do_sample": True, "top_k": 1})):
+        generated(model, prompt(rows), 12, assistant=spec, **options)
+        found = search_of(spec, model)
+        assert found is not single
+        assert found.found[0][1] == best
+    assert len(single.history) == tried
+    generated(model, prompt(), 12, assistant=spec)
+    assert search_of(spec, model) is single
+
+
+def test_statistics_of_a_search() -> None:
+    model = tiny_llama(8)
+    spec = SelfSpec.swift(ratio=0.4, search=OnTheFlySearch(context_window=8, max_steps=12, budget=1.0))
+    phases = []
+    for tokens in (9, 16, 40):
+        generated(model, prompt(), tokens, assistant=spec)
+        stats, search = spec.stats, search_of(spec, model)
+        assert stats is not None
+        phases.append((stats.phase, stats.phase == search.phase))
+        assert stats.matchness == search.history
+        assert stats.drafts
+        last = f", last of {len(search.history)} trials {search.history[-1]:.2f}" if search.history else ""
+        assert lines_of(spec)["search"] == f"{search.phase}{last}"
+        tokens_so_far, seconds = zip(*stats.timeline, strict=True)
+        assert len(stats.timeline) == stats.verify_passes
+        assert list(tokens_so_far) == sorted(set(tokens_so_far))
+        assert tokens_so_far[-1] == stats.tokens == tokens
+        assert 0 < seconds[0] <= seconds[-1] < stats.total_seconds
+        assert list(seconds) == sorted(seconds)
+    assert phases == [("optimization", True)] * 2 + [("acceleration", True)]
+    assert len(search.history) == 12
+    blocks = {"attention blocks": search.best.skipped_attention, "MLP blocks": search.best.skipped_mlp}
+    for name, skipped in blocks.items():
+        assert lines_of(spec)[name] == "".join("□" if layer in skipped else "■" for layer in range(8))
+
+
+@pytest.mark.parametrize(
+    ("draft", "attention", "mlp"),
+    [
+        (SkipLayers(attention=(1, 4), mlp=(2, 4)), "■□■■□■", "■■□■□■"),
+        (EarlyExit(2), "■■■■■■", "■■■■■■"),  # no exit is known to pay yet
+    ],
+)
+def test_pictures_of_blocks(draft: Any, attention: str, mlp: str) -> None:
+    spec = SelfSpec(draft)
+    generated(tiny_llama(6), prompt(), 4, assistant=spec)
+    assert spec.stats is not None
+    assert (spec.stats.phase, spec.stats.matchness, spec.stats.drafts) == ("", [], True)
+    lines = lines_of(spec)
+    assert (lines["attention blocks"], lines["MLP blocks"]) == (attention, mlp)
+    assert "search" not in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ class Timings:
     """Times that follow from the set and the stop rule, in the place of measured ones."""
 
     def __init__(self, model: PreTrainedModel, known: set[int], least: float = 0.5) -> None:
-        self.space = SkipSpace.of(Anatomy.of(model))
+        self.anatomy = Anatomy.of(model)
+        self.space = SkipSpace.of(self.anatomy)
         self.known = known
         self.least = least
         self.asked: list[LayerPlan] = []
@@ -61,11 +63,15 @@ class Timings:
         good, bad = len(skipped & self.known), len(skipped - self.known)
         return 1.0 - (1.0 - self.least) * good / len(self.known) + 0.1 * bad
 
-    def seconds(self, runner: _Tuning, spec: SelfSpec | None) -> float:
+    def places(self, spec: SelfSpec) -> frozenset[int]:
+        """The blocks that a ``SelfSpec`` skips."""
+        return self.space.places(spec.draft.plan(self.anatomy))
+
+    def seconds(self, spec: SelfSpec | None) -> float:
         self.drift *= 1.02
         if spec is None:
             return SPEED * self.drift
-        plan = spec.draft.plan(Anatomy.of(runner.model))
+        plan = spec.draft.plan(self.anatomy)
         self.asked.append(plan)
         self.rules.append(spec.stop)
         assert len(self.asked) < 200, "this has no end"
@@ -76,28 +82,21 @@ class Timings:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timings]:
+def fake(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timings]:
     """Puts made-up timings in the place of measured ones."""
 
-    def begin(model: PreTrainedModel, known: set[int] | None = None, **settings: Any) -> Timings:
-        times = Timings(model, known or {0, 3, 4}, **settings)
-        monkeypatch.setattr(_Tuning, "seconds", lambda self, spec, rows=None: times.seconds(self, spec))
+    def begin(known: set[int] | None = None, **settings: Any) -> Timings:
+        times = Timings(llama, known or {0, 3, 4}, **settings)
+        monkeypatch.setattr(_Tuning, "seconds", lambda self, spec, rows=None: times.seconds(spec))
         monkeypatch.setattr(_Tuning, "first_sets", lambda self: [])
         return times
 
     return begin
 
 
-def generate(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0, **options
-    )
-
-
-def assert_lossless(model: PreTrainedModel, spec: SelfSpec) -> None:
-    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(5))
-    assert torch.equal(generate(model, ids, assistant=spec), generate(model, ids))
-    assert all("forward" not in module.__dict__ for module in model.modules())
+@pytest.fixture
+def tuned(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Callable[..., SelfSpec]:
+    return partial(tune, llama, tokenizer, TEXTS)
 
 
 # What is found -------------------------------------------------------------------------------------------------------
@@ -117,7 +116,9 @@ def test_tuning_with_real_timings(
     assert spec.draft.attention or spec.draft.mlp
     assert spec.stop is not None
     assert spec.tree == CostTree()
-    assert_lossless(llama, spec)
+    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(5))
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(llama.generate(ids, assistant=spec, **options), llama.generate(ids, **options))
     assert SelfSpec.from_pretrained(tmp_path) == spec
     steps = json.loads((tmp_path / PROGRESS_NAME).read_text())["steps"]
     assert len(steps) == 3
@@ -126,13 +127,13 @@ def test_tuning_with_real_timings(
 
 
 def test_a_known_best_set_of_another_size_is_found(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fake: Callable[..., Timings]
+    tuned: Callable[..., SelfSpec], fake: Callable[..., Timings]
 ) -> None:
     """Random sets have 2 to 7 of the 12 blocks; Bayesian optimisation goes on to the best one, of 9."""
     known = {0, 1, 2, 4, 5, 6, 8, 9, 11}
-    times = fake(llama, known)
-    spec = tune(llama, tokenizer, TEXTS, search=OfflineSearch(40, 8), stop=FixedLength(3))
-    assert times.space.places(spec.draft.plan(Anatomy.of(llama))) == known
+    times = fake(known)
+    spec = tuned(search=OfflineSearch(40, 8), stop=FixedLength(3))
+    assert times.places(spec) == known
     assert spec.stop == FixedLength(3)
     sizes = [len(times.space.places(plan)) for plan in times.asked]
     assert max(sizes[:8]) <= 7
@@ -140,23 +141,18 @@ def test_a_known_best_set_of_another_size_is_found(
     assert set(times.rules) == {FixedLength(3)}
 
 
-def test_the_fastest_rule_is_found(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fake: Callable[..., Timings]
-) -> None:
-    times = fake(llama)
-    spec = tune(llama, tokenizer, TEXTS, search=OfflineSearch(6, 6))
+def test_the_fastest_rule_is_found(tuned: Callable[..., SelfSpec], fake: Callable[..., Timings]) -> None:
+    times = fake()
+    spec = tuned(search=OfflineSearch(6, 6))
     assert spec.stop == FixedLength(4)
     assert set(times.rules[:6]) == {ConfidenceThreshold()}
-    best = min(times.asked[:6], key=times.of)
-    assert spec.draft.plan(Anatomy.of(llama)) == best
+    assert times.places(spec) == times.space.places(min(times.asked[:6], key=times.of))
 
 
-def test_nothing_is_faster(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fake: Callable[..., Timings]
-) -> None:
-    fake(llama, least=1.5)
+def test_nothing_is_faster(tuned: Callable[..., SelfSpec], fake: Callable[..., Timings]) -> None:
+    fake(least=1.5)
     with pytest.warns(UserWarning, match=r"no set of blocks to skip made LlamaForCausalLM faster.*0\.\d\dx") as told:
-        spec = tune(llama, tokenizer, TEXTS, search=OfflineSearch(4, 4))
+        spec = tuned(search=OfflineSearch(4, 4))
     assert told[0].filename == __file__
     assert isinstance(spec, SelfSpec)
 
@@ -164,109 +160,82 @@ def test_nothing_is_faster(
 # Interruptions and other searches' files -----------------------------------------------------------------------------
 
 
+def steps_in(folder: Path) -> dict[LayerPlan, float]:
+    steps = json.loads((folder / PROGRESS_NAME).read_text())["steps"]
+    return {LayerPlan.of_picture(picture): speed for picture, speed in steps}
+
+
 def test_an_interrupted_search_goes_on(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, fake: Callable[..., Timings]
+    tuned: Callable[..., SelfSpec], tmp_path: Path, fake: Callable[..., Timings]
 ) -> None:
-    """What was timed is on disk and not timed again, with more steps too."""
-    search = OfflineSearch(12, 6)
-    first = fake(llama)
+    """What was timed is on disk and not timed again, with more steps too, and is as good whenever it was timed."""
+    tuned = partial(tuned, stop=FixedLength(3), folder=tmp_path)
+    first = fake()
     first.interrupt_at = 8
     with pytest.raises(KeyboardInterrupt):
-        tune(llama, tokenizer, TEXTS, search=search, stop=FixedLength(3), folder=tmp_path)
+        tuned(search=OfflineSearch(12, 6))
     assert [path.name for path in tmp_path.iterdir()] == [PROGRESS_NAME]
-    kept = [LayerPlan.of_picture(picture) for picture, _ in json.loads((tmp_path / PROGRESS_NAME).read_text())["steps"]]
+    kept = list(steps_in(tmp_path))
     assert kept == first.asked[:7]
-    second = fake(llama)
-    spec = tune(llama, tokenizer, TEXTS, search=search, stop=FixedLength(3), folder=tmp_path)
+    second = fake()
+    spec = tuned(search=OfflineSearch(12, 6))
     # Five steps that were left, and three sets, three times each, at the end.
     assert len(second.asked) == 5 + 3 * 3
     assert not set(second.asked[:5]) & set(kept)
     best = min([*kept, *second.asked[:5]], key=second.of)
-    assert second.of(spec.draft.plan(Anatomy.of(llama))) == pytest.approx(second.of(best))
-    third = fake(llama)
-    tune(llama, tokenizer, TEXTS, search=OfflineSearch(14, 6), stop=FixedLength(3), folder=tmp_path)
+    assert second.of(second.space.plan(second.places(spec))) == pytest.approx(second.of(best))
+    third = fake()
+    tuned(search=OfflineSearch(14, 6))
     assert len(third.asked) == 2 + 3 * 3
     assert SelfSpec.from_pretrained(tmp_path).stop == FixedLength(3)
-
-
-def test_steps_are_as_fast_whenever_they_were_timed(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, fake: Callable[..., Timings]
-) -> None:
-    """A machine that slows down by 2% with each timing does not make later sets look worse."""
-    times = fake(llama)
-    tune(llama, tokenizer, TEXTS, search=OfflineSearch(10, 10), stop=FixedLength(3), folder=tmp_path)
-    steps = json.loads((tmp_path / PROGRESS_NAME).read_text())["steps"]
-    ratios = [speed * times.of(LayerPlan.of_picture(picture)) for picture, speed in steps]
+    # The machine has slowed down by 2% with each timing.
+    ratios = [speed * third.of(plan) for plan, speed in steps_in(tmp_path).items()]
     assert max(ratios) / min(ratios) < 1.07
 
 
-@pytest.mark.parametrize("what", ["texts", "stop", "model"])
-def test_another_searchs_steps(
-    what: str,
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    fake: Callable[..., Timings],
+def test_steps_that_cannot_be_gone_on_with(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, fake: Callable[..., Timings]
 ) -> None:
-    fake(llama)
-    tune(llama, tokenizer, TEXTS, search=OfflineSearch(3, 3), folder=tmp_path)
-    before = (tmp_path / PROGRESS_NAME).read_bytes()
-    texts, options, model = TEXTS, {"search": OfflineSearch(3, 3)}, llama
-    if what == "texts":
-        texts = [*TEXTS, "more"]
-    elif what == "stop":
-        options["stop"] = FixedLength(2)
-    else:
-        model = tiny_llama(8, seed=1)
-    with pytest.raises(SettingError, match="holds the steps of another search") as error:
-        tune(model, tokenizer, texts, folder=tmp_path, **options)
-    assert str(tmp_path / PROGRESS_NAME) in str(error.value)
-    assert (tmp_path / PROGRESS_NAME).read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: content.replace('"steps"', '"sets"'),
-        lambda content: json.dumps({**json.loads(content), "steps": [["########", "fast"]]}),
-        lambda content: json.dumps({**json.loads(content), "steps": [["##.#", 1.2]]}),
-    ],
-)
-def test_a_broken_steps_file(
-    broken: Callable[[str], str],
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    fake: Callable[..., Timings],
-) -> None:
-    fake(llama)
-    tune(llama, tokenizer, TEXTS, search=OfflineSearch(3, 3), folder=tmp_path)
+    """Those of another search, and a broken file: each is named, and stays as it is, and nothing is timed."""
+    again = partial(tune, tokenizer=tokenizer, search=OfflineSearch(3, 3), folder=tmp_path)
+    fake()
+    again(llama, texts=TEXTS)
     path = tmp_path / PROGRESS_NAME
-    path.write_text(broken(path.read_text()))
-    times = fake(llama)
-    with pytest.raises(SettingError, match="was cut short or changed") as error:
-        tune(llama, tokenizer, TEXTS, search=OfflineSearch(3, 3), folder=tmp_path)
-    assert str(path) in str(error.value)
+    content = path.read_text()
+    times = fake()
+    for model, given in (
+        (llama, {"texts": [*TEXTS, "more"]}),
+        (llama, {"texts": TEXTS, "stop": FixedLength(2)}),
+        (tiny_llama(8, seed=1), {"texts": TEXTS}),
+    ):
+        with pytest.raises(SettingError, match=rf"{path} holds the steps of another search"):
+            again(model, **given)
+        assert path.read_text() == content
+    for broken in (
+        content[: len(content) // 2],
+        content.replace('"steps"', '"sets"'),
+        json.dumps({**json.loads(content), "steps": [["########", "fast"]]}),
+        json.dumps({**json.loads(content), "steps": [["##.#", 1.2]]}),
+    ):
+        path.write_text(broken)
+        with pytest.raises(SettingError, match=rf"{path} was cut short or changed"):
+            again(llama, texts=TEXTS)
+        assert path.read_text() == broken
     assert not times.asked
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("texts", [[], "one text", ["good", 3]], ids=repr)
-def test_bad_texts(texts: Any, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(SettingTypeError, match=r"tune\(texts\) must be a list of strings, at least one"):
-        tune(llama, tokenizer, texts)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
+        ({"texts": []}, SettingTypeError, r"tune\(texts\) must be a list of strings, at least one"),
+        ({"texts": ["good", 3]}, SettingTypeError, r"tune\(texts\) must be a list of strings"),
         (
             {"search": OnTheFlySearch()},
             SettingTypeError,
-            r"tune\(search\) must be OfflineSearch\(...\) or None, got On",
+            r"tune\(search\) must be OfflineSearch\(...\) or None",
         ),
         ({"max_new_tokens": 0}, SettingError, r"tune\(max_new_tokens\) must be at least 1"),
         ({"stop": 3}, SettingTypeError, r"SelfSpec\(stop\)"),
@@ -280,33 +249,28 @@ def test_bad_options(
     tokenizer: PreTrainedTokenizerFast,
     fake: Callable[..., Timings],
 ) -> None:
-    fake(llama)
+    fake()
     with pytest.raises(error, match=words):
-        tune(llama, tokenizer, TEXTS, **options)
+        tune(llama, tokenizer, **{"texts": TEXTS} | options)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(SettingError, match=r"OfflineSearch\(max_steps\) must be at least 1"):
+        OfflineSearch(0)
+    with pytest.raises(SettingTypeError, match=r"OfflineSearch\(random_steps\)"):
+        OfflineSearch(random_steps=1.5)
 
 
 def test_an_own_rule_cannot_be_saved(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, fake: Callable[..., Timings]
+    tuned: Callable[..., SelfSpec], tmp_path: Path, fake: Callable[..., Timings]
 ) -> None:
     """Which is said before anything is timed; without a folder it serves."""
 
     def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(logits), dtype=torch.bool)
 
-    times = fake(llama)
+    times = fake()
     with pytest.raises(SettingError, match=r"tune\(stop\) is <function .*never.*cannot be saved"):
-        tune(llama, tokenizer, TEXTS, search=OfflineSearch(2, 2), stop=never, folder=tmp_path)
+        tuned(search=OfflineSearch(2, 2), stop=never, folder=tmp_path)
     assert not times.asked
-    assert tune(llama, tokenizer, TEXTS, search=OfflineSearch(2, 2), stop=never).stop is never
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"max_steps": 0}, SettingError, r"OfflineSearch\(max_steps\) must be at least 1"),
-        ({"random_steps": 1.5}, SettingTypeError, r"OfflineSearch\(random_steps\)"),
-    ],
-)
-def test_settings_of_the_search(settings: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        OfflineSearch(**settings)
+    assert tuned(search=OfflineSearch(2, 2), stop=never).stop is never

@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import (
     CompileConfig,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
 )
 from transformers.generation import (
     CandidateGenerator,
@@ -19,6 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from helpers.models import tiny_gpt_neo
 from helpers.sampling import (
     OPTIONS,
     PROMPT,
@@ -134,17 +133,7 @@ def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.
 
 @pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
 def test_joint_distribution_where_rows_advance_together() -> None:
-    torch.manual_seed(0)
-    config = GPTNeoConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_layers=4,
-        num_heads=2,
-        attention_types=[[["global", "local"], 2]],
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    model = GPTNeoForCausalLM(config).eval()
+    model = tiny_gpt_neo(VOCABULARY)
     peak(model.transformer.ln_f)
     spec = SelfSpec(draft=EarlyExit(1), stop=FixedLength(3))
     sampled = sample(spec, model, rows=2, calls=100, top_k=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -217,17 +218,12 @@ def test_walk_goes_down_a_line_or_to_siblings_and_adds_the_full_models_token() -
     assert (second.tokens, second.nodes) == ([1, 2], [1, -1])  # not past this row's draft
 
 
-@pytest.mark.parametrize(
-    "criterion", [EosTokenCriteria(2), MaxLengthCriteria(5)], ids=["end-of-text token", "max_length"]
-)
-def test_walk_stops_inside_an_accepted_block(criterion: StoppingCriteria) -> None:
-    (verdict,) = walked(Draft(torch.tensor([[1, 2, 3]]), lengths=[3]), logits_for([1, 2, 3, 4]), criterion)
-    assert (verdict.tokens, verdict.nodes, verdict.stopped) == ([1, 2], [1, 2], True)
-
-
-def test_rows_that_have_ended_get_an_empty_verdict() -> None:
+def test_walk_stops_inside_an_accepted_block() -> None:
+    for criterion in (EosTokenCriteria(2), MaxLengthCriteria(5)):
+        (verdict,) = walked(Draft(torch.tensor([[1, 2, 3]]), lengths=[3]), logits_for([1, 2, 3, 4]), criterion)
+        assert (verdict.tokens, verdict.nodes, verdict.stopped) == ([1, 2], [1, 2], True)
     first, second = walked(Draft(torch.tensor([[1], [1]]), [0, 1]), logits_for([5, 9], [1, 9]), done=[True, False])
-    assert (first.tokens, first.nodes, first.sources, first.stopped) == ([], [], [], False)
+    assert (first.tokens, first.nodes, first.sources, first.stopped) == ([], [], [], False)  # it had ended before
     assert second.tokens == [1, 9]
 
 
@@ -285,14 +281,13 @@ PREFIX_FREE = [
 ]
 
 
-@pytest.mark.parametrize("processor", PREFIX_FREE, ids=name_of)
-def test_scores_of_many_positions_are_those_of_each(processor: LogitsProcessor) -> None:
-    scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample=True)
+def test_scores_of_many_positions_are_those_of_each() -> None:
     logits = 3 * torch.randn(2, 4, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    assert scorer.prefix_free
-    scores = scorer.everywhere(logits)
-    for row in range(2):
-        for position in range(4):
+    for processor in PREFIX_FREE:
+        scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample=True)
+        assert scorer.prefix_free
+        scores = scorer.everywhere(logits)
+        for row, position in product(range(2), range(4)):
             alone = processor(torch.zeros(1, 5, dtype=torch.long), logits[row, position][None].clone())[0]
             torch.testing.assert_close(scores[row, position], alone)
 
@@ -318,28 +313,6 @@ def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def by_length(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A user's own processor that looks at how long the text is."""
     return scores * input_ids.shape[1]
-
-
-@pytest.mark.parametrize(
-    "processor",
-    [
-        lp.NoRepeatNGramLogitsProcessor(2),
-        lp.MinLengthLogitsProcessor(9, 3),
-        lp.NoBadWordsLogitsProcessor([[6, 4]]),
-        lp.SequenceBiasLogitsProcessor({(6, 2): 5.0}),
-        lp.RepetitionPenaltyLogitsProcessor(1.7),
-        lp.TopKLogitsWarper(3),
-        by_place,
-        by_length,
-    ],
-    ids=name_of,
-)
-def test_scores_of_a_row_alone_are_those_in_its_batch(processor: LogitsProcessor) -> None:
-    ids = torch.tensor([[5, 6, 7, 5], [6, 7, 8, 6], [1, 2, 3, 6]])
-    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    scorer = Scorer(LogitsProcessorList([processor]), 3, do_sample=True)
-    for row, expected in enumerate(processor(ids, logits.clone())):
-        torch.testing.assert_close(scorer.row(row, ids[row : row + 1], logits[row]), expected)
 
 
 @pytest.mark.parametrize("rows", [[[0, 5], [0, 6, 7]], [[0, 5], [6, 7]]], ids=["ragged", "even"])
@@ -370,25 +343,6 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone() -> No
     assert scorer.row(0, text.prefix(0), logits[0]).tolist() == [2.0] * 3
     assert scorer.ahead(text, 0, logits, [True, False]).tolist() == [[2.0] * 3, [1.0] * 3]
     assert logits.tolist() == [[1.0] * 3] * 2
-
-
-def test_prefix_constraints_keep_their_batch_ids() -> None:
-    seen = set()
-
-    def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
-        seen.add((batch_id, *ids.tolist()))
-        return [batch_id, 7]
-
-    constraints = [
-        lp.PrefixConstrainedLogitsProcessor(allowed, num_beams=1),
-        lp.PrefixConstrainedLogitsProcessor(lambda batch_id, ids: [batch_id, 8], num_beams=1),
-    ]
-    scorer = Scorer(LogitsProcessorList([lp.TemperatureLogitsWarper(0.5), *constraints]), 3, do_sample=False)
-    for row in (2, 0):
-        scores = scorer.row(row, torch.tensor([[4, 5]]), torch.ones(VOCABULARY))
-        assert scores.isfinite().nonzero().flatten().tolist() == [row]
-        assert scores[row] == 2.0
-    assert seen == {(2, 4, 5), (0, 4, 5)}
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])

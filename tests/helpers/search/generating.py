@@ -1,4 +1,4 @@
-"""Calls whose searches are looked at."""
+"""Calls whose searches are looked at, and texts of which a target holds all but the last token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_selfspec import FixedLength, SelfSpec, SkipLayers
+from hf_selfspec.batch import Text
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.target import Target
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.skip_search import SkipSearch
@@ -65,3 +69,31 @@ def lines_of(spec: SelfSpec) -> dict[str, str]:
     """The lines of the statistics, by what comes first in them."""
     assert spec.stats is not None
     return {line[:24].rstrip(): line[25:] for line in str(spec.stats).splitlines()}
+
+
+def after_prefill(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Target, Text]:
+    """Rows of these lengths, all tokens of which but the last are in the cache; prepare the target to use it."""
+    width = max(lengths)
+    ids = torch.randint(3, 90, (len(lengths), width), generator=torch.Generator().manual_seed(1))
+    return prefilled(model, ids, lengths)
+
+
+def prefilled(model: PreTrainedModel, ids: torch.Tensor, lengths: tuple[int, ...]) -> tuple[Target, Text]:
+    anatomy, width = Anatomy.of(model), max(lengths)
+    text = Text.of(ids, [0] * len(lengths), 20)
+    text.lengths = list(lengths)
+    target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, len(lengths), width + 20))
+    with target.prepared():
+        target.prefill(ids[:, :-1], [0] * len(lengths), [length - 1 for length in lengths])
+    target.roots = text.last_slots()
+    return target, text
+
+
+def keys_and_values(target: Target, text: Text) -> list[torch.Tensor]:
+    """Copies of what the cache holds of the text."""
+    return [
+        buffer[row, :, :root].clone()
+        for layer in target.cache.layers
+        for buffer in (layer.keys, layer.values)
+        for row, root in enumerate(text.last_slots())
+    ]
