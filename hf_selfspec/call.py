@@ -27,7 +27,7 @@ from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import SelfSpecError, UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
-from .learned.knowledge import Knowledge, KnowledgeOfCall
+from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
@@ -279,46 +279,30 @@ def cannot_serve(default_of: str, error: SelfSpecError) -> str:
     return f"this SelfSpec cannot serve it ({error})"
 
 
-def leave(
-    knowledge: Knowledge,
-    why: str,
-    generate: Callable[[], Any],
-    count: Callable[[Any, GenerationStats], None] = lambda output, stats: None,
-) -> Any:
-    """Has ``generate`` serve a call; ``count`` adds to the statistics what its output tells."""
-    begun = perf_counter()
-    output = generate()
-    stats = GenerationStats(total_seconds=perf_counter() - begun, drafts=False, left_to_generate=why)
-    count(output, stats)
-    knowledge.add_call(stats)
-    return output
-
-
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     """Decodes a prepared call by transformers' own loop."""
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
-
-    def generate() -> Any:
-        with without_checkpointing(call.model):
-            return type(call.model)._sample(options.pop("model"), **options)
-
-    def count(output: Any, stats: GenerationStats) -> None:
-        ids = output if isinstance(output, torch.Tensor) else output.sequences
-        eos_tokens = call.stopper.eos_tokens
-        padding = call.pad_token if eos_tokens else None
-        counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
-        stats.tokens, stats.rounds = sum(counts), sum(counts) - len(counts)
-        stats.accepted_lengths[0] = stats.rounds
-        stats.from_draft = [[False] * number for number in counts]
-        stats.plan = LayerPlan(call.anatomy.num_layers).picture()
-        stats.timeline = [(stats.tokens, stats.total_seconds)]
-        for found in knowledge.all_findings():
-            if found.is_idle:
-                found.add_idle_call(stats.tokens, stats.total_seconds)
-                found.report(stats)
-
-    return leave(knowledge.knowledge, why, generate, count)
+    begun = perf_counter()
+    with without_checkpointing(call.model):
+        output = type(call.model)._sample(options.pop("model"), **options)
+    seconds = perf_counter() - begun
+    ids = output if isinstance(output, torch.Tensor) else output.sequences
+    eos_tokens = call.stopper.eos_tokens
+    padding = call.pad_token if eos_tokens else None
+    counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
+    tokens, rounds = sum(counts), sum(counts) - len(counts)
+    stats = GenerationStats(tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why)
+    stats.accepted_lengths[0] = rounds
+    stats.from_draft = [[False] * number for number in counts]
+    stats.plan = LayerPlan(call.anatomy.num_layers).picture()
+    stats.timeline = [(tokens, seconds)]
+    for found in knowledge.all_findings():
+        if found.is_idle:
+            found.add_idle_call(tokens, seconds)
+            found.report(stats)
+    knowledge.knowledge.add_call(stats)
+    return output
 
 
 def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
