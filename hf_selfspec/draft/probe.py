@@ -24,8 +24,8 @@ from .source import Session
 # Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
 # it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
 _BUDGET, _PROMISING = 0.03, 0.3
-# The rounds that this takes: half of what the exit may save in the rest of the call that has found it has to make up for
-# them; after that call there will be further ones.
+# The rounds that this takes, which half of what the exit may save in the rest of the call has to make up for; where an
+# earlier call has found it, there will be further ones.
 _LOOK = 18
 # Tokens on which one exit is tried. From this share of what that takes on, logits are kept for it.
 _TRIED, _SAVING = 16, 0.7
