@@ -69,15 +69,13 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         if next(self.parameters()).device == device:
             return self
         with _copying:
-            copies = self.__dict__.setdefault("_copies", {})
-            if device not in copies:
-                self.__dict__["_copies"] = {}
-                try:
+            copies: dict[torch.device, Self] = self.__dict__.pop("_copies", {})
+            try:
+                if device not in copies:
                     copies[device] = copy.deepcopy(self).to(device)
-                finally:
-                    self.__dict__["_copies"] = copies
-            found: Self = copies[device]
-            return found
+                return copies[device]
+            finally:
+                self.__dict__["_copies"] = copies
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""
