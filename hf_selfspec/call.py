@@ -27,7 +27,7 @@ from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import SelfSpecError, UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
-from .learned.knowledge import Knowledge, KnowledgeOfCall
+from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
@@ -71,10 +71,6 @@ class Call:
         """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
 
-    @property
-    def do_sample(self) -> bool:
-        return bool(self.generation_config.do_sample)
-
     @cached_property
     def anatomy(self) -> Anatomy:
         return Anatomy.of(self.model)
@@ -110,7 +106,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     serves what it cannot serve, and invalid logits are no error.
     """
     call, decoder = given.with_cache(), None
-    knowledge = spec._known(call.model, (call.do_sample, len(call.input_ids) > 1))
+    knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
     try:
         _check(call, spec._source, knowledge)
         why = _why_plain(call, spec._source, knowledge)
@@ -168,7 +164,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
     check_length(call.model, inputs, config.max_length)
-    scorer = Scorer(with_grammars(call.logits_processor), batch_size, call.do_sample)
+    scorer = Scorer(with_grammars(call.logits_processor), batch_size, bool(config.do_sample))
     constraint = Constraint(scorer.grammars, stopper.eos_tokens)
     new_tokens = FIRST_SLOTS if call.max_new is None else min(call.max_new, FIRST_SLOTS)
     target = Target(
@@ -283,46 +279,30 @@ def cannot_serve(default_of: str, error: SelfSpecError) -> str:
     return f"this SelfSpec cannot serve it ({error})"
 
 
-def leave(
-    knowledge: Knowledge,
-    why: str,
-    generate: Callable[[], Any],
-    count: Callable[[Any, GenerationStats], None] = lambda output, stats: None,
-) -> Any:
-    """Has ``generate`` serve a call; ``count`` adds to the statistics what its output tells."""
-    begun = perf_counter()
-    output = generate()
-    stats = GenerationStats(total_seconds=perf_counter() - begun, drafts=False, left_to_generate=why)
-    count(output, stats)
-    knowledge.add_call(stats)
-    return output
-
-
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     """Decodes a prepared call by transformers' own loop."""
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
-
-    def generate() -> Any:
-        with without_checkpointing(call.model):
-            return type(call.model)._sample(options.pop("model"), **options)
-
-    def count(output: Any, stats: GenerationStats) -> None:
-        ids = output if isinstance(output, torch.Tensor) else output.sequences
-        eos_tokens = call.stopper.eos_tokens
-        padding = call.pad_token if eos_tokens else None
-        counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
-        stats.tokens, stats.rounds = sum(counts), sum(counts) - len(counts)
-        stats.accepted_lengths[0] = stats.rounds
-        stats.from_draft = [[False] * number for number in counts]
-        stats.plan = LayerPlan(call.anatomy.num_layers).picture()
-        stats.timeline = [(stats.tokens, stats.total_seconds)]
-        for found in knowledge.all_findings():
-            if found.is_idle:
-                found.add_idle_call(stats.tokens, stats.total_seconds)
-                found.report(stats)
-
-    return leave(knowledge.knowledge, why, generate, count)
+    begun = perf_counter()
+    with without_checkpointing(call.model):
+        output = type(call.model)._sample(options.pop("model"), **options)
+    seconds = perf_counter() - begun
+    ids = output if isinstance(output, torch.Tensor) else output.sequences
+    eos_tokens = call.stopper.eos_tokens
+    padding = call.pad_token if eos_tokens else None
+    counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
+    tokens, rounds = sum(counts), sum(counts) - len(counts)
+    stats = GenerationStats(tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why)
+    stats.accepted_lengths[0] = rounds
+    stats.from_draft = [[False] * number for number in counts]
+    stats.plan = LayerPlan(call.anatomy.num_layers).picture()
+    stats.timeline = [(tokens, seconds)]
+    for found in knowledge.all_findings():
+        if found.is_idle:
+            found.add_idle_call(tokens, seconds)
+            found.report(stats)
+    knowledge.knowledge.add_call(stats)
+    return output
 
 
 def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:

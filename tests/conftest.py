@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from helpers.calls import new_spec
 from helpers.models import character_tokenizer, tiny_llama
@@ -39,10 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread_and_rare_collections() -> None:
+def _one_thread_and_rare_collections() -> Iterator[None]:
     """Tests spent an eighth of their time in collections of garbage."""
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 20, 20)
+    yield
+    gc.unfreeze()  # libraries report what is left at the end
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,6 +83,16 @@ def llama() -> LlamaForCausalLM:
 def fresh_llama() -> LlamaForCausalLM:
     """The same model for one test alone, which may change it."""
     return tiny_llama(factor=0.5)
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Takes back what commands set for their process."""
+    verbosity, bars, threads = logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_num_threads()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -11,22 +11,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 from transformers.generation import stopping_criteria
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.architectures import build
 from helpers.calls import Recorder, check_lossless, new_spec
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    TopKTree,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model import partial, patching
 from hf_selfspec.model.attention import grouped_attention
 
@@ -266,29 +257,3 @@ def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.T
     torch.testing.assert_close(output, expected)
     output, _ = grouped_attention(repeated, module, query, key, value, mask, dropout=1.0, **options)
     assert not output.any()
-
-
-class Told(CandidateGenerator):
-    """Drafts what it was told, with logits of the shape that it was told."""
-
-    def __init__(self, token: int, shape: tuple[int, ...] | None) -> None:
-        self.token, self.shape = token, shape
-
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        drafted = torch.cat([input_ids, torch.full((1, 2), self.token)], dim=1)
-        return drafted, None if self.shape is None else torch.zeros(self.shape)
-
-
-@pytest.mark.parametrize(
-    ("token", "shape", "message"),
-    [
-        (VOCABULARY, None, rf"token ids from {VOCABULARY} to {VOCABULARY}.*0 to {VOCABULARY - 1}"),
-        (5, (1, 1, VOCABULARY), r"logits of shape \[1, 1, 97\] for 2 drafted tokens. Return \[1, 2, 97\]"),
-        (5, (1, 2, 3), r"logits of shape \[1, 2, 3\]"),
-    ],
-)
-def test_wrong_candidates_are_named(token: int, shape: tuple[int, ...] | None, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        tiny_llama().generate(
-            **ragged_batch(), max_new_tokens=8, do_sample=True, assistant=SelfSpec(draft=Told(token, shape))
-        )

@@ -149,7 +149,7 @@ OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "one token": lambda text: {"max_new_tokens": 1},
     "two tokens": lambda text: {"max_new_tokens": 2},
     "length of the text": lambda text: {"max_new_tokens": None, "max_length": 22},
-    "several lengths": lambda text: {"stopping_criteria": [MaxLengthCriteria(17), MaxLengthCriteria(14)]},
+    "several lengths": lambda text: {"stopping_criteria": [MaxLengthCriteria(24), MaxLengthCriteria(22)]},
     "repetition penalty": lambda text: {"repetition_penalty": 1.3},
     "no repeated n-gram": lambda text: {"no_repeat_ngram_size": 2},
     "least length": lambda text: {"min_length": 16, "eos_token_id": text[4]},

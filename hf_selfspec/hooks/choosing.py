@@ -141,9 +141,6 @@ def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
         return None
 
 
-# Attaching ------------------------------------------------------------------------------------------------------------
-
-
 class Attachment:
     """What :func:`attach` returns: a context manager that ends the attachment.
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Call, cannot_serve, leave, serve
+from ..call import Call, cannot_serve, serve
 from ..errors import SelfSpecError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..refusals import check_options
 from ..selfspec import SelfSpec
+from ..stats import GenerationStats
 from .choosing import CONFIG_NAMES, choose
 from .seams import add_seam
 
@@ -55,7 +56,11 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         except SelfSpecError as error:
             if not default_of:
                 raise
-            return leave(spec._knowledge, cannot_serve(default_of, error), partial(original, self, *args, **kwargs))
+            why, begun = cannot_serve(default_of, error), perf_counter()
+            output = original(self, *args, **kwargs)
+            seconds = perf_counter() - begun
+            spec._knowledge.add_call(GenerationStats(total_seconds=seconds, drafts=False, left_to_generate=why))
+            return output
         return original(self, **served)
 
     return generate

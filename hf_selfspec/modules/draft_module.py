@@ -59,6 +59,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             Fingerprint.read(found["fingerprint"], f"{name}['fingerprint']")
         self._check_about(name, found)
         self.__dict__["_about"] = found
+        self.__dict__["_hub_mixin_config"] = {**self.__dict__["_hub_mixin_config"], "about": known}
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
         """Checks entries that only one kind of module has."""
@@ -68,15 +69,13 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         if next(self.parameters()).device == device:
             return self
         with _copying:
-            copies = self.__dict__.setdefault("_copies", {})
-            if device not in copies:
-                self.__dict__["_copies"] = {}
-                try:
+            copies: dict[torch.device, Self] = self.__dict__.pop("_copies", {})
+            try:
+                if device not in copies:
                     copies[device] = copy.deepcopy(self).to(device)
-                finally:
-                    self.__dict__["_copies"] = copies
-            found: Self = copies[device]
-            return found
+                return copies[device]
+            finally:
+                self.__dict__["_copies"] = copies
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""
@@ -170,15 +169,12 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         Raises:
             SettingError: the folder cannot be written.
         """
-        folder = path_of(save_directory)
-        push, repository = options.pop("push_to_hub", False), options.pop("repo_id", None) or folder.name
-        card = options.pop("model_card_kwargs", None)
-        config = options.pop("config", None)
+        folder, push = path_of(save_directory), options.pop("push_to_hub", False)
+        repository = options.pop("repo_id", None) or folder.name
+        own = {name: options[name] for name in ("config", "model_card_kwargs") if name in options}
         with reported(folder), folder_written_whole(folder) as inside:
-            super().save_pretrained(inside, config=config, model_card_kwargs=card)
-        if push:
-            return self.push_to_hub(repository, config=config, model_card_kwargs=card, **options)
-        return None
+            super().save_pretrained(inside, **own)
+        return self.push_to_hub(repository, **options) if push else None
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Returns the model card: what the module is, its recipe and its figures."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -15,11 +14,16 @@ from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import SHOWN
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
-from .calibration import drafts, entropy, threshold
 from .draft_module import DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
 _LONGEST = 32
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats ``[...]`` of logits ``[..., v]``."""
+    shares = logits.softmax(-1)
+    return -torch.special.xlogy(shares, shares).sum(-1)
 
 
 def _top(logits: torch.Tensor) -> torch.Tensor:
@@ -203,25 +207,21 @@ def _check_calibration(name: str, found: Any, heads: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HeadPredictions:
-    """What heads predict along one text: by metric the confidence ``[K, n]``, and whether they are right ``[K, n]``."""
-
-    sure: dict[str, torch.Tensor]
-    right: torch.Tensor
+# What heads predict along one text: by metric the confidence [K, n], and whether they are right [K, n].
+Predictions = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
+def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
     """Finds thresholds of each head by each metric, and measures drafts with them and the metrics themselves.
 
     The metric to use is the given one, or that with the highest mean ROC AUC (DSSD §3.4.1). Returns ``epsilons``,
     ``tokens``, ``metric``, and by metric ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` (of drafts)
     and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
     """
-    right = torch.cat([text.right for text in texts], 1)
+    right = torch.cat([right for _, right in texts], 1)
     tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:
-        pairs = list(zip(torch.cat([text.sure[name] for text in texts], 1), right, strict=True))
+        pairs = list(zip(torch.cat([sure[name] for sure, _ in texts], 1), right, strict=True))
         found = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
         tables["thresholds"][name] = found
         tables["acceptance"][name] = [_acceptance(texts, name, limits) for limits in zip(*found, strict=True)]
@@ -229,6 +229,35 @@ def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metri
     means = _mean_auc(tables["auc"])
     chosen = metric or max(METRICS, key=lambda name: means.get(name, 0.0))
     return {"epsilons": list(epsilons), "tokens": right.shape[1], "metric": chosen, **tables}
+
+
+def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float | None:
+    """The lowest of confidences ``[n]`` at or above which a share ``epsilon`` is right, if there is one (DSSD §3.4)."""
+    order = sure.argsort(descending=True)
+    sorted_sure = sure[order]
+    shares = right[order].double().cumsum(0) / torch.arange(1, len(sure) + 1, device=sure.device)
+    # A threshold cannot separate tokens of equal confidence.
+    last = torch.ones_like(sorted_sure, dtype=torch.bool)
+    last[:-1] = sorted_sure[1:] != sorted_sure[:-1]
+    enough = ((shares >= epsilon) & last).nonzero()
+    return None if not len(enough) else sorted_sure[enough[-1, 0]].item()
+
+
+def drafts(sure: list[bool], right: list[bool], most: int) -> tuple[int, int]:
+    """Simulates drafting a text from its second token on; returns how many tokens are drafted and accepted.
+
+    A draft of up to ``most`` tokens continues as long as tokens are sure, even past wrong ones, after which it is
+    assumed to follow the text. After the accepted tokens comes one of the whole model.
+    """
+    drafted = accepted = 0
+    start = 1  # the first token comes from the prefill
+    while start < len(sure):
+        limit = min(start + most, len(sure))
+        stop = next((at for at in range(start, limit) if not sure[at]), limit)
+        kept = next((at for at in range(start, stop) if not right[at]), stop)
+        drafted, accepted = drafted + stop - start, accepted + kept - start
+        start = kept + 1
+    return drafted, accepted
 
 
 def _roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
@@ -245,15 +274,14 @@ def _mean_auc(auc: dict[str, list[float | None]]) -> dict[str, float]:
     return {name: mean(values) for name, values in known.items() if values}
 
 
-def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[float | None]) -> float | None:
+def _acceptance(texts: Sequence[Predictions], metric: str, limits: Sequence[float | None]) -> float | None:
     """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
     known = [math.inf if limit is None else limit for limit in limits]
     bounds = torch.tensor(known, device="cpu", dtype=torch.float32)[:, None]
     drafted = accepted = 0
-    for text in texts:
-        sure = text.sure[metric] >= bounds
-        first = sure.byte().argmax(0, keepdim=True)
-        right = text.right.bool().gather(0, first)[0]
+    for confidence, is_right in texts:
+        sure = confidence[metric] >= bounds
+        right = is_right.bool().gather(0, sure.byte().argmax(0, keepdim=True))[0]  # of the first head that is sure
         more, kept = drafts(sure.any(0).tolist(), right.tolist(), _LONGEST)
         drafted, accepted = drafted + more, accepted + kept
     return accepted / drafted if drafted else None

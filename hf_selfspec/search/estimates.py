@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,7 @@ _REMEMBERED, _DOUBTED, _EASE, _STEP = 512, 32, (0.2, 1.1), 0.05
 _WATCHED, _FAR_BELOW = 256, 0.65
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """The scores of all trials ``[n]``, how much text each covered, and the indices of its set and its window.
 
     ``blocks`` ``[sets, blocks]`` is 1 for the blocks that each set skips.
@@ -77,8 +77,8 @@ def estimate(scores: Scores) -> Estimates:
     multiplied by ``exp((expected - best) / scale)``, with a scale at which the effective number of trials
     ``(sum w)^2 / sum w^2`` (Kish 1965) is large enough.
     """
-    values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
-    rows, width = scores.blocks[sets], scores.blocks.shape[1]
+    blocks, values, weights, sets, windows = scores
+    rows, width = blocks[sets], blocks.shape[1]
     near = np.ones(len(values))
     for _ in range(_ROUNDS):
         counted = weights * near
@@ -99,7 +99,7 @@ def estimate(scores: Scores) -> Estimates:
     own = np.bincount(sets, weights * left) / (np.bincount(sets, weights) + _DOUBT)
     usual = level + np.average(text[windows], weights=weights)
     doubt = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))
-    return Estimates(usual + (scores.blocks - middle) @ effects + own, effects, doubt)
+    return Estimates(usual + (blocks - middle) @ effects + own, effects, doubt)
 
 
 def estimate_by_size(scores: Scores, sizes: np.ndarray, near: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def estimate_by_size(scores: Scores, sizes: np.ndarray, near: int) -> np.ndarray
     The model is ``s = a(set) + b(window) + noise / sqrt(weight)``, fitted alternately (backfitting). A set's effect is
     shrunk as in :func:`estimate`, here towards the mean of sets whose size differs by at most ``near``.
     """
-    values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
+    _, values, weights, sets, windows = scores
     per_set, per_window = np.bincount(sets, weights), np.bincount(windows, weights)
     distinct, place = np.unique(sizes, return_inverse=True)
     close = np.abs(distinct[:, None] - distinct) <= near

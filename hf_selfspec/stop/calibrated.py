@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..learned.saving import register
-from ..modules.calibration import entropy, threshold
+from ..modules.heads import entropy, threshold
 from ..validation import check_share
 from .rules import ConfidenceThreshold, Memory, RunningBound, RunningRule
 

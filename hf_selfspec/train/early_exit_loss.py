@@ -100,7 +100,7 @@ def loss_weights(
     return {layer: weight / total for layer, weight in sorted(scales.items())}
 
 
-class EarlyExitLoss(ModelCallback[ExitTraining]):
+class EarlyExitLoss(ModelCallback):
     """Trains the exits after earlier layers together with the last one, with the stock ``Trainer``.
 
     ``J = Σ_l ẽ(t, l) · CE(g(x_{l+1}), Y)`` with the model's own final norm and output head ``g`` for all exits. The
@@ -174,7 +174,7 @@ class EarlyExitLoss(ModelCallback[ExitTraining]):
         exits = Exits(inner)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         self._check_weights(exits.anatomy.num_layers)
-        return ExitTraining(inner, exits, self.self_distillation)
+        return ExitTraining(inner, exits, self.weights, self.self_distillation)
 
     def _check_weights(self, num_layers: int) -> None:
         """Raises if a weight is not allowed, or the weights of all named exits are 0."""
@@ -194,16 +194,6 @@ class EarlyExitLoss(ModelCallback[ExitTraining]):
         if self.layers is not None:
             enabled = [layer for layer in enabled if layer + 1 in self.layers]
         return loss_weights(enabled, num_layers, self.e_scale, self.scale)
-
-    def begin_step(self, run: ExitTraining, step: int, steps: int) -> None:
-        run.begin_step(self.weights(step, steps, run.exits.anatomy.num_layers))
-
-    def logs(self, trainer: Trainer) -> dict[str, float]:
-        if self._run is None:
-            return {}
-        table = trainer.accelerator.reduce(self._run.table, reduction="sum").tolist()
-        self._run.table.zero_()
-        return {f"loss/exit_{layer}": total / tokens for layer, (total, tokens) in enumerate(table, 1) if tokens}
 
 
 def _exit_layers(layers: object) -> frozenset[int]:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
-from ..model.exits import Exits
+from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import InstanceForwards
-from .losses import weighted_exit_losses
+from .trainer import TrainingRun
 
 # The label of positions without a target, as in transformers.
 _IGNORED = -100
 
 
-class ExitTraining:
+class ExitTraining(TrainingRun):
     """The exits of one model while they are trained: hooks, the losses of each step, sums between logs.
 
     The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. Of
@@ -30,8 +31,14 @@ class ExitTraining:
     as it is. With ``distils``, exits learn the distribution of the last layer instead of the labels.
     """
 
-    def __init__(self, model: PreTrainedModel, exits: Exits, distils: bool = False) -> None:
-        self.model, self.exits, self._distils = model, exits, distils
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        exits: Exits,
+        weights: Callable[[int, int, int], dict[int, float]],  # of the layers in step t of T, for L layers
+        distils: bool,
+    ) -> None:
+        self.model, self.exits, self._weights_of, self._distils = model, exits, weights, distils
         self._in_step = False
         self._thread = threading.get_ident()
         self._handles: list[RemovableHandle] = []
@@ -46,15 +53,14 @@ class ExitTraining:
         self._cross_entropy: torch.Tensor | None = None
         self._has_effect = False
 
-    def attach(self, outer: nn.Module) -> None:
-        """Puts hooks on the causal LM and on what the Trainer calls (PEFT's wrapper, or the causal LM itself)."""
+    def attach(self, model: nn.Module) -> None:
         self.exits.attach()
         self._forwards.set(self.model, "_loss_function", self._noted(self.model.loss_function))
         self._handles = [
-            outer.register_forward_pre_hook(self._begin_batch, with_kwargs=True),
+            model.register_forward_pre_hook(self._begin_batch, with_kwargs=True),
             # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
             # again when the gradient of the returned loss arrives, which is before the exits' backward.
-            outer.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True),
         ]
 
     def detach(self) -> None:
@@ -63,16 +69,16 @@ class ExitTraining:
         for handle in self._handles:
             handle.remove()
 
-    def begin_step(self, weights: dict[int, float]) -> None:
-        last = self.exits.anatomy.num_layers - 1
-        self._last_weight = weights[last]
-        earlier = {layer: weight for layer, weight in weights.items() if layer != last and weight > 0}
+    def begin_step(self, step: int, steps: int) -> None:
+        weights = self._weights_of(step, steps, self.exits.anatomy.num_layers)
+        self._last_weight = weights.pop(self.exits.anatomy.num_layers - 1)
+        earlier = {layer: weight for layer, weight in weights.items() if weight > 0}
         self.exits.chosen = tuple(layer + 1 for layer in earlier)
         self._weights = list(earlier.values())
         self._in_step, self._has_effect = True, not earlier
 
     def end_step(self) -> None:
-        """Ends a step before the weights change; raises if the exits' losses have got no gradient."""
+        """Raises if the exits' losses have got no gradient."""
         self.exits.chosen = ()
         self.exits.release()
         self._in_step = False
@@ -83,6 +89,11 @@ class ExitTraining:
                 f"{self.exits.anatomy.model_name}, or the Trainer did not train with the loss that the model returns. "
                 "The weights were not changed."
             )
+
+    def logs(self, trainer: Trainer) -> dict[str, float]:
+        table = trainer.accelerator.reduce(self.table, reduction="sum").tolist()
+        self.table.zero_()
+        return {f"loss/exit_{layer}": total / tokens for layer, (total, tokens) in enumerate(table, 1) if tokens}
 
     @torch.compiler.disable
     def _trains(self) -> bool:
@@ -159,19 +170,20 @@ class ExitTraining:
             )
         targets, places = targets.to(states.device).flatten(), places.to(states.device)
         teacher = self.exits.final.detach().flatten(0, 1) if self._distils and self.exits.final is not None else None
-        total, sums = weighted_exit_losses(
+        total, sums = _ExitLosses.apply(
             self.exits.head,
-            self.exits.head_parameters(),
-            states.flatten(1, 2).index_select(1, places),
             targets[places],
-            self._weights,
-            self.model.config.get_text_config(decoder=True).vocab_size,
             None if teacher is None else teacher.index_select(0, places),
+            self._weights,
+            max(1, LOGIT_ELEMENTS // self.model.config.get_text_config(decoder=True).vocab_size),
+            states.flatten(1, 2).index_select(1, places),
+            *self.exits.head_parameters(),
         )
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
             self._count(layer, loss, len(places))
         total.register_hook(self._note_effect)
-        return total
+        found: torch.Tensor = total
+        return found
 
     def _count(self, layer: int, loss: torch.Tensor, tokens: torch.Tensor | int) -> None:
         """Adds the summed loss of an exit, 0 for the last, to what is logged."""
@@ -193,3 +205,63 @@ def _targets(inputs: dict[str, Any]) -> torch.Tensor:
             "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
         )
     return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+class _ExitLosses(torch.autograd.Function):
+    """Sums the cross entropies of exits: ``Σ weight · Σ loss``, and the sums ``[k]`` without a gradient.
+
+    The head takes states ``[k, n, d]`` to logits for targets ``[n]``, a chunk of tokens at a time. Gradients are
+    computed in the forward pass already, so the head runs once for each token; the backward pass only scales them.
+    With a teacher (states ``[n, d]`` from which the head predicts the wanted distribution ``p``), it is ``KL(p ‖ q)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        targets: torch.Tensor,
+        teacher: torch.Tensor | None,
+        weights: Sequence[float],
+        chunk: int,
+        states: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = torch.zeros(len(weights), dtype=torch.float32, device=states.device)
+        state_gradient = torch.empty_like(states)
+        gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        for start in range(0, len(targets), chunk):
+            piece = slice(start, start + chunk)
+            wanted = None if teacher is None else head(teacher[piece]).float().log_softmax(-1)
+            for exit_index, weight in enumerate(weights):
+                with torch.enable_grad():
+                    rows = states[exit_index, piece].detach().requires_grad_()
+                    logits = head(rows).float()
+                    if wanted is None:
+                        loss = F.cross_entropy(logits, targets[piece].to(logits.device), reduction="sum")
+                    else:
+                        p = wanted.to(logits.device)
+                        loss = F.kl_div(logits.log_softmax(-1), p, reduction="sum", log_target=True)
+                    row_gradient, *found = torch.autograd.grad(
+                        loss, (rows, *parameters), torch.full_like(loss, weight), allow_unused=True
+                    )
+                state_gradient[exit_index, piece] = row_gradient
+                sums[exit_index] += loss.detach().to(sums.device)
+                gradients = [
+                    one if known is None else known if one is None else known.add_(one)
+                    for known, one in zip(gradients, found, strict=True)
+                ]
+        ctx.gradients = (state_gradient, *gradients)
+        ctx.mark_non_differentiable(sums)
+        total = sums.new_zeros(())  # the weights are not uploaded: that would make the host of a GPU wait
+        for weight, loss in zip(weights, sums, strict=True):
+            total += weight * loss
+        return total, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor, grad_sums: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the exit losses can be propagated back once; they keep nothing for a second time")
+        gradients = [None if g is None else g * grad_total.to(g.dtype) for g in ctx.gradients]
+        ctx.gradients = None
+        return (None, None, None, None, None, *gradients)

@@ -14,18 +14,28 @@ from time import perf_counter
 from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
+import torch.nn as nn
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
+from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_positive
-from .fit_trainer import FitModule, FitTrainer, forget, resumable_arguments, seeded, training_arguments
-from .frozen_model import FrozenModel, HiddenStates
+from .fit_trainer import (
+    FitTrainer,
+    SpeedupEvaluator,
+    forget,
+    resumable_arguments,
+    seeded,
+    speed_figures,
+    training_arguments,
+)
+from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .packing import HELD_OUT, PackedDataset
-from .speedup import SpeedupEvaluator, speed_figures
 
 M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
@@ -115,13 +125,18 @@ class TrainedFit(Fit[M]):
     def module(self, frozen: FrozenModel) -> M:
         """Returns a new module, with the weights that it starts with."""
 
-    @abstractmethod
+    def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
+        """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
+        raise NotImplementedError
+
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         """Returns the loss, a scalar."""
+        return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states).mean()
 
-    @abstractmethod
     def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         """Returns what is measured on held-out text, a value for each token ``[b s]`` by name."""
+        agreeing = frozen.per_token(agreement, *self.drafted(module, frozen, states), states)
+        return {"agreement_with_the_whole_model": agreeing}
 
     @abstractmethod
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:
@@ -182,27 +197,35 @@ class TrainedFit(Fit[M]):
             )
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
-            args = self._arguments(frozen.device, folder)
-            recipe = self.recipe(module)
-            trained = FitModule(module, frozen, self.loss, self.metrics, recipe)
-            trainer = FitTrainer(trained, rows, held_out, speedup, args, self.patience, folder)
+            args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
+            trained = FitModule(module, frozen, self)
+            known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
+            trainer = FitTrainer(
+                known, speedup, args, self.patience, folder,
+                model=trained, train_dataset=rows, eval_dataset=held_out, compute_metrics=trained.means,
+            )  # fmt: skip
             begun = perf_counter()
             trainer.train()
             seconds = perf_counter() - begun
             module.eval()
-            self._check_finite(module, args)
+            wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
+            if wrong:
+                forget(args, self.output_dir)
+                raise SettingError(
+                    f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning "
+                    "rate, or text and a model whose states are finite."
+                )
             recipe |= {"tokens": rows.rows.numel(), "steps": trainer.state.global_step}
             module.about = about(model, recipe, {})
             self.finish(module, frozen, held_out.rows)
             with seeded(args):
-                found = trainer.evaluate() if len(held_out) else {}
+                measured = trainer.evaluate() if len(held_out) else {}
+        found = {name.removeprefix("eval_"): value for name, value in measured.items()}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-        figures: dict[str, float] = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
-        means = {name: found.get(f"eval_{name}") for name in trained.names}
-        figures |= {name.replace("_", " "): mean for name, mean in means.items() if mean is not None}
+        figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
+        figures |= {name.replace("_", " "): found[name] for name in trained.names if name in found}
         figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
-        figures |= speed_figures(module, {name.removeprefix("eval_"): value for name, value in found.items()})
-        saved(module, module.about | {"figures": figures}, self.output_dir)
+        saved(module, module.about | {"figures": figures | speed_figures(module, found)}, self.output_dir)
         forget(args, self.output_dir)
         return module
 
@@ -216,14 +239,31 @@ class TrainedFit(Fit[M]):
             args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
         return args
 
-    def _check_finite(self, module: M, args: TrainingArguments) -> None:
-        wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
-        if wrong:
-            forget(args, self.output_dir)
-            raise SettingError(
-                f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning rate, "
-                "or text and a model whose states are finite."
-            )
+
+class FitModule(nn.Module):
+    """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
+
+    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any]) -> None:
+        super().__init__()
+        self.part = module  # the name in checkpoints
+        self.names: tuple[str, ...] = ()
+        self._fit, self._frozen = fit, frozen
+
+    def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
+        """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
+        device = next(self.part.parameters()).device
+        states = {name: state.to(device) for name, state in self._frozen.hidden_states(input_ids).items()}
+        output = {"loss": self._fit.loss(self.part, self._frozen, states)}
+        if not self.training:
+            found = self._fit.metrics(self.part, self._frozen, states)
+            self.names = tuple(found)
+            output["metrics"] = torch.stack([values.view(input_ids.shape) for values in found.values()], -1)
+        return output
+
+    def means(self, evaluated: EvalPrediction) -> dict[str, float]:
+        """The mean of each metric over all tokens."""
+        means = evaluated.predictions.mean((0, 1))
+        return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
 
 
 def check_length(name: str, block_size: object, config: Any) -> None:
@@ -236,7 +276,6 @@ def check_length(name: str, block_size: object, config: Any) -> None:
 def saved(module: M, known: dict[str, Any], folder: str | os.PathLike[str] | None) -> M:
     """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
     module.about = known
-    module._hub_mixin_config = {**cast(dict[str, Any], module._hub_mixin_config), "about": known}
     if folder is not None:
         with PartialState().main_process_first():
             if PartialState().is_main_process:

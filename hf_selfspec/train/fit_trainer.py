@@ -5,28 +5,43 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
-import torch.nn as nn
 from accelerate import PartialState
-from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, default_data_collator
+from transformers import (
+    EarlyStoppingCallback,
+    GenerationConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction, IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
+from ..draft.cascade import Cascade
+from ..draft.lookup import Lookup
 from ..errors import SettingError
-from ..learned.files import path_of, reported, written_whole
-from ..model.fingerprint import Fingerprint
+from ..learned.files import path_of, reported, write_json
+from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
-from .frozen_model import FrozenModel, HiddenStates
+from ..selfspec import SelfSpec
 from .packing import PackedDataset
-from .speedup import SpeedupEvaluator
+
+_logger = logging.getLogger(__name__)
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
@@ -41,40 +56,10 @@ SAVE_STEPS = 100
 _EVERY, _LOOKS = 100, 10
 # A smaller gain in speed may be chance.
 _GAIN = 0.02
-
-
-class FitModule(nn.Module):
-    """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
-
-    def __init__(
-        self,
-        module: DraftModule,
-        frozen: FrozenModel,
-        loss: Callable[[Any, FrozenModel, HiddenStates], torch.Tensor],
-        metrics: Callable[[Any, FrozenModel, HiddenStates], dict[str, torch.Tensor]],
-        recipe: Mapping[str, Any],
-    ) -> None:
-        super().__init__()
-        self.part = module  # the name in checkpoints
-        self.description = f"{module.kind} {dict(recipe)} of {Fingerprint.of_decoder(frozen.model)}"
-        self.names: tuple[str, ...] = ()
-        self._seen = (frozen, loss, metrics)  # in a tuple, so that they do not become submodules
-
-    def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
-        frozen, loss, metrics = self._seen
-        states = frozen.hidden_states(input_ids).to(next(self.part.parameters()).device)
-        output = {"loss": loss(self.part, frozen, states)}
-        if not self.training:
-            found = metrics(self.part, frozen, states)
-            self.names = tuple(found)
-            output["metrics"] = torch.stack([values.view(input_ids.shape) for values in found.values()], -1)
-        return output
-
-    def means(self, evaluated: EvalPrediction) -> dict[str, float]:
-        """The mean of each metric over all tokens."""
-        means = evaluated.predictions.mean((0, 1))
-        return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
+# Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
+_ROWS, _TOKENS, _FEW = 4, 32, 8
+# Speeds in times of plain generate's: with the module, with free drafts, and with both.
+_SPEEDS = ("speedup", "speedup_of_free_drafts", "speedup_with_free_drafts")
 
 
 class FitTrainer(Trainer):
@@ -86,25 +71,24 @@ class FitTrainer(Trainer):
 
     def __init__(
         self,
-        model: FitModule,
-        text: PackedDataset,
-        held_out: PackedDataset,
+        fit: str,  # what is fitted to what
         speedup: SpeedupEvaluator,
         args: TrainingArguments,
         patience: int | None,
         folder: str,  # a temporary one, for the best weights where the arguments save nothing
+        *,
+        train_dataset: PackedDataset,
+        **given: Any,
     ) -> None:
         super().__init__(
-            model=model,
-            args=args if patience is None else _stopping_early(args, len(text), folder),
-            train_dataset=text,
-            eval_dataset=held_out,
+            args=args if patience is None else _stopping_early(args, len(train_dataset), folder),
+            train_dataset=train_dataset,
             data_collator=default_data_collator,
-            compute_metrics=model.means,
             callbacks=[] if patience is None else [EarlyStoppingCallback(patience, _GAIN)],
+            **given,
         )
-        self._module, self._speedup = model.part, speedup
-        self._resumes = last_checkpoint(args, model.description, text.rows)
+        self._speedup = speedup
+        self._resumes = last_checkpoint(args, fit, train_dataset.rows)
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Trains, or resumes a fit that was stopped; after its last step, it only loads the weights."""
@@ -120,7 +104,7 @@ class FitTrainer(Trainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """As the stock one, with the speed-up among the metrics."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        speeds = self._speedup.metrics(self._module, in_training=self.is_in_train)
+        speeds = self._speedup.metrics(self.model.part, in_training=self.is_in_train)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in speeds.items()})
         return output
 
@@ -212,8 +196,7 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     record = folder / _RECORD
     with reported(folder), PartialState().main_process_first():
         if not record.exists():
-            with written_whole(record) as beside:
-                beside.write_text(json.dumps(wanted | {"earlier": _states(folder)}), encoding="utf-8")
+            write_json(record, wanted | {"earlier": _states(folder)})
             return None
     found = json.loads(record.read_text(encoding="utf-8"))
     earlier = found.pop("earlier", {})
@@ -231,3 +214,101 @@ def _states(folder: Path) -> dict[str, str]:
     """The checkpoints in a folder, each with what its state hashes to."""
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     return {state.parent.name: hashlib.sha256(state.read_bytes()).hexdigest() for state in states}
+
+
+@contextmanager
+def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
+    """Generates greedily and without other settings of the model's own; yields the tokens that end a text."""
+    usual = model.generation_config
+    ends = {usual.eos_token_id} if isinstance(usual.eos_token_id, int) else set(usual.eos_token_id or ())
+    try:
+        model.generation_config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            bos_token_id=usual.bos_token_id,
+            eos_token_id=usual.eos_token_id,
+            pad_token_id=min(ends, default=0),
+        )
+        yield ends
+    finally:
+        model.generation_config = usual
+
+
+class SpeedupEvaluator:
+    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``.
+
+    ``spec_of`` returns a ``SelfSpec`` that drafts with the module, ``None`` if it cannot draft greedy text.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[Any], SelfSpec | None]) -> None:
+        self._model = model
+        self._prompts = rows[:_ROWS, : rows.shape[1] // 2]
+        self._new = min(_TOKENS, rows.shape[1] - self._prompts.shape[1])
+        self._spec_of = spec_of
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is text to continue."""
+        return bool(self._prompts.numel()) and self._new > 1
+
+    def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
+        """Speeds in times of plain ``generate``'s, also of and with free drafts; none where nothing can be measured.
+
+        In training only the ``speedup`` with the module, 0 if it cannot draft (yet).
+        """
+        if not self.has_text:
+            return {}
+        try:
+            with evaluating(module):
+                module.forget_copies()  # of earlier weights on other devices
+                alone = self._spec_of(module)
+                if alone is None:
+                    return {"speedup": 0.0} if in_training else {}
+                specs = [alone]
+                if not in_training:
+                    specs += [SelfSpec.lookup(), replace(alone, draft=Cascade((Lookup(), alone.draft)))]
+                return dict(zip(_SPEEDS, self.measured(specs), strict=False))
+        except Exception as error:  # whatever it is, hours of fitting are not lost to it
+            if in_training:
+                _logger.warning(f"{module.kind}: it cannot draft: {error}")
+                return {"speedup": 0.0}
+            warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
+            return {}
+        finally:
+            module.forget_copies()
+
+    @torch.no_grad()
+    def measured(self, specs: list[SelfSpec]) -> list[float]:
+        """The speed of each, in times of plain ``generate``'s."""
+        methods: list[dict[str, Any]] = [{"assistant": spec} for spec in (False, *specs)]  # plain first
+        with greedily(self._model, self._new):
+            for method in methods:
+                # A text in reverse, since free drafts would know the beginning of one that is measured.
+                self._seconds(self._prompts[:1].flip(1), {"max_new_tokens": min(_FEW, self._new), **method})
+            # In turn, and the median, since machines are not always equally fast.
+            found = [[self._seconds(prompt, method) for method in methods] for prompt in self._prompts.split(1)]
+        return [median(row[0] / row[place] for row in found) for place in range(1, len(methods))]
+
+    def _seconds(self, prompt: torch.Tensor, options: dict[str, Any]) -> float:
+        """Seconds per token."""
+        prompt = prompt.to(self._model.get_input_embeddings().weight.device)
+        begun = perf_counter()
+        ids = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        ids.tolist()  # a GPU has them now
+        return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])
+
+
+def speed_figures(module: DraftModule, metrics: dict[str, float]) -> dict[str, float]:
+    """The figures of a module's speed, none if it was not measured; warns if the module does not pay."""
+    if "speedup" not in metrics:
+        return {}
+    alone, free, both = (metrics[name] for name in _SPEEDS)
+    if max(alone, both) < max(1.0, free) and PartialState().is_main_process:
+        warnings.warn(
+            f"this {module.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "
+            f"plain generate with it, at {both:.2f} with it and free drafts, and at {free:.2f} with SelfSpec.lookup(), "
+            "which needs no fit. Fit for longer, on more text or on text like that which will be generated, or choose "
+            "another exit layer.",
+            stacklevel=2,
+        )
+    found = {"speed over plain generate": alone, "speed with free drafts": both, "speed of free drafts alone": free}
+    return {name: round(speed, 2) for name, speed in found.items()}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from accelerate import PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from ..learned.files import path_of, reported, written_whole
-from ..model.exits import Exits
+from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
 from ..validation import check_count
@@ -31,25 +31,12 @@ _SUFFIX = ".safetensors"
 _NAMES = 2048
 
 
-@dataclass(frozen=True)
-class HiddenStates:
-    """The model's hidden states ``[b, s, d]`` on a batch of text."""
-
-    ids: torch.Tensor  # [b, s]
-    states: dict[int, torch.Tensor]  # for each wanted layer E the output of layer E - 1
-    exits: dict[int, torch.Tensor]  # the same after the model's own final norm
-    final: torch.Tensor  # what the whole model gives to its head
-
-    @classmethod
-    def of(cls, ids: torch.Tensor, named: dict[str, torch.Tensor], layers: Sequence[int]) -> HiddenStates:
-        """Returns the states of ``ids`` from those named ``states_E``, ``exits_E`` and ``final``."""
-        states, exits = ({layer: named[f"{kind}_{layer}"] for layer in layers} for kind in ("states", "exits"))
-        return cls(ids, states, exits, named["final"])
-
-    def to(self, device: torch.device) -> HiddenStates:
-        """Returns the same states on another device."""
-        states, exits = ({layer: state.to(device) for layer, state in of.items()} for of in (self.states, self.exits))
-        return HiddenStates(self.ids.to(device), states, exits, self.final.to(device))
+# A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is
+# the output of layer E - 1, and "exits_E" the same after the model's own final norm; "final" goes into the head.
+HiddenStates = dict[str, torch.Tensor]
+Head = Callable[[torch.Tensor], torch.Tensor]
+# A value for each token, from the logits [n, v] of a draft and those of the whole model.
+Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FrozenModel:
@@ -105,7 +92,7 @@ class FrozenModel:
     @property
     def width(self) -> int:
         """``d`` of the states; raises if the head takes states of another width."""
-        seen = self._forward(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        seen = self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         width, final = seen[f"states_{self.layers[0]}"].shape[-1], seen["final"].shape[-1]
         if width != final:
             raise UnsupportedModelError(
@@ -135,30 +122,65 @@ class FrozenModel:
         if self._folder is None:
             return self.run(ids)
         ids, names = ids.to(self.device), {f"{kind}_{layer}" for layer in self.layers for kind in ("states", "exits")}
+        names.add("final")
         rows = [_read(self._file(row)) for row in ids]
-        missing = [index for index, row in enumerate(rows) if not names | {"final"} <= row.keys()]
+        missing = [index for index, row in enumerate(rows) if not names <= row.keys()]
         if missing:
-            new = self._forward(ids[missing])
+            new = self.run(ids[missing])
             for place, index in enumerate(missing):
-                states = {name: value[place] for name, value in new.items()}
+                states = {name: new[name][place] for name in names}
                 self._keep(self._file(ids[index]), rows[index], states)
                 rows[index] = states
         elif not self.exits.has_seen:
-            self._forward(ids[:1, :1])
-        named = {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in (*names, "final")}
-        return HiddenStates.of(ids, named, self.layers)
+            self.run(ids[:1, :1])
+        return {"ids": ids} | {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in names}
+
+    def per_token(self, metric: Metric, head: Head, states: torch.Tensor, seen: HiddenStates) -> torch.Tensor:
+        """``[b s]`` values of ``metric`` from the logits of ``head`` for ``states`` and the whole model's.
+
+        This is done for a chunk of tokens at a time, and gradients flow through ``head``.
+        """
+
+        def of(some: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                teacher_logits = self.own_head(final).float()
+            return metric(head(some).float(), teacher_logits)
+
+        chunk = max(1, LOGIT_ELEMENTS // self.vocabulary)
+        pairs = zip(*(rows.flatten(0, 1).split(chunk) for rows in (states, seen["final"])), strict=True)
+        is_kept = not torch.is_grad_enabled()
+        return torch.cat([of(*pair) if is_kept else checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor) -> HiddenStates:
         """Returns the model's states on ``ids`` ``[b, s]``, without the cache."""
         ids = ids.to(self.device)
-        return HiddenStates.of(ids, self._forward(ids), self.layers)
+        found: HiddenStates = {}
+        handles = [self.anatomy.layers[layer - 1].register_forward_hook(_hook(found, layer)) for layer in self.layers]
+        self.exits.chosen = self.layers
+        try:
+            self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
+        finally:
+            self.exits.chosen = ()
+            for handle in handles:
+                handle.remove()
+        if any(state.dim() != 3 for state in found.values()):
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
+                "be fitted."
+            )
+        assert self.exits.states is not None
+        assert self.exits.final is not None
+        found |= {f"exits_{layer}": state for layer, state in zip(self.layers, self.exits.states, strict=True)}
+        return {
+            name: state.to(self.device) for name, state in (found | {"ids": ids, "final": self.exits.final}).items()
+        }
 
     @torch.no_grad()
     def imitate_norm(self, norm: nn.RMSNorm, layer: int) -> None:
         """Sets a norm's weight (``w`` of ``w x / |x|``) to match the model's own norm after a layer if that scales."""
         seen = self.hidden_states(torch.arange(2, 10, device=self.device)[None])
-        states, normed = seen.states[layer].double(), seen.exits[layer].double()
+        states, normed = seen[f"states_{layer}"].double(), seen[f"exits_{layer}"].double()
         if states.shape == normed.shape:
             unit = states / states.pow(2).mean(-1, keepdim=True).sqrt()
             norm.weight.copy_((unit * normed).sum((0, 1)) / (unit * unit).sum((0, 1)))
@@ -191,26 +213,6 @@ class FrozenModel:
                 save_file(tensors, beside)
             self._room -= size + _NAMES
 
-    def _forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        handles = [self.anatomy.layers[layer - 1].register_forward_hook(_hook(found, layer)) for layer in self.layers]
-        self.exits.chosen = self.layers
-        try:
-            self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
-        finally:
-            self.exits.chosen = ()
-            for handle in handles:
-                handle.remove()
-        if any(state.dim() != 3 for state in found.values()):
-            raise UnsupportedModelError(
-                f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
-                "be fitted."
-            )
-        assert self.exits.states is not None
-        assert self.exits.final is not None
-        found |= {f"exits_{layer}": state for layer, state in zip(self.layers, self.exits.states, strict=True)}
-        return {name: state.to(self.device) for name, state in (found | {"final": self.exits.final}).items()}
-
 
 def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
     """The name of a folder for the states of a model with its present weights, precision and active adapters."""
@@ -241,3 +243,13 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         return dict(load_file(file))
     except (OSError, SafetensorError):
         return {}
+
+
+def cross_entropy(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """``[n]`` cross entropy of the draft's distribution against the whole model's (Kangaroo, equation 3)."""
+    return -(teacher.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
+
+
+def agreement(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """``[n]`` whether both have the same first choice."""
+    return (drafted.argmax(-1) == teacher.argmax(-1)).float()

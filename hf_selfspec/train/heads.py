@@ -22,7 +22,7 @@ from ..modules.draft_module import module_of
 from ..modules.heads import (
     METRICS,
     ExitHeads,
-    HeadPredictions,
+    Predictions,
     calibrate,
     check_metric,
     default_layers,
@@ -32,10 +32,9 @@ from ..modules.heads import (
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, Option, check_count, check_exit, check_flag, check_share
 from .fit import TrainedFit, as_function, check_length, saved, words
-from .frozen_model import FrozenModel, HiddenStates
-from .losses import Metric, agreement, per_token
+from .fit_trainer import SpeedupEvaluator, greedily, speed_figures
+from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
-from .speedup import SpeedupEvaluator, greedily, speed_figures
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
@@ -150,8 +149,8 @@ class HeadsFit(TrainedFit[ExitHeads]):
             if self.labels < 1:
                 losses.append((1 - self.labels) * _per_token(_divergence, frozen, module, head, states).mean())
             if self.labels:
-                predicted = module.logits(head, states.states[layer][:, :-1]).float()
-                losses.append(self.labels * F.cross_entropy(predicted.flatten(0, 1), states.ids[:, 1:].flatten()))
+                predicted = module.logits(head, states[f"states_{layer}"][:, :-1]).float()
+                losses.append(self.labels * F.cross_entropy(predicted.flatten(0, 1), states["ids"][:, 1:].flatten()))
         return torch.stack(losses).sum() / len(module.layers)
 
     def metrics(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
@@ -169,8 +168,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
             if module.about.get("calibration"):
                 return _dssd(module)
             heads = copy.copy(module)
-            predictions = _predictions(frozen, module, texts())
-            heads.about = {"calibration": calibrate(predictions, self.epsilons, self.metric)}
+            heads.about = {"calibration": calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)}
             return _dssd(heads)
 
         return spec
@@ -276,12 +274,11 @@ def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 def _per_token(metric: Metric, frozen: FrozenModel, heads: ExitHeads, head: int, states: HiddenStates) -> torch.Tensor:
     """``[b s]`` the values of a metric, from a head's logits and those of the whole model."""
-    own, read = partial(heads.logits, head), states.states[heads.layers[head]].float()
-    return per_token(metric, own, read, frozen.own_head, states.final, heads.vocabulary)
+    return frozen.per_token(metric, partial(heads.logits, head), states[f"states_{heads.layers[head]}"].float(), states)
 
 
 @torch.no_grad()
-def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[HeadPredictions]:
+def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[Predictions]:
     """What heads predict where the model continues the beginnings of rows."""
 
     def both(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -292,7 +289,7 @@ def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[H
         states = frozen.run(ids[None])
         predicted = [_per_token(both, frozen, heads, head, states) for head in range(len(heads.layers))]
         right, *sure = torch.stack(predicted)[:, given - 1 : -1].cpu().unbind(-1)
-        found.append(HeadPredictions(dict(zip(METRICS, sure, strict=True)), right))
+        found.append((dict(zip(METRICS, sure, strict=True)), right))
     return found
 
 
@@ -302,9 +299,8 @@ def _written(frozen: FrozenModel, rows: torch.Tensor) -> _Texts:
     given = max(1, length // _GIVEN)
     found = []
     with greedily(model, length - given) as ends:
-        for some in rows.to(frozen.device).split(_AT_ONCE):
-            texts = model.generate(some[:, :given], attention_mask=torch.ones_like(some[:, :given]), assistant=False)
-            for ids in texts:
+        for some in rows[:, :given].to(frozen.device).split(_AT_ONCE):
+            for ids in model.generate(some, attention_mask=torch.ones_like(some), assistant=False):
                 written = enumerate(ids[given:].tolist(), given)
                 end = next((at for at, token in written if token in ends), len(ids) - 1)
                 found.append((ids[: end + 1], given))

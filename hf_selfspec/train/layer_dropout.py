@@ -19,7 +19,7 @@ from ..model.exits import BATCH_DIM
 from ..model.patching import Forward, InstanceForwards, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
-from .trainer import ModelCallback
+from .trainer import ModelCallback, TrainingRun
 
 # Inputs of layers that have no row for each sample, although their first dimension (heads) can equal the batch size.
 _WITHOUT_ROWS = {"position_bias"}
@@ -42,7 +42,7 @@ def layer_scale(layer: int, num_layers: int) -> float:
     return math.exp(layer * math.log(2) / max(num_layers - 1, 1)) - 1
 
 
-class LayerDropout(ModelCallback["_Run"]):
+class LayerDropout(ModelCallback):
     """Drops layers for single samples while training, with the stock ``Trainer``.
 
     ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
@@ -91,7 +91,7 @@ class LayerDropout(ModelCallback["_Run"]):
                 f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "
                 "single layers. Train without LayerDropout."
             )
-        return _Run(anatomy, args.seed)
+        return _Run(anatomy, args.seed, self.rates)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
         """``p_{l,t}`` of all layers in step ``t`` of ``T``."""
@@ -99,15 +99,12 @@ class LayerDropout(ModelCallback["_Run"]):
         check_share("LayerDropout(schedule)'s value", share, zero=True, one=True)
         return [self.p_max * share * layer_scale(layer, num_layers) for layer in range(num_layers)]
 
-    def begin_step(self, run: _Run, step: int, steps: int) -> None:
-        run.begin_step(step, self.rates(step, steps, run.anatomy.num_layers))
 
-
-class _Run:
+class _Run(TrainingRun):
     """The forwards that replace those of the layers during one training, and the samples that they drop."""
 
-    def __init__(self, anatomy: Anatomy, seed: int) -> None:
-        self.anatomy, self._seed = anatomy, seed
+    def __init__(self, anatomy: Anatomy, seed: int, rates: Callable[[int, int, int], list[float]]) -> None:
+        self.anatomy, self._seed, self._rates_of = anatomy, seed, rates
         self._forwards = InstanceForwards()
         self._arity: dict[type, int | None] = {}
         self._step = self._samples = 0
@@ -127,8 +124,9 @@ class _Run:
     def detach(self) -> None:
         self._forwards.close()
 
-    def begin_step(self, step: int, rates: list[float]) -> None:
-        self._step, self._rates, self._samples = step, np.array(rates), 0
+    def begin_step(self, step: int, steps: int) -> None:
+        self._rates = np.array(self._rates_of(step, steps, self.anatomy.num_layers))
+        self._step, self._samples = step, 0
 
     def end_step(self) -> None:
         self._rates = None

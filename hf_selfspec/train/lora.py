@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers import DynamicCache
 
 from ..draft.early_exit import EarlyExitLora
 from ..errors import UnsupportedModelError
@@ -22,8 +22,7 @@ from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, HiddenStates
-from .losses import agreement, cross_entropy, per_token
+from .frozen_model import FrozenModel, Head, HiddenStates, agreement
 
 # Tokens that are drafted one after another in the fit.
 _WINDOW = 4
@@ -39,14 +38,10 @@ class LoraFit(TrainedFit[DraftLora]):
     draft: a few tokens one after another with LoRA, after a text whose keys and values the whole model has written.
 
     Args:
-        model: a causal LM of transformers, or a PEFT model around one; it stays as it is.
-        tokenizer: its tokenizer; ``None`` where the rows have ``input_ids``.
-        dataset: texts, or rows with a ``text`` or with ``input_ids``; 5 % at the end are held out. Best is what the
-            model itself writes.
+        model, tokenizer, block_size, args, cache_dir, cache_bytes, patience, output_dir: see :func:`fit_adapter`.
+        dataset: see :func:`fit_adapter`; best is what the model itself writes.
         exit_layer: the exit layer ``E``; a quarter of the layers by default.
         rank: ``r`` of the additions to each linear layer.
-        block_size: tokens of a row.
-        args, cache_dir, cache_bytes, patience, output_dir: see :func:`fit_adapter`.
 
     Returns:
         The LoRA, for ``SelfSpec(EarlyExitLora(lora))``.
@@ -83,17 +78,12 @@ class LoraFit(TrainedFit[DraftLora]):
             )
         return DraftLora(exit_layer, self.rank, shapes)
 
-    def loss(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        drafted, teacher = drafted_states(frozen, module, states.ids).to(states.final), frozen.own_head
-        return per_token(cross_entropy, teacher, drafted, teacher, states.final, frozen.vocabulary).mean()
+    def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
+        return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
 
     def metrics(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        drafted, teacher = drafted_states(frozen, module, states.ids).to(states.final), frozen.own_head
-        with_lora, without = (
-            per_token(agreement, teacher, some, teacher, states.final, frozen.vocabulary)
-            for some in (drafted, states.exits[module.exit_layer])
-        )
-        return {"agreement_with_the_whole_model": with_lora, "agreement_without_LoRA": without}
+        without = frozen.per_token(agreement, frozen.own_head, states[f"exits_{module.exit_layer}"], states)
+        return super().metrics(module, frozen, states) | {"agreement_without_LoRA": without}
 
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[DraftLora], SelfSpec]:
         return lambda lora: SelfSpec(EarlyExitLora(lora))
@@ -132,8 +122,7 @@ def _check(anatomy: Anatomy) -> None:
 
 
 def _offset() -> int:
-    """Where the windows of a call begin."""
-    return int(torch.randint(_WINDOW, (), device="cpu"))
+    return int(torch.randint(_WINDOW, (), device="cpu"))  # where the windows of a call begin
 
 
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
@@ -161,40 +150,6 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
             stack(input_ids=ids, past_key_values=known, use_cache=True)
         plan = LayerPlan.early_exit(count, lora.exit_layer, deltas)
         with obeying(ForwardPass(plan)), at_positions(geometry):
-            output = stack(
-                input_ids=ids, position_ids=places.expand(b, s), past_key_values=_Behind(known), use_cache=True
-            )
+            # Their keys and values come behind those of the first forward.
+            output = stack(input_ids=ids, position_ids=places.expand(b, s), past_key_values=known, use_cache=True)
     return states_of(output)
-
-
-class _Behind(Cache):
-    """Keys and values of a forward over the same tokens again, behind those of the first."""
-
-    def __init__(self, known: DynamicCache) -> None:
-        super().__init__(layers=[_BehindLayer(layer) for layer in known.layers])
-
-
-class _BehindLayer(CacheLayerMixin):
-    is_sliding = False
-
-    def __init__(self, known: Any) -> None:
-        super().__init__()
-        self._known = known
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        known = self._known
-        return torch.cat([known.keys, key_states], dim=-2), torch.cat([known.values, value_states], dim=-2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return 2 * query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1

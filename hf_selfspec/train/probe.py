@@ -15,8 +15,7 @@ from ..modules.probe import LinearProbe
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit, check_flag, check_positive, check_share
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, HiddenStates
-from .losses import agreement, per_token
+from .frozen_model import FrozenModel, HiddenStates, agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +106,8 @@ class ProbeFit(TrainedFit[LinearProbe]):
             q, p = (warpers(ids, logits).softmax(-1) for logits in (drafted, teacher))
             return torch.minimum(p, q).sum(-1)
 
-        head, exits = frozen.own_head, states.exits[self.exit_layer]
-        return per_token(overlap if self.do_sample else agreement, head, exits, head, states.final, frozen.vocabulary)
+        metric, exits = overlap if self.do_sample else agreement, states[f"exits_{self.exit_layer}"]
+        return frozen.per_token(metric, frozen.own_head, exits, states)
 
 
 fit_probe = as_function(ProbeFit)
@@ -116,4 +115,4 @@ fit_probe = as_function(ProbeFit)
 
 def _scores(probe: LinearProbe, states: HiddenStates) -> torch.Tensor:
     """``[b s]`` log odds of acceptance."""
-    return probe.scores(states.states[probe.exit_layer].flatten(0, 1).float())
+    return probe.scores(states[f"states_{probe.exit_layer}"].flatten(0, 1).float())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -14,42 +14,41 @@ from ..hooks.seams import add_seam
 from ..model.patching import InstanceForwards
 
 
-class TrainingRun(Protocol):
+class TrainingRun:
     """What a callback has attached to a model during one training."""
 
-    def attach(self, model: Any) -> None: ...
+    def attach(self, model: Any) -> None:
+        """Attaches it to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        """Leaves the model as it was."""
 
-    def end_step(self) -> None: ...
+    def begin_step(self, step: int, steps: int) -> None:
+        """Prepares step ``t`` of ``T``."""
+
+    def end_step(self) -> None:
+        """Ends a step before the weights change."""
+
+    def logs(self, trainer: Trainer) -> dict[str, float]:
+        """What goes into the Trainer's log besides the loss; called on all ranks."""
+        return {}
 
 
-R = TypeVar("R", bound=TrainingRun)
-
-
-class ModelCallback(TrainerCallback, Generic[R]):
+class ModelCallback(TrainerCallback):
     """A callback that attaches something to the model during ``Trainer.train``.
 
     What it attaches is gone when ``train`` returns or raises. One callback serves one training at a time.
     """
 
     _served = False
-    _run: R | None = None
+    _run: TrainingRun | None = None
 
     def check(self, trainer: Trainer) -> None:
         """Raises if this training is not supported; called before it begins."""
 
-    def make_run(self, model: Any, args: TrainingArguments) -> R:
-        """What to attach to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
+    def make_run(self, model: Any, args: TrainingArguments) -> TrainingRun:
+        """What to attach to a model."""
         raise NotImplementedError
-
-    def begin_step(self, run: R, step: int, steps: int) -> None:
-        """Prepares step ``t`` of ``T``."""
-        raise NotImplementedError
-
-    def logs(self, trainer: Trainer) -> dict[str, float]:
-        """What goes into the Trainer's log besides the loss; called on all ranks."""
-        return {}
 
     def detach(self) -> None:
         """Removes what is attached, if anything is."""
@@ -69,21 +68,15 @@ class ModelCallback(TrainerCallback, Generic[R]):
         self._run = self.make_run(model, args)
         self._run.attach(model)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self._run is not None
-        self.begin_step(self._run, state.global_step, state.max_steps)
+        self._run.begin_step(state.global_step, state.max_steps)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self._run is not None
         self._run.end_step()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.detach()
 
 
@@ -107,8 +100,8 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain_log)
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs:
-                for callback in callbacks:
-                    logs.update(callback.logs(self))
+                for run in (callback._run for callback in callbacks):
+                    logs.update({} if run is None else run.logs(self))
             plain_log(logs, *args, **kwargs)
 
         try:
@@ -126,18 +119,18 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_training(trainer: Trainer) -> None:
-    if trainer.args.n_gpu > 1:
+    count, plugin = trainer.args.n_gpu, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if count > 1:
         raise UnsupportedOptionError(
-            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) runs copies of the model in threads, which "
-            "EarlyExitLoss and LayerDropout cannot follow. Start one process per GPU with torchrun or accelerate "
-            "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES."
+            f"one process with {count} GPUs (DataParallel) runs copies of the model in threads, which EarlyExitLoss "
+            "and LayerDropout cannot follow. Start one process per GPU with torchrun or accelerate launch, or make one "
+            "GPU visible with CUDA_VISIBLE_DEVICES."
         )
     if is_deepspeed_zero3_enabled():
         raise UnsupportedOptionError(
             "DeepSpeed ZeRO-3 gathers parameters only in the forwards that it knows, which EarlyExitLoss and "
             "LayerDropout do not support. Use ZeRO-1, ZeRO-2 or FSDP2."
         )
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
         raise UnsupportedOptionError(
             "FSDP version 1 flattens the parameters, which EarlyExitLoss and LayerDropout do not support. Set "

@@ -73,8 +73,7 @@ def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     script, options = EXAMPLES / "batch_inference.py", ("--model", tmp_path / "model", "--max-new-tokens", "24")
-    done = in_two_processes(script, *options, *places)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(script, *options, *places)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == prompts
     assert not list(tmp_path.glob("answers.jsonl.*"))
@@ -88,8 +87,7 @@ def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path)
         assert rounds[1] < rounds[0]  # by how much depends on times, too
     data.write_text(json.dumps({"prompt": prompts[0]}) + "\n")  # none for the second process
     output = tmp_path / "one.jsonl"
-    done = in_two_processes(script, *options, "--data", data, "--output", output)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(script, *options, "--data", data, "--output", output)
     assert len(output.read_text().splitlines()) == 1
 
 

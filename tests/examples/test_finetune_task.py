@@ -22,8 +22,7 @@ sys.path.append(str(EXAMPLES))
 import finetune_task
 import tasks
 from benchmarks.corpus import is_held_out
-from benchmarks.timing import Sample, Timings
-from finetune_task import Evaluation, Pair, Recipe, Row, TrainingPairs
+from finetune_task import Evaluation, Recipe, TrainingPairs
 
 SIGNATURE = tasks.TASKS["signature"]
 DEMO_MODEL = Path(finetune_task.__file__).parent / "demo_model"
@@ -69,19 +68,6 @@ def test_no_header_is_in_both_halves(library: Path) -> None:
     assert not any("installed" in header for header in headers.training + headers.held_out)
 
 
-def test_batches_are_of_like_length_and_shuffled() -> None:
-    pairs = [Pair([0] * (number % 50), [number], {}) for number in range(403)]
-    recipe = Recipe(steps=50, batch_size=8)
-    order = finetune_task.in_batches(pairs, recipe)
-    batches = [order[start : start + 8] for start in range(0, len(order), 8)]
-    assert all(max(map(len, batch)) - min(map(len, batch)) <= 2 for batch in batches)
-    lengths = [len(batch[0]) for batch in batches]
-    assert sorted(lengths) != lengths
-    assert len({pair.answer[0] for pair in order}) == 50 * 8 == len(order)
-    assert finetune_task.in_batches(pairs, recipe) == order
-    assert finetune_task.in_batches(pairs, replace(recipe, seed=1)) != order
-
-
 def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerBase) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     pairs = [finetune_task.encode(tokenizer, SIGNATURE, header) for header in ("def f():", "def longer(a, b=None):")]
@@ -111,41 +97,6 @@ def test_what_is_refused(library: Path, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=message):
             finetune_task.finetune(recipe, Evaluation(), folder, tmp_path / "model", tmp_path / message)
     assert not (tmp_path / "model").exists()
-
-
-def timed(*per_token: float) -> Timings:
-    return Timings([Sample(0.0, seconds * 10, 10) for seconds in per_token])
-
-
-def test_the_table_says_what_was_measured() -> None:
-    plain = Row("plain", correct=[True, False, True, True], timings=timed(0.004, 0.002, 0.009))
-    ours = Row("ours", None, 3, correct=[True] * 4, drafted=8, accepted=6, timings=timed(0.002, 0.001, 0.001))
-    lines = finetune_task.table([plain, ours]).splitlines()
-    assert lines[2] == "| plain | - | 75.0% | - | 4.00 | 1.00 |"
-    assert lines[3] == "| ours | 3 | 100.0% | 75.0% | 1.00 | 4.00 |"
-
-
-class Answering:
-    """A model whose answers are given."""
-
-    def __init__(self, answers: list[list[int]]) -> None:
-        self.answers = answers
-
-    def eval(self) -> Answering:
-        return self
-
-    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        return torch.cat([input_ids, torch.tensor([self.answers.pop(0)])], dim=1)
-
-
-def test_answers_are_scored(tokenizer: PreTrainedTokenizerBase) -> None:
-    pairs = [finetune_task.encode(tokenizer, SIGNATURE, header) for header in ("def f(x):", "def g(y):")]
-    model = Answering([pairs[0].answer, pairs[0].answer])
-    generator, row = finetune_task.Generator(model, tokenizer, SIGNATURE, 64), Row("plain")
-    for pair in pairs:
-        generator.score(row, pair)
-    assert row.correct == [True, False]
-    assert row.outputs[1].tolist() == pairs[1].prompt + pairs[0].answer
 
 
 @pytest.mark.slow

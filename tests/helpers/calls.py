@@ -9,22 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.models import BATCH, VOCABULARY, ragged_batch
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    GenerationStats,
-    SelfSpec,
-    SkipLayers,
-)
+from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 
 
@@ -85,11 +77,7 @@ Report = tuple[torch.Tensor, torch.Tensor, int]
 class LastSeen(CandidateGenerator):
     """Proposes what followed the last token's previous occurrence in a text that it follows itself.
 
-    A state of one text: the ids so far, to which each call has to add.
-
-    Args:
-        family: all copies.
-        drafts: whether the first call drafts.
+    A state of one text: the ids so far, to which each call has to add. All copies are in its ``family``.
     """
 
     def __init__(self, family: list[LastSeen] | None = None, drafts: bool = True, room: int = 1 << 30) -> None:

@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 
 VOCABULARY, WIDTH, LAYERS = 61, 10, 4
@@ -131,25 +132,6 @@ def trainer(
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of all parameters."""
     return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-class RowsSeen(TrainerCallback):
-    """How many rows run through the MLP of each layer, step by step."""
-
-    def __init__(self, model: Any) -> None:
-        self.steps: list[list[int]] = []
-        self._layers = model.model.layers
-        for index, layer in enumerate(self._layers):
-            layer.mlp.register_forward_pre_hook(self._counter(index))
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append([0] * len(self._layers))
-
-    def _counter(self, index: int) -> Any:
-        def count(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            self.steps[-1][index] += args[0].shape[0]
-
-        return count
 
 
 # What several processes do, and one does for comparison: callbacks, and arguments of TrainingArguments.

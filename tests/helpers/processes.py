@@ -27,25 +27,19 @@ def library(name: str) -> Any:
     return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
 
 
-def in_two_processes(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def in_two_processes(script: str | Path, *arguments: str | Path) -> None:
     """Runs a script (of `helpers`, unless the path is whole) with these arguments, as torchrun does."""
     paths = (str(Path(hf_selfspec.__file__).parents[1]), str(TESTS), os.environ.get("PYTHONPATH", ""))
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            TESTS / "helpers" / script,
-            *arguments,
-        ],
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*torchrun, TESTS / "helpers" / script, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 @contextmanager

@@ -16,27 +16,12 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import (
-    GenerationConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    StaticCache,
-    pipeline,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, StaticCache, pipeline
 
-import hf_selfspec
 from helpers.calls import Recorder, calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    NumericalError,
-    SelfSpec,
-    SettingTypeError,
-    attach,
-    detach,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, attach, detach
 
 pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
 
@@ -217,10 +202,10 @@ def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any]
         assert calls(spec) == 0
         assert spec.stats is not None
         assert words in spec.stats.left_to_generate
-    messages = [str(one.message) for one in caught if "SelfSpec" in str(one.message)]
-    assert len(messages) == 1
-    assert f"attached to this {type(model).__name__} cannot serve a call, so plain generate serves it" in messages[0]
-    assert words in messages[0]
+    (told,) = [one for one in caught if "SelfSpec" in str(one.message)]
+    assert f"attached to this {type(model).__name__} cannot serve a call, so plain" in str(told.message)
+    assert words in str(told.message)
+    assert told.filename == __file__, "not the line of the caller"
     for output in found:
         assert torch.equal(getattr(output, "sequences", output), getattr(plain, "sequences", plain))
 
@@ -289,28 +274,9 @@ def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, sp
             assert str(told).startswith("left to plain generate, since this SelfSpec cannot serve it (")
 
 
-def test_uninstalling_waits(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(fresh_llama, spec)
-    hf_selfspec.uninstall()
-    try:
-        assert_not_used(fresh_llama, spec)
-    finally:
-        hf_selfspec.install()
-    assert_used(fresh_llama, spec)
-
-
 def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
     model = tiny_llama()
-    with torch.no_grad():
-        model.lm_head.weight[5] = torch.nan
+    model.lm_head.weight.data[5] = torch.nan
     plain = model.generate(**ROW, max_new_tokens=8)
     with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
         assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)
-    with pytest.raises(NumericalError):
-        model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(EarlyExit(3), FixedLength(2)))
-
-
-def test_warnings_name_the_line_of_the_caller(fresh_llama: LlamaForCausalLM) -> None:
-    with attach(fresh_llama, SelfSpec()), pytest.warns(UserWarning, match="plain generate serves it") as told:
-        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
-    assert told[0].filename == __file__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,12 +33,6 @@ def assert_right(model: LlamaForCausalLM, spec: SelfSpec) -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
         assert spec.stats is not None
         assert 0 < spec.stats.acceptance_rate < 1
-
-
-@pytest.mark.parametrize("spec", [EXIT, SKIPS, TREE], ids=["exit", "skips", "tree"])
-def test_after_a_normal_call(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    with unchanged(llama):
-        assert_right(llama, spec)
 
 
 def test_while_it_runs_the_model_is_changed(llama: LlamaForCausalLM) -> None:
@@ -261,24 +254,14 @@ def test_no_growth_over_many_calls(llama: LlamaForCausalLM) -> None:
         options = {"return_dict_in_generate": True, "output_scores": True} if index % 5 == 0 else {}
         llama.generate(**inputs, max_new_tokens=5, assistant=specs[index % 3], **options)
 
-    for index in range(20):
+    for index in range(12):
         call(index)
     process = psutil.Process()
     tensors, memory = live_tensors(), process.memory_info().rss
-    for index in range(50):
+    for index in range(30):
         call(index)
     assert live_tensors() <= tensors
     assert process.memory_info().rss - memory < 32 * 2**20
-
-
-def test_model_can_be_freed() -> None:
-    """Neither a ``SelfSpec`` nor the package holds on to a model it has served."""
-    model = tiny_llama()
-    model.generate(**ROW, max_new_tokens=4, assistant=EXIT)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 # Anything goes -------------------------------------------------------------------------------------------------------
@@ -299,7 +282,7 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
     """Token for token plain ``generate``, with eos tokens somewhere in its text."""
     rates: list[float] = []
 
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
     @given(
         spec=SPECS,
         lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
@@ -319,4 +302,4 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
         rates.append(spec.stats.acceptance_rate)
 
     run()
-    assert sum(0 < rate < 1 for rate in rates) > 3
+    assert sum(0 < rate < 1 for rate in rates) > 2

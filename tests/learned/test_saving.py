@@ -65,20 +65,17 @@ def test_settings_come_back(name: str, tmp_path: Path) -> None:
     assert repr(loaded) == repr(spec)
 
 
-@pytest.mark.every_run(".*-1")
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize(("name", "rows"), [("clasp", 1), ("swift", 1), ("swift, ratio given", 2)])
 def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name])
-    for seed in range(2):
-        generate(llama, prompt(rows, seed), 40, assistant=spec)
+    generate(llama, prompt(rows), 40, assistant=spec)
     choice, phase, found = spec.choice(llama), spec.stats.phase, spec._knowledge.latest(llama)
-    assert phase == ("optimization" if name in ("clasp", "swift") else "acceleration")
+    assert phase == ("acceleration" if "given" in name else "optimization")
+    assert (choice.stop is None) == ("given" in name)
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert begins_with(llama, loaded, rows)[0] == choice
     assert_lossless(llama, loaded, rows=rows)
-    assert (choice.stop is None) == (name == "swift, ratio given")
     again = loaded._knowledge.latest(llama)
     assert len(found.trials) >= 3
     kept = list(again.trials)[: len(found.trials)]
@@ -101,31 +98,20 @@ def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -
     assert len(loaded._knowledge.latest(llama).trials) == 20
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_probes_choice_comes_back(rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_probes_choice_comes_back(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """It stands until there is as much new text as it was chosen by."""
     spec = SelfSpec.layerskip()
-    generate(llama, prompt(rows), 60, assistant=spec)
+    generate(llama, prompt(2), 40, assistant=spec)
     choice = spec.choice(llama)
     assert choice.layer is not None
     spec.save_pretrained(tmp_path, llama)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert loaded.choice(llama) is None
-    generate(llama, prompt(rows), 4, assistant=loaded)
-    assert loaded.choice(llama) == choice
-    assert loaded.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
-    assert_lossless(llama, loaded, rows=rows)
-
-
-def test_a_short_text_leaves_a_probes_choice(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """What was read from a file stands until there is as much new text as it was chosen by."""
-    spec = SelfSpec.layerskip()
-    generate(llama, prompt(), 60, assistant=spec)
-    choice = spec.choice(llama)
-    spec.save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    generate(llama, prompt(seed=7), 20, assistant=loaded)
-    assert loaded.choice(llama) == choice
-    generate(llama, prompt(seed=8), 70, assistant=loaded)
+    for seed, tokens in enumerate((4, 12)):
+        generate(llama, prompt(2, seed), tokens, assistant=loaded)
+        assert loaded.choice(llama) == choice
+        assert loaded.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
+    generate(llama, prompt(2, seed=8), 50, assistant=loaded)
     assert loaded.choice(llama).tokens > choice.tokens
 
 
@@ -151,8 +137,8 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
 def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Also the findings for kinds of calls that have not been made since, and without any call."""
     spec = fresh(SEARCHES["clasp, over"])
-    generate(llama, prompt(), 40, assistant=spec)
-    generate(llama, prompt(2), 40, assistant=spec)
+    for rows in (1, 2):
+        generate(llama, prompt(rows), 30, assistant=spec)
     spec.save_pretrained(tmp_path / "first")
     content = json.loads((tmp_path / "first" / FILE).read_text())
     loaded = SelfSpec.from_pretrained(tmp_path / "first")
@@ -161,9 +147,8 @@ def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Pa
     generate(llama, prompt(), 2, assistant=loaded)
     loaded.save_pretrained(tmp_path / "third")
     again = json.loads((tmp_path / "third" / FILE).read_text())["findings"]
-    assert {one["several_rows"]: one["state"]["set"] for one in again} == {
-        one["several_rows"]: one["state"]["set"] for one in content["findings"]
-    }
+    sets = [{one["several_rows"]: one["state"]["set"] for one in found} for found in (again, content["findings"])]
+    assert sets[0] == sets[1]
 
 
 def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -182,19 +167,18 @@ def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path) -> Non
         generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_share_what_is_learned(copied: Any, llama: PreTrainedModel) -> None:
+def test_copies_share_what_is_learned(llama: PreTrainedModel) -> None:
     """A tool that copies its arguments for every batch goes on with the search of the batches before."""
     spec = fresh(SEARCHES["clasp"])
     tried = []
-    for _ in range(3):
+    for copied in (copy.copy, copy.deepcopy):
         twin = copied(spec)
         assert twin is not spec
         assert twin == spec
-        generate(llama, prompt(), 40, assistant=twin)
+        generate(llama, prompt(), 30, assistant=twin)
         assert twin.stats is spec.stats
         tried.append(len(spec.stats.matchness))
-    assert 0 < tried[0] < tried[1] < tried[2]
+    assert 0 < tried[0] < tried[1]
     assert twin.choice(llama) is spec.choice(llama)
 
 
@@ -236,15 +220,12 @@ def test_another_model_is_refused_before_work(make: Callable[[], PreTrainedModel
     assert_lossless(model, SelfSpec())
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-def test_findings_are_not_saved_for_another_model(
-    used: bool, llama: PreTrainedModel, saved: Path, tmp_path: Path
-) -> None:
+def test_findings_are_not_saved_for_another_model(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
     loaded = SelfSpec.from_pretrained(saved)
-    if used:
+    for _ in range(2):
+        with pytest.raises(SettingError, match="other weights"):
+            loaded.save_pretrained(tmp_path, tiny_llama(LAYERS, seed=1))
         generate(llama, prompt(), 2, assistant=loaded)
-    with pytest.raises(SettingError, match="other weights"):
-        loaded.save_pretrained(tmp_path, tiny_llama(LAYERS, seed=1))
     assert not list(tmp_path.iterdir())
 
 
@@ -290,19 +271,15 @@ def test_a_peft_model(tmp_path: Path) -> None:
 # Fingerprints --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cast_is_the_same_model_and_one_other_weight_is_not() -> None:
+def test_fingerprints() -> None:
+    """A cast is the same model, one other weight is not, and weights that cannot be read do not set models apart."""
     model = tiny_llama(6)
     own = Fingerprint.of(model, 6)
     assert own.difference(Fingerprint.of(copy.deepcopy(model).to(torch.bfloat16), 6)) == ""
-    model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
-    assert "weights" in own.difference(Fingerprint.of(model, 6))
-
-
-def test_weights_that_cannot_be_read_are_unknown() -> None:
-    """Offloaded ones are on the meta device; what is unknown does not set models apart."""
-    model = tiny_llama(6)
-    own = Fingerprint.of(model, 6)
-    model.model.layers[2].to("meta")
+    other = copy.deepcopy(model)
+    other.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
+    assert "weights" in own.difference(Fingerprint.of(other, 6))
+    model.model.layers[2].to("meta")  # as offloaded ones are
     unknown = Fingerprint.of(model, 6)
     assert unknown.weights is None
     assert own.difference(unknown) == unknown.difference(own) == ""
@@ -325,27 +302,16 @@ def assert_refused(path: Path, words: str = FILE) -> None:
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_was_cut_short(saved: Path, tmp_path: Path) -> None:
-    content = (saved / FILE).read_bytes()
-    path = tmp_path / FILE
-    for end in [*range(40), *range(40, len(content), max(1, len(content) // 100)), len(content) - 1]:
-        path.write_bytes(content[:end])
+def test_files_that_are_something_else(saved: Path, tmp_path: Path) -> None:
+    """One that was cut short anywhere, one of other content, none, and a folder in its place."""
+    path, content = tmp_path / FILE, (saved / FILE).read_bytes()
+    ends = [*range(0, 40, 4), *range(40, len(content), max(1, len(content) // 30)), len(content) - 1]
+    for other in (*(content[:end] for end in ends), b"null", b"{}", b"\xff\xfe\x00", b"[" * 100_000):
+        path.write_bytes(other)
         assert_refused(path, "cut short or changed")
-
-
-def test_no_file(tmp_path: Path) -> None:
-    assert_refused(tmp_path / FILE, r"does not exist.*save_pretrained\(folder\)")
-    assert_refused(tmp_path / "nowhere" / FILE, "does not exist")
+    assert_refused(tmp_path / "nowhere" / FILE, r"does not exist.*save_pretrained\(folder\)")
     (tmp_path / "folder" / FILE).mkdir(parents=True)
     assert_refused(tmp_path / "folder" / FILE)
-
-
-@pytest.mark.parametrize(
-    "content", [b"null", b"{}", b"\xff\xfe\x00", b"[" * 100_000], ids=["null", "nothing", "not UTF-8", "deep"]
-)
-def test_files_that_are_something_else(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(content)
-    assert_refused(tmp_path / FILE)
 
 
 def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Path:
@@ -397,7 +363,7 @@ def saved_probe(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-@pytest.mark.parametrize("value", [None, "x", -1, {}, [[0.5]]], ids=repr)
+@pytest.mark.parametrize("value", [None, -1, [[0.5]]], ids=repr)
 @pytest.mark.parametrize("kind", ["saved", "saved_probe"])
 def test_findings_that_do_not_fit(
     kind: str, value: Any, llama: PreTrainedModel, tmp_path: Path, request: pytest.FixtureRequest
@@ -447,19 +413,12 @@ class OwnRule(ConfidenceThreshold):
     """A user's own class of one of ours."""
 
 
-def own_class_of_our_name() -> Any:
-    def call(self: Any, *arguments: Any) -> torch.Tensor:
-        return never(*arguments)
-
-    return dataclass(frozen=True)(type("FixedLength", (), {"__call__": call}))()
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"stop": never}, r"SelfSpec\(stop\) is <function never"),
         ({"stop": OwnRule()}, r"SelfSpec\(stop\) is OwnRule"),
-        ({"stop": own_class_of_our_name()}, r"SelfSpec\(stop\) is "),
+        ({"stop": type("FixedLength", (OwnRule,), {})()}, r"SelfSpec\(stop\) is "),
         ({"draft": Own()}, r"SelfSpec\(draft\) is .*Own object"),
     ],
     ids=["function", "subclass", "class of the same name", "generator"],

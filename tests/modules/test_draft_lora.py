@@ -16,13 +16,12 @@ from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
 from helpers.fitted import Recording, arguments, lora_of, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
-    Cascade,
     DraftLora,
     EarlyExit,
     EarlyExitLora,
     FixedLength,
-    Lookup,
     ReducedHead,
     SelfSpec,
     SettingError,
@@ -67,7 +66,7 @@ def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> N
 def test_models_in_bfloat16() -> None:
     """Drafts compute in the model's precision, and so does the fit; the LoRA itself stays in float32."""
     model = tiny_llama(factor=0.5).to(torch.bfloat16)
-    lora = fit_draft_lora(model, None, rows(20), exit_layer=1, block_size=32)
+    lora = fit_draft_lora(model, None, rows(19), exit_layer=1, block_size=32)
     assert {value.dtype for value in lora.parameters()} == {torch.float32}
     assert any(bool(up.any()) for up in lora.up)
     with torch.no_grad():
@@ -75,7 +74,6 @@ def test_models_in_bfloat16() -> None:
         assert add(torch.zeros(1, 1, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
     spec = spec_of(lora)
     model.generate(**ragged_batch((9,)), max_new_tokens=9, do_sample=False, assistant=spec)
-    assert spec.stats is not None
     assert spec.stats.drafted > 0
 
 
@@ -84,11 +82,9 @@ def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
     for spec in (
         spec_of(lora, tree=TopKTree()),
         SelfSpec(EarlyExitLora(lora, head), FixedLength(2)),
-        SelfSpec(Cascade([Lookup(), EarlyExitLora(lora)]), FixedLength(3)),
         spec_of(lora, compile=CompileConfig(backend="eager")),
-        SelfSpec(EarlyExitLora(lora)),
     ):
-        assert all(found.drafted > 0 for found in check_lossless(llama, spec))
+        assert all(found.drafted > 0 for found in check_lossless(llama, spec, 12))
 
 
 def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:
@@ -104,8 +100,8 @@ def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:
 
 def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
     """Several generations with one model, each with another LoRA or with none."""
-    inputs, options = ragged_batch((9,)), {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    specs = [spec_of(lora_of(llama, seed, size=0.1)) for seed in range(3)] + [SelfSpec(EarlyExit(EXIT), FixedLength(3))]
+    inputs, options = ragged_batch((9,)), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    specs = [spec_of(lora_of(llama, seed, size=0.1)) for seed in range(2)] + [SelfSpec(EarlyExit(EXIT), FixedLength(3))]
     plain = llama.generate(**inputs, **options)
 
     def accepted(spec: SelfSpec) -> int:
@@ -116,7 +112,7 @@ def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
     alone = [accepted(spec) for spec in specs]
     together: dict[int, list[int]] = {}
     threads = [
-        threading.Thread(target=lambda at=at: together.__setitem__(at, [accepted(specs[at]) for _ in range(6)]))
+        threading.Thread(target=lambda at=at: together.__setitem__(at, [accepted(specs[at]) for _ in range(2)]))
         for at in range(len(specs))
     ]
     with unchanged(llama):
@@ -124,7 +120,7 @@ def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert together == {at: [count] * 6 for at, count in enumerate(alone)}
+    assert together == {at: [count] * 2 for at, count in enumerate(alone)}
 
 
 # The fit -------------------------------------------------------------------------------------------------------------
@@ -162,14 +158,13 @@ def _never_ends(
 
 def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = tiny_llama(factor=0.5)
-    before = {name: value.clone() for name, value in weights(model).items()}
-    args = arguments(tmp_path, num_train_epochs=4, learning_rate=1e-2)
+    before = weights(model)
+    args = arguments(tmp_path, num_train_epochs=3, learning_rate=1e-2)
     with unchanged(model):
         lora = fit_draft_lora(model, None, rows(), exit_layer=EXIT, rank=8, block_size=32, args=args)
     figures = lora.about["figures"]
     assert figures["agreement with the whole model"] > figures["agreement without LoRA"] + 0.1
     assert figures["last loss"] < figures["first loss"]
-    assert figures["speed over plain generate"] > 0
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     assert all(parameter.requires_grad for parameter in model.parameters())
     check_lossless(model, spec_of(lora))
@@ -177,17 +172,17 @@ def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 def test_a_fit_begins_as_the_exit_itself(tmp_path: Path) -> None:
     args = arguments(tmp_path, learning_rate=0.0)
-    lora = fit_draft_lora(tiny_llama(), None, rows(), block_size=32, args=args)
+    lora = fit_draft_lora(tiny_llama(), None, rows(20), block_size=32, args=args)
     assert lora.exit_layer == 1
     figures = lora.about["figures"]
     assert figures["agreement with the whole model"] == figures["agreement without LoRA"]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+@peft_calls_old_name
 def test_a_fit_around_adapters_of_peft() -> None:
     """What PEFT has added is part of the model, not of what is fitted."""
     model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
-    lora = fit_draft_lora(model, None, rows(20), exit_layer=1, block_size=32)
+    lora = fit_draft_lora(model, None, rows(19), exit_layer=1, block_size=32)
     names = [name for name, _, _ in lora.shapes]
     assert "0.self_attn.q_proj.base_layer" in names
     assert "0.mlp.up_proj" in names
@@ -201,7 +196,7 @@ def test_models_to_which_none_can_be_fitted(monkeypatch: pytest.MonkeyPatch) -> 
             fit_draft_lora(build(name), None, [{"input_ids": [3] * 640}], exit_layer=1, block_size=32)
     monkeypatch.setattr(lora_fit, "widths", lambda module: None)
     with pytest.raises(UnsupportedModelError, match="no linear layer was found in the first 1 layers"):
-        fit_draft_lora(tiny_llama(), None, rows(20), exit_layer=1, block_size=32)
+        fit_draft_lora(tiny_llama(), None, rows(19), exit_layer=1, block_size=32)
 
 
 # Files and mistakes --------------------------------------------------------------------------------------------------
@@ -236,17 +231,19 @@ def test_wrong_shapes(shapes: Any, error: type[Exception], words: str) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path, llama: LlamaForCausalLM) -> None:
-    ids = torch.tensor([[3]])
-    with pytest.raises(SettingTypeError, match=r"EarlyExitLora\(lora\) must be DraftLora or the path"):
-        EarlyExitLora(8)
-    with pytest.raises(SettingError, match="is for exit layer 6, but LlamaForCausalLM has 6 layers"):
-        llama.generate(ids, max_new_tokens=3, assistant=spec_of(lora_of(tiny_llama(8), exit_layer=6)))
-    fitted = fit_draft_lora(tiny_llama(seed=1), None, rows(20), exit_layer=1, block_size=32)
-    with pytest.raises(SettingError, match="this draft LoRA was fitted to a model with other weights"):
-        llama.generate(ids, max_new_tokens=3, assistant=spec_of(fitted))
-    with pytest.raises(UnsupportedOptionError, match="cannot be exported"):
-        spec_of(lora_of(llama)).export_draft(tmp_path / "export", llama)
-    with pytest.raises(SettingError, match="exit_layer"):
-        fit_draft_lora(llama, None, rows(20), exit_layer=6, block_size=32)
-    with pytest.raises(SettingError, match=r"fit_draft_lora\(rank\)"):
-        fit_draft_lora(llama, None, rows(20), exit_layer=1, rank=0, block_size=32)
+    fitted = fit_draft_lora(tiny_llama(seed=1), None, rows(19), exit_layer=1, block_size=32)
+    options: dict[str, Any] = {"exit_layer": 1, "block_size": 32}
+
+    def generate(lora: DraftLora) -> Any:
+        return llama.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=spec_of(lora))
+
+    for wrong, error, words in (
+        (lambda: EarlyExitLora(8), SettingTypeError, r"EarlyExitLora\(lora\) must be DraftLora or the path"),
+        (lambda: generate(lora_of(tiny_llama(8), exit_layer=6)), SettingError, "is for exit layer 6, but Llama"),
+        (lambda: generate(fitted), SettingError, "this draft LoRA was fitted to a model with other weights"),
+        (lambda: spec_of(fitted).export_draft(tmp_path, llama), UnsupportedOptionError, "cannot be exported"),
+        (lambda: fit_draft_lora(llama, None, rows(20), **options | {"exit_layer": 6}), SettingError, "exit_layer"),
+        (lambda: fit_draft_lora(llama, None, rows(20), rank=0, **options), SettingError, r"fit_draft_lora\(rank\)"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()

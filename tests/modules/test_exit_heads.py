@@ -28,8 +28,15 @@ from hf_selfspec import (
     calibrate_exit_heads,
     fit_exit_heads,
 )
-from hf_selfspec.modules.calibration import drafts, threshold
-from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
+from hf_selfspec.modules.heads import (
+    METRICS,
+    Predictions,
+    calibrate,
+    default_layers,
+    drafts,
+    figures_of,
+    threshold,
+)
 
 
 def unreached(name: str, words: str) -> Any:
@@ -41,7 +48,7 @@ def unreached(name: str, words: str) -> Any:
 # Calibration ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sure = torch.randint(0, 12, (40,), generator=generator) / 4  # some are equally sure
@@ -51,10 +58,10 @@ def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> No
         assert threshold(sure, right, epsilon) == (min(enough) if enough else None)
 
 
-def predictions(sure: list[list[float]], right: list[list[int]]) -> HeadPredictions:
+def predictions(sure: list[list[float]], right: list[list[int]]) -> Predictions:
     """The same by each metric."""
     found = {name: torch.tensor(sure) for name in METRICS}
-    return HeadPredictions(found, torch.tensor(right).float())
+    return found, torch.tensor(right).float()
 
 
 def test_calibrations() -> None:
@@ -62,7 +69,7 @@ def test_calibrations() -> None:
         predictions([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
         predictions([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
     ]
-    texts[0].sure["entropy"] = -texts[0].sure["entropy"]
+    texts[0][0]["entropy"] = -texts[0][0]["entropy"]
     found = calibrate(texts, [0.4, 0.5, 0.9])
     assert found["tokens"] == 5
     assert found["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]
@@ -97,7 +104,7 @@ def test_calibrations() -> None:
     }
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_texts_with_drafts_by_hand(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sure, right = (torch.rand(60, generator=generator) < share for share in (0.7, 0.8))
@@ -122,17 +129,17 @@ def test_layers_of_heads() -> None:
 # Drafts ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_run(".*-0.5")
+@pytest.mark.every_run("0.5")
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))], ids=["line", "tree"])
-def test_heads_change_no_token(share: float, tree: TopKTree | None) -> None:
+def test_trees_of_heads_change_no_token(share: float) -> None:
     model = tiny_llama(8)
-    spec = SelfSpec(DynamicExit(heads_of(model, share)), FixedLength(8), tree)
-    for stats in check_lossless(model, spec, 40):
+    spec = SelfSpec(DynamicExit(heads_of(model, share)), FixedLength(8), TopKTree(((1.0, 3),)))
+    for stats in check_lossless(model, spec):
         assert set(stats.exit_layers) <= set(LAYERS)
         assert sum(stats.exit_layers.values()) >= stats.drafted > 0
 
 
+@pytest.mark.every_run("None")
 @pytest.mark.parametrize("metric", [None, "margin", "probability"])
 def test_each_token_is_taken_at_the_first_head_that_is_sure(metric: str | None) -> None:
     """By hand, from the states of the whole text, for the first draft; it ends where no head is sure."""
@@ -202,7 +209,7 @@ def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...],
 def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     model: LlamaForCausalLM = tiny_llama(factor=1.5)
     before = weights(model)
-    args = arguments(tmp_path, num_train_epochs=10, learning_rate=1e-2)
+    args = arguments(tmp_path, max_steps=60, learning_rate=2e-2)
     # The text's next tokens are not what a model at random says.
     with unreached("fit_exit_heads", "no head is sure enough") if labels else nullcontext():
         heads = fit_exit_heads(
@@ -225,13 +232,9 @@ def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     assert figures["drafts accepted at best"] == pytest.approx(max(reached, default=0.0), abs=1e-3)
     if not reached:
         return
-    found = []
-    for spec in (SelfSpec.dssd(heads, max(reached)), SelfSpec.dssd(tmp_path, max(reached))):
-        ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
-        assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
-        assert spec.stats is not None
-        found.append((spec.stats.from_draft, spec.stats.exit_layers))
-    assert found[0] == found[1]
+    specs = (SelfSpec.dssd(one, max(reached)) for one in (heads, tmp_path))
+    one, other = ([stats.exit_layers for stats in check_lossless(model, spec)] for spec in specs)
+    assert one == other
 
 
 def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:
@@ -304,32 +307,35 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     model = tiny_llama(8)
-    heads = heads_of(model, 0.5)
-    with pytest.raises(SettingError, match="have no thresholds"):
-        SelfSpec.dssd(ExitHeads([2], 64, 97))
-    heads.about = {"calibration": calibrated(heads.about["calibration"]["thresholds"], 0.8979)}
-    with pytest.raises(SettingError, match=r"epsilon=0\.9 is more than these exit heads reach: .* at best 0\.897 of"):
-        SelfSpec.dssd(heads)
-    earlier = ExitHeads(
-        [2], 64, 97, about={"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": [[1]]}}
-    )
-    for make in (SelfSpec.dssd, lambda heads: SelfSpec.early_exit_only(heads=heads)):
-        with pytest.raises(SettingError, match="were not calibrated by 'entropy': calibrate them"):
-            make(earlier)
-    with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
-        SelfSpec.early_exit_only(heads=heads, epsilon=0.95)
-    with pytest.raises(SettingTypeError, match="must be ExitHeads or the path of a saved one"):
-        SelfSpec.dssd(3)
-    for both_or_none in ({}, {"layer": 2, "heads": heads}):
-        with pytest.raises(SettingError, match="give one of the two"):
-            SelfSpec.early_exit_only(**both_or_none)
-    with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):
-        tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
-    shared = build("gemma3n_text")
-    with pytest.raises(UnsupportedModelError, match="exit heads cannot draft"):
-        shared.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads_of(model, 0.5, (1,))))
+    heads, shared = heads_of(model, 0.5), build("gemma3n_text")
+    limits = heads.about["calibration"]["thresholds"]
+    heads.about = {"calibration": calibrated(limits, 0.8979)}
+    known = {"metric": "entropy", "epsilons": [0.9], "thresholds": [[1]]}  # of an earlier version
+    earlier = ExitHeads([2], 64, 97, about={"calibration": known})
+
+    def generate(other: Any, given: ExitHeads, epsilon: float = 0.8) -> Any:
+        return other.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(given, epsilon))
+
+    for wrong, error, words in (
+        (lambda: SelfSpec.dssd(ExitHeads([2], 64, 97)), SettingError, "have no thresholds"),
+        (lambda: SelfSpec.dssd(heads), SettingError, r"epsilon=0\.9 is more than .* reach: .* at best 0\.897 of"),
+        (lambda: SelfSpec.dssd(earlier), SettingError, "were not calibrated by 'entropy': calibrate them"),
+        (lambda: SelfSpec.early_exit_only(heads=earlier), SettingError, "were not calibrated by 'entropy'"),
+        (lambda: SelfSpec.early_exit_only(heads=heads, epsilon=0.95), SettingError, r"epsilon=0\.95 is above"),
+        (lambda: SelfSpec.dssd(3), SettingTypeError, "must be ExitHeads or the path of a saved one"),
+        (lambda: SelfSpec.early_exit_only(), SettingError, "give one of the two"),
+        (lambda: SelfSpec.early_exit_only(layer=2, heads=heads), SettingError, "give one of the two"),
+        (lambda: generate(tiny_llama(6), heads), SettingError, "but LlamaForCausalLM has 6 layers"),
+        (lambda: generate(shared, heads_of(model, 0.5, (1,))), UnsupportedModelError, "exit heads cannot draft"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+
+
+def test_mistakes_of_fits_and_calibrations(tmp_path: Path) -> None:
+    model = tiny_llama(8)
     with unreached("fit_exit_heads", "no head"):
-        other = fit_exit_heads(model, None, rows(), num_heads=1, block_size=32, args=arguments(tmp_path, max_steps=1))
+        other = fit_exit_heads(model, None, rows(20), num_heads=1, block_size=32, args=arguments(tmp_path, max_steps=1))
     for options, words in (
         ({"model": tiny_llama(8, factor=2.0)}, "was fitted to"),
         ({"block_size": 1}, "leaves the model nothing to write"),
@@ -342,10 +348,8 @@ def test_mistakes(tmp_path: Path) -> None:
         ({"metric": "variance"}, "must be one of"),
         ({"epsilons": [0.9, 0.5]}, "must be in increasing order"),
         ({"labels": 2.0}, "must lie between"),
-        ({"layers": [9]}, "between 1 and 7"),
-        ({"copied": True, "rank": 4}, "leave rank out"),
         ({"dataset": rows(3)}, "none can be held out"),
     ):
-        given: dict[str, Any] = {"dataset": rows(), "block_size": 32, "args": arguments(tmp_path)} | change
+        given: dict[str, Any] = {"dataset": rows(), "block_size": 32} | change
         with pytest.raises(SettingError, match=words):
             fit_exit_heads(model, None, given.pop("dataset"), **given)

@@ -98,27 +98,6 @@ def test_llama_by_hand(
     assert len(report.loss) == 6
 
 
-def test_bfloat16(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Losses are added up in higher precision, from the very logits that the head gives."""
-    model = tiny_llama().to(torch.bfloat16)
-    seen: list[torch.Tensor] = []
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-    report = exit_report(model, tokenizer, TEXTS)
-    handle.remove()
-    # For each text the last exit and then the others.
-    total = torch.zeros(6, dtype=torch.float64)
-    for index, logits in enumerate(seen):
-        text = tokenizer(TEXTS[index // 6], return_tensors="pt")["input_ids"][0]
-        assert logits.dtype == torch.bfloat16
-        total[index % 6 - 1] += F.cross_entropy(logits.double(), text[1:], reduction="sum")
-    assert list(report.loss) == pytest.approx((total / TOKENS).tolist(), rel=1e-6)
-    # Kernels may round differently where they see another number of rows.
-    expected = by_hand(tokenizer, through_norm_and_head(model))
-    assert list(report.loss) == pytest.approx(expected[0], rel=5e-3)
-    assert list(report.agreement) == pytest.approx(expected[2], abs=2 / TOKENS)
-    assert report.agreement[-1] == 1
-
-
 # Tied heads, soft-caps, scales, projections, a decoder under another name, streams.
 NAMES = ("gemma2", "cohere", "granite", "opt", "opt-350m", "llama4_text", "gemma3n_text")
 RECURRENT = [name for name in STATEFUL if name != "inkling2_text"]
@@ -201,11 +180,10 @@ def test_texts_are_cut_at_max_length_or_the_models_positions(
     assert [len(row) for row in rows_seen(unknown, tokenizer, ["abc" * 1000])] == [2048]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_special_tokens(llama: LlamaForCausalLM, side: str) -> None:
+def test_special_tokens(llama: LlamaForCausalLM) -> None:
     """The first token of the template is a context, and a cut text does not end in its last one."""
     tokenizer = character_tokenizer()
-    tokenizer.truncation_side = side
+    tokenizer.truncation_side = "left"
     template = TemplateProcessing("<s> $A <pad>", special_tokens=[("<s>", 1), ("<pad>", 0)])
     tokenizer.backend_tokenizer.post_processor = template
     a = ord("a") - 30
@@ -249,21 +227,20 @@ def test_training_after_a_report(tokenizer: PreTrainedTokenizerFast) -> None:
     assert model.model.embed_tokens.weight.grad is not None
 
 
-@pytest.mark.parametrize(("place", "fuse"), [("model.layers.2", 2), ("lm_head", 9)])
-def test_after_an_exception(tokenizer: PreTrainedTokenizerFast, place: str, fuse: int) -> None:
+def test_after_an_exception(tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny_llama().train()
     calls: list[int] = []
 
     def explode(module: torch.nn.Module, args: Any) -> None:
         calls.append(1)
-        if len(calls) == fuse:
+        if len(calls) == 9:  # in the second text
             raise KeyboardInterrupt
 
-    handle = model.get_submodule(place).register_forward_pre_hook(explode)
+    handle = model.lm_head.register_forward_pre_hook(explode)
     with unchanged(model), pytest.raises(KeyboardInterrupt):
         exit_report(model, tokenizer, TEXTS)
     handle.remove()
-    assert len(calls) == fuse
+    assert len(calls) == 9
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert exit_report(model, tokenizer, TEXTS) == exit_report(tiny_llama(), tokenizer, TEXTS)
 

@@ -1,4 +1,4 @@
-"""Arms and the choice among them, which probe, search and tuning share."""
+"""What a probe or a search has chosen, and how it comes back from a file."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +14,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.models import tiny_llama
-from helpers.processes import EXAMPLES
 from helpers.search.generating import after_prefill, keys_and_values, prefilled
 from helpers.search.searches import matchness_of, predicted, skipping, space
-from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, SettingError, SettingTypeError, SkipLayers
+from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SettingError, SettingTypeError, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.partial import ForwardPass
@@ -84,21 +82,6 @@ def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
 
 def test_usual_ratios() -> None:
     assert [usual_ratio(int(billions * 1e9)) for billions in (1, 7, 13, 34, 70)] == [0.4, 0.4, 0.45, 0.5, 0.5]
-
-
-def test_a_model_with_a_known_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of its blocks hardly matter: without them it predicts nearly the same, without the others it does not."""
-    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
-    synthetic = importlib.import_module("synthetic")
-    model, known = synthetic.known_skips_llama(synthetic.LlamaShape(64, 6, vocabulary=97, positions=256))
-    agreement = synthetic.acceptance(model, SelfSpec(known, FixedLength(4)))
-    space = SkipSpace.of(Anatomy.of(model))
-    places = space.places(known.plan(Anatomy.of(model)))
-    assert len(places) == 4
-    assert agreement > 0.8
-    others = space.plan(set(range(8)) - places)
-    draft = SkipLayers(tuple(others.skipped_attention), tuple(others.skipped_mlp))
-    assert synthetic.acceptance(model, SelfSpec(draft, FixedLength(4))) < agreement - 0.3
 
 
 # What sets are worth -------------------------------------------------------------------------------------------------

@@ -273,8 +273,11 @@ def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch, search: Search
     monkeypatch.setattr(SearchingDraft, "propose", watched)
     use_costs(monkeypatch, several=1.0)
     model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=search), stop=own)
+    plain = generated(model, prompt(), 30)
     for _ in range(2):
-        generated(model, prompt(), 30, assistant=spec)
+        assert torch.equal(generated(model, prompt(), 30, assistant=spec), plain)
+    assert spec.stats is not None
+    assert spec.stats.drafted
     chosen = [stop for stop, _ in used if stop is not None]
     assert len(chosen) > 3
     if own is None:

@@ -238,6 +238,15 @@ def test_a_search_does_not_begin_again(what: str) -> None:
     assert search.steps > 100
 
 
+def test_a_search_that_begins_again_tries_what_was_best_before() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=2), BOLD)
+    search.register(CAREFUL, predicted(0.9))
+    search.register(BOLD, predicted(0.9))
+    draft_much(search, 0.8)
+    draft_much(search, 0.1)
+    assert [search.propose() for _ in range(2)] == [BOLD, CAREFUL]
+
+
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_drafts_that_fare_worse_than_trials_lower_the_expected_speed(share: float) -> None:
     """By hand: of 160 drafted tokens 0.855 each were promised, and 32 more are taken to be accepted as promised."""

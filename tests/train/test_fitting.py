@@ -1,19 +1,16 @@
-"""What is fitted to a frozen model: the fits, the files, and drafts with what was fitted."""
+"""What is fitted to a frozen model: fits, what they keep, and drafts with what was fitted."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaForCausalLM,
-)
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import check_lossless
@@ -37,14 +34,21 @@ from hf_selfspec import (
 )
 from hf_selfspec.train import fit as fits
 from hf_selfspec.train import fit_trainer, frozen_model
-from hf_selfspec.train.frozen_model import FrozenModel
-from hf_selfspec.train.losses import cross_entropy, per_token
+from hf_selfspec.train.frozen_model import FrozenModel, cross_entropy
 from hf_selfspec.train.packing import PackedDataset
+
+# Too few rows for any to be held out, so that fits are not evaluated.
+FEW = 19
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
+
+
+def adapter_fit(model: Any, text: Any = None, **changed: Any) -> Adapter:
+    options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32} | changed
+    return fit_adapter(model, None, rows(FEW) if text is None else text, **options)
 
 
 # Fits -----------------------------------------------------------------------------------------------------------------
@@ -55,7 +59,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     model.lm_head.weight.requires_grad_(False)
     before, learning = weights(model), [parameter.requires_grad for parameter in model.parameters()]
     args = arguments(tmp_path, num_train_epochs=6, learning_rate=1e-2)
-    adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path / "out")
+    adapter = adapter_fit(model, rows(), args=args, output_dir=tmp_path / "out")
     figures = adapter.about["figures"]
     assert figures["last loss"] < figures["first loss"] - 0.01
     assert {name: value for name, value in adapter.about["recipe"].items() if name != "steps"} == {
@@ -73,8 +77,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     assert model.model.layers[0].__dict__.get("forward") is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     ids = torch.tensor([row["input_ids"] for row in rows()[:30]])
-    plain = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=1))
-    assert loss_of(model, adapter, ids) < loss_of(model, plain, ids)
+    assert loss_of(model, adapter, ids) < loss_of(model, adapter_fit(model, args=arguments(tmp_path, max_steps=1)), ids)
     loaded = Adapter.load(tmp_path / "out")
     assert loaded.about == adapter.about
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in adapter.state_dict().items())
@@ -98,9 +101,8 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     with seen.frozen():
         observed = seen.hidden_states(ids)
         for elements in (10**9, 4 * VOCABULARY):
-            monkeypatch.setattr("hf_selfspec.train.losses.LOGIT_ELEMENTS", elements)
-            hidden = adapter(observed.states[EXIT])
-            found = per_token(cross_entropy, seen.own_head, hidden, seen.own_head, observed.final, VOCABULARY)
+            monkeypatch.setattr(frozen_model, "LOGIT_ELEMENTS", elements)
+            found = seen.per_token(cross_entropy, seen.own_head, adapter(observed[f"states_{EXIT}"]), observed)
             assert found.shape == (18,)
             assert found.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
             found.mean().backward()
@@ -118,7 +120,6 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> None:
     """Better than always saying the more frequent of both; its labels are those of the decoding mode."""
     model = tiny_llama(factor=0.6)
-    before = weights(model)
     args = arguments(tmp_path, num_train_epochs=25, learning_rate=6e-2)
     text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (80, 32)).tolist()]
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_k": 5} if do_sample else {}
@@ -136,11 +137,9 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
             label = (exits.argmax(-1) == output.logits.argmax(-1)).float()
         sure = probe(exits.flatten(0, 1), output.hidden_states[EXIT].flatten(0, 1)).view(label.shape)
     share = label.mean()
-    found = torch.nn.functional.binary_cross_entropy(sure, label)
-    constant = torch.nn.functional.binary_cross_entropy(share.expand_as(label), label)
-    assert found < constant - 0.002
+    constant = F.binary_cross_entropy(share.expand_as(label), label)
+    assert F.binary_cross_entropy(sure, label) < constant - 0.002
     assert sure.mean().item() == pytest.approx(share.item(), abs=0.1)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def _sampled(logits: torch.Tensor) -> torch.Tensor:
@@ -149,78 +148,13 @@ def _sampled(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf).softmax(-1)
 
 
-def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second fit on the same text runs no layer and comes to the same; a file that was cut short is made anew."""
-    model, calls = tiny_llama(), []
-    original = FrozenModel._forward
-    monkeypatch.setattr(FrozenModel, "_forward", lambda self, ids: calls.append(ids.numel()) or original(self, ids))
-
-    def fit() -> Adapter:
-        args = arguments(tmp_path, max_steps=4, seed=1)
-        return fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
-
-    first = fit()
-    assert max(calls) > 32
-    calls.clear()
-    second = fit()
-    assert max(calls) == 1  # for the form of an output
-    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
-    files = list(tmp_path.rglob("*.safetensors"))
-    assert len(files) >= 15
-    for file in files:
-        file.write_bytes(file.read_bytes()[:100])
-    calls.clear()
-    fit()
-    assert max(calls) > 1
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what has no room goes through the model in each epoch, nothing is written twice; the part is the same."""
-    looked, written = list[int](), list[Path]()
-    text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (60, 32)).tolist()]
-    forward, write = FrozenModel._forward, frozen_model.save_file
-    monkeypatch.setattr(FrozenModel, "_forward", lambda self, ids: looked.append(len(ids)) or forward(self, ids))
-    monkeypatch.setattr(frozen_model, "save_file", lambda *given: written.append(given[1]) or write(*given))
-
-    def fit(room: int | None, folder: Path | None) -> tuple[Adapter, int]:
-        options: dict[str, Any] = {"args": arguments(tmp_path, num_train_epochs=3), "cache_dir": folder}
-        looked.clear()
-        written.clear()
-        options |= {"exit_layer": EXIT, "block_size": 32, "cache_bytes": room}
-        adapter = fit_adapter(tiny_llama(), None, text, **options)
-        assert len(written) == len(set(written))
-        return adapter, sum(looked)
-
-    def held(folder: Path) -> int:
-        return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-
-    whole, fewest = fit(None, tmp_path / "whole")
-    room = held(tmp_path / "whole") * 3 // 5
-    _, most = fit(None, None)
-    part, between = fit(room, tmp_path / "half")
-    assert room * 3 / 4 < held(tmp_path / "half") <= room
-    assert fewest + 20 < between < most - 20
-    again, _ = fit(room, tmp_path / "half")
-    assert len(written) < 5  # what is there counts
-    assert held(tmp_path / "half") <= room
-    for adapter in (part, again):
-        for name, value in adapter.state_dict().items():
-            torch.testing.assert_close(value, whole.state_dict()[name], atol=1e-4, rtol=1e-3)
-    with pytest.raises(SettingError, match="cache_bytes must be at least 1, got 0"):
-        fit(0, tmp_path / "none")
-    with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
-        FrozenModel(tiny_llama(), (EXIT,), None, 9)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning")
 def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     """The same parts on both ranks, which are those of one process with batches twice as large."""
     from helpers.distributed_fitting import fit_all
 
-    done = in_two_processes("distributed_fitting.py", tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    in_two_processes("distributed_fitting.py", tmp_path)
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)
     begun = fit_all(arguments(tmp_path, max_steps=1, learning_rate=1e-9, seed=3))
@@ -235,15 +169,35 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
         assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
 
 
-@pytest.mark.parametrize("other", ["autocast", "weights"])
-def test_states_of_another_precision_are_other_states(tmp_path: Path, other: str) -> None:
-    found = []
-    for half in (False, True):
-        model = tiny_llama().to(torch.bfloat16 if half and other == "weights" else torch.float32)
-        args = arguments(tmp_path / "out", max_steps=1, bf16=half and other == "autocast")
-        fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path / "states")
-        found.append(len(list((tmp_path / "states").rglob("*.safetensors"))))
-    assert 0 < found[0] < found[1]
+def test_arguments_and_checkpointing_stay_as_they_were(tmp_path: Path) -> None:
+    """Also with several GPUs in one process, of which a fit takes one; a folder takes the next fit."""
+    model = tiny_llama().train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    args = arguments(tmp_path, max_steps=1)
+    args._n_gpu = 2
+    for layer in (EXIT, 3):
+        adapter = adapter_fit(model, exit_layer=layer, args=args, output_dir=tmp_path / "out")
+        assert f"exit layer: {layer}" in (tmp_path / "out" / "README.md").read_text()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    assert adapter.about["recipe"]["steps"] == args.max_steps == 1
+    assert args.n_gpu == 2
+
+
+def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
+    """Where the user's arguments have it: the part's loss on the rows at the end, here before it has learned."""
+    adapter = fit_in(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=1e-9)
+    log = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    evaluations = [entry for entry in log if "eval_loss" in entry]
+    for entry in evaluations:
+        told = adapter.about["figures"]["agreement with the whole model"]
+        assert entry["eval_agreement_with_the_whole_model"] == told
+        assert entry["eval_speedup"] > 0
+    held_out = torch.tensor([row["input_ids"] for row in rows(40)[-2:]])
+    loss = loss_of(tiny_llama(factor=2.0), adapter, held_out)
+    assert [entry["eval_loss"] for entry in evaluations] == pytest.approx([loss] * 2, rel=1e-4)
+    args = arguments(tmp_path, eval_strategy="epoch")
+    with pytest.raises(SettingError, match=r"fit_probe\(args\): eval_strategy='epoch' needs held-out rows.* 19 rows"):
+        fit_probe(tiny_llama(), None, rows(FEW), exit_layer=EXIT, block_size=32, args=args)
 
 
 def test_rows_of_text() -> None:
@@ -261,7 +215,122 @@ def test_rows_of_text() -> None:
     assert len(held_out) == 2
 
 
-# Drafts with adapters -------------------------------------------------------------------------------------------------
+# The cache of states --------------------------------------------------------------------------------------------------
+
+
+def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits are the same; only what has no room, or was cut short, goes through the model, and is written once."""
+    looked, written = list[int](), list[Path]()
+    text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (FEW, 32)).tolist()]
+    run, write = FrozenModel.run, frozen_model.save_file
+    monkeypatch.setattr(FrozenModel, "run", lambda self, ids: looked.append(ids.numel() // 32) or run(self, ids))
+    monkeypatch.setattr(frozen_model, "save_file", lambda *given: written.append(given[1]) or write(*given))
+
+    def fit(folder: str | None, room: int | None = None) -> int:
+        looked.clear()
+        written.clear()
+        args = arguments(tmp_path, num_train_epochs=3, seed=1)
+        cache = None if folder is None else tmp_path / folder
+        adapter = adapter_fit(tiny_llama(), text, args=args, cache_dir=cache, cache_bytes=room)
+        assert len(written) == len(set(written))
+        for name, value in adapter.state_dict().items():
+            torch.testing.assert_close(value, first.setdefault(name, value), atol=1e-4, rtol=1e-3)
+        return sum(looked)
+
+    def held(folder: str) -> int:
+        return sum(file.stat().st_size for file in (tmp_path / folder).rglob("*.safetensors"))
+
+    first: dict[str, torch.Tensor] = {}
+    assert fit("whole") == FEW == len(written) - 1  # some tokens besides, for the norm to begin with
+    room = held("whole") * 3 // 5
+    assert fit("whole") == 0
+    assert fit(None) == 3 * FEW
+    between = fit("half", room)
+    assert room * 3 / 4 < held("half") <= room
+    assert FEW + 5 < between < 3 * FEW - 5
+    fit("half", room)
+    assert len(written) < 3  # what is there counts
+    assert held("half") <= room
+    for file in (tmp_path / "whole").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert fit("whole") == FEW
+    assert not list(tmp_path.rglob("*.tmp"))
+    with pytest.raises(SettingError, match="cache_bytes must be at least 1, got 0"):
+        fit("none", 0)
+    with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
+        fit(None, 9)
+
+
+@pytest.mark.parametrize("other", ["autocast", "weights"])
+def test_states_of_another_precision_are_other_states(tmp_path: Path, other: str) -> None:
+    found = []
+    for half in (False, True):
+        model = tiny_llama().to(torch.bfloat16 if half and other == "weights" else torch.float32)
+        args = arguments(tmp_path / "out", max_steps=1, bf16=half and other == "autocast")
+        adapter_fit(model, args=args, cache_dir=tmp_path / "states")
+        found.append(len(list((tmp_path / "states").rglob("*.safetensors"))))
+    assert 0 < found[0] < found[1]
+
+
+# Fits that stop and go on ---------------------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the part of a fit that was not; nothing is left beside it then."""
+    monkeypatch.setattr(fit_trainer, "SAVE_STEPS", 3)
+    model, out, text = tiny_llama(factor=2.0), tmp_path / "adapter", rows(FEW) * 5
+    whole = adapter_fit(model, text, output_dir=tmp_path / "whole")
+    observe, seen = FrozenModel.hidden_states, []
+
+    def stopping(self: FrozenModel, ids: torch.Tensor) -> Any:
+        seen.append(len(ids))
+        if len(ids) == 8 and seen.count(8) == 8:
+            raise StoppedError
+        return observe(self, ids)
+
+    monkeypatch.setattr(FrozenModel, "hidden_states", stopping)
+    with pytest.raises(StoppedError):
+        adapter_fit(model, text, output_dir=out)
+    assert list((tmp_path / "adapter-checkpoints").glob("checkpoint-*"))
+    with pytest.raises(SettingError, match=r"with another text\. Repeat"):
+        adapter_fit(model, text[1:], output_dir=out)
+    with pytest.raises(SettingError, match=r"with another part\. Repeat"):
+        adapter_fit(model, text, exit_layer=EXIT + 1, output_dir=out)
+    before = len(seen)
+    found = adapter_fit(model, text, output_dir=out)
+    steps = whole.about["recipe"]["steps"]
+    assert len([count for count in seen[before:] if count == 8]) < steps - 1
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "whole"]
+
+
+def fit_in(folder: Path, exit_layer: int = EXIT, text: int = 40, **changed: Any) -> Adapter:
+    """A short fit with arguments of the user's own, which keep checkpoints."""
+    kept: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    args = arguments(folder, **kept | changed)
+    return adapter_fit(tiny_llama(factor=2.0), rows(text), exit_layer=exit_layer, args=args)
+
+
+def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
+    """In the user's own folder, whose checkpoints stay; the next fit begins anew, also after it was stopped itself."""
+    expected = fit_in(tmp_path / "other", EXIT + 1, FEW)
+    fit_in(tmp_path / "kept", text=FEW)
+    with interrupted_in(fits, "perf_counter"):
+        fit_in(tmp_path / "kept", EXIT + 1, FEW)
+    assert {path.name for path in (tmp_path / "kept").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    found = fit_in(tmp_path / "kept", EXIT + 1, FEW)
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+    with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
+        fit_in(tmp_path / "kept", text=FEW, learning_rate=1e38)
+    fit_in(tmp_path / "kept", text=FEW)
+
+
+# Drafts with adapters and probes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("well", "tree"), [(False, None), (True, TopKTree(((1.0, 3),)))])
@@ -276,8 +345,7 @@ def test_an_adapter_sees_the_whole_text(well: bool, tree: TopKTree | None) -> No
     if well:
         adapter.output.weight.data.mul_(0.002)
     spec = SelfSpec(EarlyExitAdapter(adapter), rule, tree, max_draft=5)
-    inputs = ragged_batch((12,))
-    model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=spec)
+    model.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
     assert spec.stats is not None
     assert (spec.stats.acceptance_rate > 0.5) == well
     for ids, logits, state in rule.calls:
@@ -288,42 +356,24 @@ def test_an_adapter_sees_the_whole_text(well: bool, tree: TopKTree | None) -> No
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_an_adapter_sees_the_whole_text_of_each_row() -> None:
-    model = tiny_llama()
-    adapter, rule, lengths = adapter_of(model), Recording(), (4, 9, 6)
-    inputs = ragged_batch(lengths)
-    ids = model.generate(
-        **inputs, max_new_tokens=30, do_sample=False, assistant=SelfSpec(EarlyExitAdapter(adapter), rule, max_draft=5)
-    )
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None) -> None:
+    """Also where rows end in an earlier chunk of the prompts than others."""
+    model, lengths = tiny_llama(), (4, 20, 15)
+    adapter, rule, inputs = adapter_of(model), Recording(), ragged_batch(lengths)
+    spec = SelfSpec(EarlyExitAdapter(adapter), rule, max_draft=5)
+    model.generate(**inputs, max_new_tokens=20, do_sample=False, prefill_chunk_size=chunk, assistant=spec)
     for row, length in enumerate(lengths):
-        text = ids[row, 9 - length :]
-        alone, alone_rule = text[None, :length], Recording()
-        model.generate(
-            alone, attention_mask=torch.ones_like(alone), max_new_tokens=30, do_sample=False,
-            assistant=SelfSpec(EarlyExitAdapter(adapter), alone_rule, max_draft=5),
-        )  # fmt: skip
-        said = {tuple(seen[0].tolist()): logits[0] for seen, logits, _ in alone_rule.calls}
-        compared = 0
+        prompt, compared = inputs["input_ids"][row, -length:].tolist(), 0
         for seen, logits, _ in rule.calls:
-            # Rows are aligned right; their own text begins with the prompt.
-            found = seen[row].tolist()
-            start = next((at for at in range(len(found)) if found[at : at + length] == text[:length].tolist()), None)
-            if start is not None and (expected := said.get(tuple(found[start:]))) is not None:
-                torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-4)
-                compared += 1
+            found = seen[row].tolist()  # rows are aligned right; their own text begins with the prompt
+            start = next((at for at in range(len(found)) if found[at : at + length] == prompt), None)
+            if start is not None:
+                with torch.no_grad():
+                    states = model(seen[row : row + 1, start:-1], output_hidden_states=True).hidden_states[EXIT]
+                    expected = model.lm_head(adapter(states))[0, -1]
+                compared += torch.allclose(logits[row], expected, rtol=1e-3, atol=1e-4)
         assert compared > 3
-
-
-def test_prompts_in_chunks_say_the_same() -> None:
-    """Rows that end in an earlier chunk than others keep what the adapter saw of them."""
-    model, said = tiny_llama(), []
-    for chunk in (None, 8):
-        rule = Recording()
-        spec = SelfSpec(EarlyExitAdapter(adapter_of(model)), rule, max_draft=3)
-        inputs = ragged_batch((4, 20, 15))
-        model.generate(**inputs, max_new_tokens=8, do_sample=False, prefill_chunk_size=chunk, assistant=spec)
-        said.append(rule.calls[0][1])
-    torch.testing.assert_close(*said, rtol=1e-4, atol=1e-5)
 
 
 def test_parts_stay_where_they_were_loaded() -> None:
@@ -338,36 +388,23 @@ def test_parts_stay_where_they_were_loaded() -> None:
 def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
     """It begins as the exit itself, learns all of its weights, and drafts with its own head."""
     model: LlamaForCausalLM = tiny_llama(factor=2.0)
-    args = arguments(tmp_path, max_steps=1, learning_rate=1e-9)
-    ids = torch.tensor([row["input_ids"] for row in rows(4)])
-    fresh = fit_adapter(model, None, rows(), exit_layer=EXIT, own_head=True, block_size=32, args=args)
+    fresh = adapter_fit(model, own_head=True, args=arguments(tmp_path, max_steps=1, learning_rate=1e-9))
+    assert fresh.num_parameters == adapter_of(model).num_parameters + model.lm_head.weight.numel()
+    assert fresh.head is not None
     with torch.no_grad():
-        states = model(ids, output_hidden_states=True).hidden_states[EXIT]
-        assert fresh.head is not None
+        states = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True).hidden_states[EXIT]
         own = model.lm_head(model.model.norm(states))
         torch.testing.assert_close(fresh.head(fresh(states)), own, atol=1e-3, rtol=1e-3)
-    args = arguments(tmp_path, num_train_epochs=2, learning_rate=1e-2)
-    adapter = fit_adapter(
-        model, None, rows(), exit_layer=EXIT, own_head=True, block_size=32, args=args, output_dir=tmp_path
-    )
+    args = arguments(tmp_path, max_steps=30, learning_rate=1e-2)
+    adapter = adapter_fit(model, own_head=True, args=args, output_dir=tmp_path)
     figures = adapter.about["figures"]
     assert figures["last loss"] < figures["first loss"] - 0.01
-    assert (
-        adapter.num_parameters
-        == fit_adapter(
-            model, None, rows(), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=1)
-        ).num_parameters
-        + model.lm_head.weight.numel()
-    )
     assert adapter.head is not None
     assert not torch.allclose(adapter.head.weight, model.lm_head.weight, atol=1e-3)
     rule = Recording()
-    spec = SelfSpec.kangaroo(tmp_path, rule)
-    inputs = ragged_batch((9,))
-    found = model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec)
-    assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+    check_lossless(model, SelfSpec.kangaroo(tmp_path, rule), 20)
     with torch.no_grad():
-        for text, logits, _ in rule.calls:
+        for text, logits, _ in rule.calls[:5]:
             states = model(text[:, :-1], output_hidden_states=True).hidden_states[EXIT]
             torch.testing.assert_close(logits, adapter.head(adapter(states))[:, -1], atol=1e-4, rtol=1e-4)
 
@@ -387,26 +424,23 @@ def test_a_probe_ends_drafts() -> None:
 def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     model = tiny_llama()
     args = arguments(tmp_path, max_steps=2)
-    probe = fit_probe(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path)
-    spec = SelfSpec.adaspeed(tmp_path)
-    assert SelfSpec.adaspeed(probe=tmp_path).draft == SelfSpec.adaspeed(probe).draft == spec.draft
-    with pytest.raises(SettingError, match="give one probe"):
-        SelfSpec.adaspeed(tmp_path, probe)
-    assert spec.draft == SelfSpec.layerskip(EXIT, 4).draft
-    ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
-    assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
-    again = SelfSpec.adaspeed(probe)
-    model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=again)
-    assert spec.stats is not None
-    assert again.stats is not None
-    assert again.stats.from_draft == spec.stats.from_draft
-    with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
-        SelfSpec.adaspeed(4, probe)
-    with pytest.raises(SettingError, match="this probe was fitted to a model with other weights"):
-        tiny_llama(seed=5).generate(**ragged_batch((9,)), max_new_tokens=4, assistant=spec)
+    probe = fit_probe(model, None, rows(FEW), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path)
+    spec, again = SelfSpec.adaspeed(tmp_path), SelfSpec.adaspeed(probe)
+    assert SelfSpec.adaspeed(probe=tmp_path).draft == again.draft == spec.draft == SelfSpec.layerskip(EXIT, 4).draft
+    found = [[stats.from_draft for stats in check_lossless(model, one)] for one in (spec, again)]
+    assert found[0] == found[1]
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(SettingError, match=r"has no config\.json"):
-        SelfSpec.adaspeed(probe=tmp_path / "nothing")
+    for wrong, words in (
+        (lambda: SelfSpec.adaspeed(tmp_path, probe), "give one probe"),
+        (lambda: SelfSpec.adaspeed(4, probe), "the probe was fitted to the states of exit layer 2"),
+        (
+            lambda: tiny_llama(seed=5).generate(torch.tensor([[3]]), max_new_tokens=4, assistant=spec),
+            "a model with other weights",
+        ),
+        (lambda: SelfSpec.adaspeed(probe=tmp_path / "nothing"), r"has no config\.json"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            wrong()
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -415,180 +449,39 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"dataset": []}, SettingError, "was given no text: the dataset is empty"),
-        ({"dataset": [{"input_ids": [3, 4]}]}, SettingError, "2 tokens, fewer than one row of block_size=32"),
-        ({"dataset": "text"}, SettingTypeError, "takes a list of texts"),
-        ({"dataset": [5]}, SettingTypeError, "takes strings, or rows"),
-        ({"dataset": ["text"]}, SettingTypeError, "and the tokenizer"),
-        ({"exit_layer": 6}, SettingError, "the model has 6 layers, so the exit layer must be between 1 and 5"),
+        ({"text": []}, SettingError, "was given no text: the dataset is empty"),
+        ({"text": "text"}, SettingTypeError, "takes a list of texts"),
+        ({"text": [5]}, SettingTypeError, "takes strings, or rows"),
+        ({"text": ["text"]}, SettingTypeError, "and the tokenizer"),
         ({"args": {"max_steps": 3}}, SettingTypeError, "args) must be TrainingArguments"),
         ({"model": 3}, SettingTypeError, "takes a causal LM of transformers"),
     ],
 )
 def test_fits_of_nothing(change: dict[str, Any], error: type[Exception], words: str) -> None:
-    given: dict[str, Any] = {"model": tiny_llama(), "dataset": rows(), "exit_layer": EXIT, "block_size": 32} | change
     with pytest.raises(error) as raised:
-        fit_adapter(given.pop("model"), None, given.pop("dataset"), **given)
+        adapter_fit(**{"model": tiny_llama()} | change)
     assert "fit_adapter" in str(raised.value)
     assert words in str(raised.value)
 
 
-def test_a_fit_of_a_model_that_checkpoints_gradients(tmp_path: Path) -> None:
-    model = tiny_llama().train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    args = arguments(tmp_path, max_steps=1)
-    fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path / "out")
-    assert all(layer.gradient_checkpointing for layer in model.model.layers)
-    fit_adapter(model, None, rows(), exit_layer=3, block_size=32, args=args, output_dir=tmp_path / "out")
-    assert "exit layer: 3" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_models_to_which_nothing_can_be_fitted() -> None:
     with pytest.raises(SettingError, match=r"block_size=64\) is more than the 32 positions"):
-        fit_adapter(tiny_gpt2(), None, rows(), exit_layer=1, block_size=64)
+        adapter_fit(tiny_gpt2(), exit_layer=1, block_size=64)
     model = build("gemma3n_text")
     with pytest.raises(UnsupportedModelError, match="several states for each token"):
-        fit_adapter(model, None, rows(), exit_layer=1, block_size=32)
+        adapter_fit(model, exit_layer=1)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: SelfSpec.kangaroo(5), "must be Adapter or the path of a saved one"),
-    ],
-)
-def test_wrong_adapters(make: Callable[[], object], words: str) -> None:
-    with pytest.raises((SettingError, SettingTypeError), match=words):
-        make()
-
-
-def cut_short(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:200])
-
-
-def no_numbers(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["norm.weight"][3] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
-
-
-def other_shape(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (cut_short, "cut short or changed"),
-        (no_numbers, "weights that are not finite: norm.weight"),
-        (other_shape, "cut short or changed"),
-    ],
-)
-def test_damaged_files(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
-    adapter_of(tiny_llama()).save_pretrained(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(SettingError, match=words):
-        SelfSpec.kangaroo(tmp_path)
 
 
 def test_adapters_of_other_models(tmp_path: Path) -> None:
     model = tiny_llama()
-    args = arguments(tmp_path, max_steps=1)
-    adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args)
-    for other, words in ((tiny_llama(seed=3), "other weights"), (tiny_llama(8), "a model of 6 layers, not of 8")):
+    adapter = adapter_fit(model, args=arguments(tmp_path, max_steps=1))
+    for other, part, words in (
+        (tiny_llama(seed=3), adapter, "other weights"),
+        (tiny_llama(8), adapter, "a model of 6 layers, not of 8"),
+        (tiny_llama(2), adapter_of(model, exit_layer=2), "has 2 layers"),
+    ):
         with pytest.raises(SettingError, match=words):
-            other.generate(**ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(adapter))
-    with pytest.raises(SettingError, match="has 2 layers"):
-        tiny_llama(2).generate(
-            **ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(adapter_of(model, exit_layer=2))
-        )
-
-
-class StoppedError(Exception):
-    pass
-
-
-def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the part of a fit that was not; nothing is left beside it then."""
-    monkeypatch.setattr(fit_trainer, "SAVE_STEPS", 3)
-    model, out = tiny_llama(factor=2.0), tmp_path / "adapter"
-    kept = tmp_path / "adapter-checkpoints"
-
-    def fit(folder: Path, text: int = 100, exit_layer: int = EXIT) -> Adapter:
-        return fit_adapter(model, None, rows(text), exit_layer=exit_layer, block_size=32, output_dir=folder)
-
-    whole = fit(tmp_path / "whole")
-    observe, seen = FrozenModel.hidden_states, []
-
-    def stopping(self: FrozenModel, ids: torch.Tensor) -> Any:
-        seen.append(len(ids))
-        if len(ids) == 8 and seen.count(8) == 8:
-            raise StoppedError
-        return observe(self, ids)
-
-    monkeypatch.setattr(FrozenModel, "hidden_states", stopping)
-    with pytest.raises(StoppedError):
-        fit(out)
-    assert list(kept.glob("checkpoint-*"))
-    with pytest.raises(SettingError, match=r"with another text\. Repeat"):
-        fit(out, 90)
-    with pytest.raises(SettingError, match=r"with another part\. Repeat"):
-        fit(out, exit_layer=EXIT + 1)
-    before = len(seen)
-    found = fit(out)
-    steps = whole.about["recipe"]["steps"]
-    assert len([count for count in seen[before:] if count == 8]) < steps - 1
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "whole"]
-
-
-def fit_in(folder: Path, exit_layer: int = EXIT, **changed: Any) -> Adapter:
-    """A short fit with arguments of the user's own, which keep checkpoints."""
-    kept: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    args = arguments(folder, **kept | changed)
-    model = tiny_llama(factor=2.0)
-    return fit_adapter(model, None, rows(40), exit_layer=exit_layer, block_size=32, args=args)
-
-
-def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
-    """In the user's own folder, whose checkpoints stay; the next fit begins anew, also after it was stopped itself."""
-    expected = fit_in(tmp_path / "other", EXIT + 1)
-    fit_in(tmp_path / "kept")
-    with interrupted_in(fits, "perf_counter"):
-        fit_in(tmp_path / "kept", EXIT + 1)
-    assert {path.name for path in (tmp_path / "kept").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
-    found = fit_in(tmp_path / "kept", EXIT + 1)
-    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
-    with pytest.raises(SettingError, match="the fit has diverged"):
-        fit_in(tmp_path / "kept", learning_rate=1e38)
-    fit_in(tmp_path / "kept")
-
-
-def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
-    """Where the user's arguments have it: the part's loss on the rows at the end, here before it has learned."""
-    adapter = fit_in(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=1e-9)
-    log = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    found = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
-    figures = adapter.about["figures"]
-    for entry in log:
-        if "eval_loss" in entry:
-            assert entry["eval_agreement_with_the_whole_model"] == figures["agreement with the whole model"]
-            assert entry["eval_speedup"] > 0
-    held_out = torch.tensor([row["input_ids"] for row in rows(40)[-2:]])
-    assert found == pytest.approx([loss_of(tiny_llama(factor=2.0), adapter, held_out)] * 2, rel=1e-4)
-    args = arguments(tmp_path, eval_strategy="epoch")
-    with pytest.raises(SettingError, match=r"fit_probe\(args\): eval_strategy='epoch' needs held-out rows.* 19 rows"):
-        fit_probe(tiny_llama(), None, rows(19), exit_layer=EXIT, block_size=32, args=args)
-
-
-def test_arguments_stay_as_they_were(tmp_path: Path) -> None:
-    """Also with several GPUs in one process, of which a fit takes one."""
-    args = arguments(tmp_path, max_steps=1)
-    args._n_gpu = 2
-    probe = fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args)
-    assert probe.about["recipe"]["steps"] == args.max_steps == 1
-    assert args.n_gpu == 2
+            other.generate(**ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(part))
+    with pytest.raises(SettingTypeError, match="must be Adapter or the path of a saved one"):
+        SelfSpec.kangaroo(5)

@@ -19,7 +19,6 @@ from hf_selfspec import (
     SelfSpec,
     SettingError,
     SettingTypeError,
-    UnsupportedModelError,
     attach,
     fit_adapter,
     fit_draft_lora,
@@ -27,22 +26,29 @@ from hf_selfspec import (
     fit_probe,
 )
 from hf_selfspec.modules.draft_module import DraftModule
-from hf_selfspec.train import speedup
-from hf_selfspec.train.speedup import SpeedupEvaluator, speed_figures
+from hf_selfspec.train import fit_trainer
+from hf_selfspec.train.fit_trainer import SpeedupEvaluator, speed_figures
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
     """Has measurements in training give these, then the last one again; returns the weights that each was of."""
-    coming, seen, original = iter(found), list[dict[str, torch.Tensor]](), SpeedupEvaluator.metrics
+    coming, seen = iter(found), list[dict[str, torch.Tensor]]()
 
     def metrics(self: SpeedupEvaluator, module: Any, in_training: bool = False) -> dict[str, float]:
         if not in_training:
-            return original(self, module)
+            return {}
         seen.append({name: value.clone() for name, value in module.state_dict().items()})
         return {"speedup": next(coming, found[-1])}
 
     monkeypatch.setattr(SpeedupEvaluator, "metrics", metrics)
     return seen
+
+
+def fit(kind: Any, folder: Path, text: int = 60, **changed: Any) -> Any:
+    """A fit with ``patience``, whose other arguments are those of the Trainer."""
+    own = {name: changed.pop(name) for name in ("patience", "output_dir", "do_sample") if name in changed}
+    args = arguments(folder, **changed)
+    return kind(tiny_llama(), None, rows(text), exit_layer=EXIT, block_size=32, args=args, **own)
 
 
 def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
@@ -52,8 +58,7 @@ def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
 def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest weights are kept; a gain of a hundredth does not count."""
     seen = speeds(monkeypatch, 1.0, 1.2, 1.21, 1.1, 9.0)
-    args = arguments(tmp_path, max_steps=40, eval_steps=3)
-    adapter = fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=2)
+    adapter = fit(fit_adapter, tmp_path, max_steps=40, eval_steps=3, patience=2)
     assert adapter.about["recipe"]["steps"] == 12
     assert [is_like(adapter, weights) for weights in seen] == [False, False, True, False]
 
@@ -61,8 +66,7 @@ def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.M
 def test_a_fit_that_gets_faster_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps behind the last measurement are measured at the end."""
     seen = speeds(monkeypatch, 1.0, 1.1, 1.2, 1.3)
-    args = arguments(tmp_path, max_steps=7, eval_steps=2)
-    probe = fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=1)
+    probe = fit(fit_probe, tmp_path, max_steps=7, eval_steps=2, patience=1)
     assert probe.about["recipe"]["steps"] == 7
     assert len(seen) == 4
     assert is_like(probe, seen[-1])
@@ -73,22 +77,18 @@ def test_short_fits_are_measured_ten_times(
     eval_steps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = speeds(monkeypatch, *(1.0 + step for step in range(30)))
-    args = arguments(tmp_path, max_steps=20, eval_steps=eval_steps)
-    fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=1)
+    fit(fit_probe, tmp_path, max_steps=20, eval_steps=eval_steps, patience=1)
     assert len(seen) == 10
 
 
+@pytest.mark.every_run("12")
 @pytest.mark.parametrize("killed_at", [7, 12])
 def test_a_fit_that_resumes_knows_the_fastest_weights(
     killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And how often it has not become faster."""
     seen = speeds(monkeypatch, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
-    kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20}
-
-    def fit() -> Adapter:
-        args = arguments(tmp_path / "checkpoints", **kept)
-        return fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=4)
+    kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20, "patience": 4}
 
     class Killed(TrainerCallback):
         def on_step_begin(self, args: Any, state: TrainerState, control: Any, **options: Any) -> None:
@@ -103,30 +103,34 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(
         usual = DEFAULT_CALLBACKS[:]
         patch.setattr(trainer, "DEFAULT_CALLBACKS", [*usual, Killed])
         with pytest.raises(KeyboardInterrupt):
-            fit()
-    adapter = fit()
+            fit(fit_adapter, tmp_path, **kept)
+    adapter = fit(fit_adapter, tmp_path, **kept)
     assert is_like(adapter, seen[1])
     assert adapter.about["recipe"]["steps"] == 12
 
 
-def test_all_kinds_of_parts_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        (fit_adapter, {"exit_layer": EXIT}),
+        (fit_probe, {"exit_layer": EXIT}),
+        (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
+        (fit_draft_lora, {"exit_layer": EXIT}),
+    ],
+)
+def test_all_kinds_of_parts_have_a_speed(
+    kind: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
     model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
     monkeypatch.setattr(
         DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
     )
-    options: dict[str, Any] = {"block_size": 32, "patience": 1}
-    for fit, chosen in (
-        (fit_adapter, {"exit_layer": EXIT}),
-        (fit_probe, {"exit_layer": EXIT}),
-        (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
-        (fit_draft_lora, {"exit_layer": EXIT}),
-    ):
-        args, out = arguments(tmp_path, max_steps=4, eval_steps=2), tmp_path / fit.__name__
-        part = fit(model, None, rows(), args=args, output_dir=out, **options, **chosen)
-        assert part.about["figures"]["speed over plain generate"] > 0
-        assert written.count(out) == 1
-        assert type(part).load(out).about == part.about
+    args, out = arguments(tmp_path, max_steps=2, eval_steps=2), tmp_path / "out"
+    part = kind(model, None, rows(20), args=args, output_dir=out, block_size=32, patience=1, **chosen)
+    assert part.about["figures"]["speed over plain generate"] > 0
+    assert written.count(out) == 1
+    assert type(part).load(out).about == part.about
     assert not any(module.training for module in model.modules())
 
 
@@ -143,7 +147,7 @@ class Clock:
             return original(model, *args, **options)
 
         monkeypatch.setattr(type(model), "generate", generate)
-        monkeypatch.setattr(speedup, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(fit_trainer, "perf_counter", lambda: self.now)
 
 
 TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
@@ -160,10 +164,9 @@ def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     assert model.generation_config is usual
 
 
-@pytest.mark.parametrize("error", [TypeError("of its own")])
-def test_a_part_that_cannot_draft_has_no_speed(error: Exception) -> None:
+def test_a_part_that_cannot_draft_has_no_speed() -> None:
     def refuse(part: Any) -> SelfSpec:
-        raise error
+        raise TypeError("of its own")
 
     known = SpeedupEvaluator(tiny_llama(), TEXT, refuse)
     assert known.metrics(LinearProbe(EXIT, 64), in_training=True) == {"speedup": 0.0}
@@ -207,27 +210,22 @@ def test_parts_that_add_nothing_to_free_drafts_are_told(
     assert SpeedupEvaluator(model, TEXT[:0], SelfSpec.kangaroo).metrics(part) == speed_figures(part, {}) == {}
 
 
-@pytest.mark.parametrize("error", [UnsupportedModelError("no cache"), IndexError()])
-def test_a_fit_is_not_lost_to_its_measurement(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_is_not_lost_to_its_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
-        raise error
+        raise IndexError
 
     monkeypatch.setattr(SpeedupEvaluator, "measured", fail)
-    options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": arguments(tmp_path, max_steps=2)}
     with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
-        adapter = fit_adapter(tiny_llama(), None, rows(), **options, output_dir=tmp_path / "out")
+        adapter = fit(fit_adapter, tmp_path, 20, max_steps=2, output_dir=tmp_path / "out")
     assert is_like(Adapter.load(tmp_path / "out"), adapter.state_dict())
 
 
 def test_wrong_patience(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": arguments(tmp_path, max_steps=1)}
-    with pytest.raises(SettingError, match=r"fit_adapter\(patience\) must be at least 1, got 0"):
-        fit_adapter(tiny_llama(), None, rows(), **options, patience=0)
-    with pytest.raises(SettingTypeError, match=r"fit_adapter\(patience\)"):
-        fit_adapter(tiny_llama(), None, rows(), **options, patience="often")
-    with pytest.raises(SettingError, match="no held-out text"):
-        fit_adapter(tiny_llama(), None, rows(4), **options, patience=1)
-    with pytest.raises(SettingError, match="speed is measured on greedy text"):
-        fit_probe(tiny_llama(), None, rows(), **options, do_sample=True, patience=1)
+    for kind, given, error, words in (
+        (fit_adapter, {"patience": 0}, SettingError, r"fit_adapter\(patience\) must be at least 1, got 0"),
+        (fit_adapter, {"patience": "often"}, SettingTypeError, r"fit_adapter\(patience\)"),
+        (fit_adapter, {"patience": 1, "text": 4}, SettingError, "no held-out text"),
+        (fit_probe, {"patience": 1, "do_sample": True}, SettingError, "speed is measured on greedy text"),
+    ):
+        with pytest.raises(error, match=words):
+            fit(kind, tmp_path, **given)

@@ -58,14 +58,8 @@ def exit_loss(model: Any, batch: Row, exit_layer: int, distils: bool = False) ->
 
 
 def _logits_of(inner: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What models do to what leaves their head."""
-    if inner.config.model_type == "cohere":
-        logits = logits * 0.25
-    elif inner.config.model_type == "granite":
-        logits = logits / 2.0
-    elif inner.config.model_type == "gemma2":
-        logits = 2.0 * torch.tanh(logits / 2.0)
-    return logits
+    """What Gemma 2 does to what leaves its head."""
+    return 2.0 * torch.tanh(logits / 2.0) if inner.config.model_type == "gemma2" else logits
 
 
 def stacked(samples: Sequence[Row]) -> Row:

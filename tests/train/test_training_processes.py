@@ -1,8 +1,11 @@
-"""Generation during training with sharded weights: as many forwards on every process, and plain generate's ids."""
+"""Processes that tests start: trainings in two of them are those of one, and so is generation with sharded weights."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +17,100 @@ from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.distributed_rollouts import CALLS, OPTIONS, train_once
+from helpers.distributed_training import CASES, WRAPPERS, tiny, trainer, weights
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import in_two_processes
+from helpers.processes import TESTS, in_two_processes
+from helpers.train.by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, UnsupportedOptionError
 from hf_selfspec import call as one_call
 from hf_selfspec.model.anatomy import Anatomy
 
+Results = dict[tuple[str, str, int], dict[str, Any]]
 
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What two processes found, by wrapper, case and rank; both wrappers in one launch, for its start takes longest."""
+    folder = tmp_path_factory.mktemp("distributed")
+    in_two_processes("distributed_training.py", folder)
+    found = {
+        (wrapper, case, rank): torch.load(path)
+        for wrapper in WRAPPERS
+        for case in CASES
+        for rank in (0, 1)
+        if (path := folder / f"{wrapper}-{case}-{rank}.pt").exists()
+    }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("exits")])
+def test_early_exit_loss(results: Results, tmp_path: Path, wrapper: str, case: str) -> None:
+    """Weights and logs of one process with batches twice as large."""
+    callbacks, options = CASES[case]
+    expected = trainer(tiny(), callbacks(), tmp_path, **({"per_device_train_batch_size": 4} | options))
+    expected.train()
+    for rank in (0, 1):
+        found = results[wrapper, case, rank]
+        assert found["kind"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[wrapper]
+        assert_close(found["weights"], weights(expected.model))
+        assert found["attributes"] == []
+        logs = [entry["loss"] for entry in found["logs"]]
+        assert logs == pytest.approx(history(expected), rel=1e-5)
+        for key in ("loss/exit_2", "loss/exit_3", "loss/exit_4"):
+            values = [entry[key] for entry in found["logs"] if key in entry]
+            assert values == pytest.approx(history(expected, key), rel=1e-5)
+            assert values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("exits")])
+def test_layer_dropout(results: Results, wrapper: str, case: str) -> None:
+    """Both ranks drop the same of their two rows, also all of them; the weights are those of a training by hand."""
+    shares = rotational_shares if "both" in case else lambda step: {4: 1.0}
+    expected = ByHand(tiny(), shares, p_max=0.9, copies=2)
+    kept = [stays(step, 2, 0.9).sum(0).tolist() for step in range(3)]
+    assert any(0 in counts for counts in kept)
+    for rank in (0, 1):
+        found = results[wrapper, case, rank]
+        if "checkpointed" not in case:  # where layers run twice
+            assert found["rows"] == kept
+        assert_close(found["weights"], expected.weights)
+        assert found["attributes"] == []
+    one, other = (results[wrapper, case, rank] for rank in (0, 1))
+    assert one["rows"] == other["rows"]
+    assert_equal(one["weights"], other["weights"])
+
+
+def test_waits_of_a_batch() -> None:
+    """One for the number of targets, before the layers run; the rows that layers drop go to the device together."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    script, env = TESTS / "helpers" / "train" / "train_on_pretended_gpu.py", os.environ | {"PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert all(case["loss"] == pytest.approx(case["expected"], rel=1e-5) for case in found.values())
+    plain = found["plain"]
+    more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
+    assert more == {
+        "plain": (0, 0),
+        "exits": (1, 0),
+        "distilled": (1, 0),
+        "last exit alone": (0, 0),
+        "dropout": (0, 1),
+    }
+
+
+# Generation with sharded weights, as many forwards on every process ---------------------------------------------------
+
+
+@pytest.mark.slow
 def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
     model = tiny_llama(layers=4, factor=0.5)
     model.save_pretrained(tmp_path / "model")
-    done = in_two_processes("distributed_rollouts.py", tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    in_two_processes("distributed_rollouts.py", tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for moment in ("before", "after"):
         for (lengths, new), of_rank in zip(CALLS, found, strict=True):

@@ -1,0 +1,365 @@
+"""Whole trainings: evaluation, checkpoints, precision, adapters; and afterwards everything is as before."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
+
+from helpers.architectures import build
+from helpers.distributed_training import CHECKPOINTING, LAYERS, Row, rows, tiny, trainer, weights
+from helpers.processes import peft_calls_old_name
+from helpers.train.by_hand import (
+    BOTH,
+    ByHand,
+    assert_close,
+    assert_equal,
+    exit_loss,
+    history,
+    rotational_shares,
+    stacked,
+    targets,
+    train,
+)
+from helpers.train.watching import left_as_it_was
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
+from hf_selfspec.train import exponential
+
+
+def test_evaluation(tmp_path: Path) -> None:
+    """Its loss is the plain model's, and the training goes on as if there had been none."""
+    snapshots: list[dict[str, torch.Tensor]] = []
+
+    class Snapshot(TrainerCallback):
+        def on_evaluate(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            snapshots.append(weights(model))
+
+    evaluated = rows(6, seed=9)
+    run = trainer(
+        tiny(),
+        [*BOTH["both"](), Snapshot()],
+        tmp_path,
+        settings={"eval_dataset": evaluated},
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        per_device_eval_batch_size=6,
+    )
+    run.train()
+    unevaluated = train(tmp_path, BOTH["both"]())
+    assert_equal(weights(run.model), weights(unevaluated.model))
+    for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):
+        assert history(run, key) == history(unevaluated, key)
+    batch = stacked(evaluated)
+    found = history(run, "eval_loss")
+    assert len(found) == len(snapshots) == 4
+    for loss, snapshot in zip(found, snapshots, strict=True):
+        model = tiny().eval()
+        model.load_state_dict(snapshot)
+        with torch.no_grad():
+            assert loss == pytest.approx(exit_loss(model, batch, LAYERS).item() / targets(batch), rel=1e-5)
+    assert not any("exit" in key for entry in run.state.log_history if "eval_loss" in entry for key in entry)
+
+
+def test_resume(tmp_path: Path) -> None:
+    """From a checkpoint in the middle, with shuffled data and Adam: the same weights and the same logs."""
+    options = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "train_sampling_strategy": "random",
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+
+    def callbacks() -> list[TrainerCallback]:
+        return [EarlyExitLoss(1.0, Gradual()), LayerDropout(0.6, exponential)]
+
+    whole = train(tmp_path / "whole", callbacks(), **options)
+    resumed = trainer(tiny(seed=5), callbacks(), tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_equal(weights(resumed.model), weights(whole.model))
+    keys = {key for entry in whole.state.log_history for key in entry if "loss" in key and key != "train_loss"}
+    assert keys == {"loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"}
+    for key in keys:
+        assert history(resumed, key) == history(whole, key)
+
+
+def test_saved_models_are_ordinary(tmp_path: Path) -> None:
+    """A checkpoint of a training and what is saved after it: the keys of before, loadable without this package."""
+    model = tiny(tied=True)
+    keys = list(model.state_dict())
+    train(tmp_path / "run", BOTH["both"](), model, save_strategy="steps", save_steps=3).save_model(tmp_path / "end")
+    model.save_pretrained(tmp_path / "model")
+    assert list(model.state_dict()) == keys
+    model.eval()
+    ids = stacked(rows(2))["input_ids"]
+    for folder in (tmp_path / "model", tmp_path / "end", tmp_path / "run" / "checkpoint-3"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report.values())
+        assert type(loaded) is LlamaForCausalLM
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert "loss" not in (folder / "config.json").read_text()
+
+
+# Precision, compilation and adapters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
+    plain = train(tmp_path, BOTH["both"]())
+    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
+    saving = train(tmp_path, BOTH["both"](), **options)
+    assert all(layer.gradient_checkpointing for layer in saving.model.model.layers)
+    assert history(saving) == pytest.approx(history(plain), rel=1e-5)
+    assert_close(weights(saving.model), weights(plain.model))
+
+
+def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    """Between all weights, seen as one vector."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return math.sqrt(sum((a.detach().float() - b.detach().float()).square().sum().item() for a, b in pairs))
+
+
+def test_bf16(tmp_path: Path) -> None:
+    """Close to float32, with master weights in float32 and without ones."""
+    plain = train(tmp_path, BOTH["both"]())
+    mixed = train(tmp_path, BOTH["both"](), bf16=True)
+    pure = train(tmp_path, BOTH["both"](), tiny().to(torch.bfloat16))
+    for run in (mixed, pure):
+        assert history(run) == pytest.approx(history(plain), rel=0.02)
+        assert history(run) != history(plain)
+    assert {value.dtype for value in mixed.model.parameters()} == {torch.float32}
+    assert {value.dtype for value in pure.model.parameters()} == {torch.bfloat16}
+    assert distance(mixed.model, plain.model) < 0.2 * distance(tiny(), plain.model)
+
+
+def test_exits_go_through_the_head_as_the_last_layer_does(tmp_path: Path) -> None:
+    """In mixed precision the head runs in bfloat16 for all of them."""
+    kinds: list[tuple[bool, torch.dtype]] = []
+    model = tiny()
+    model.lm_head.register_forward_hook(
+        lambda module, args, output: kinds.append((torch.is_autocast_enabled("cpu"), output.dtype))
+    )
+    train(tmp_path, [EarlyExitLoss(1.0, None)], model, bf16=True)
+    assert set(kinds) == {(True, torch.bfloat16)}
+    assert len(kinds) == 3 * (1 + 2)  # steps; the last layer and those of the others that weigh something
+
+
+def test_mixed_precision_of_a_projected_output(tmp_path: Path) -> None:
+    """OPT-350m has a projection before its head, which autocast leaves in bfloat16."""
+    model = build("opt")
+    config = copy.deepcopy(model.config)
+    config.word_embed_proj_dim = config.hidden_size // 2
+    run = trainer(type(model)(config), [EarlyExitLoss(1.0, None)], tmp_path, bf16=True)
+    run.train()
+    assert history(run, "loss/exit_2")
+
+
+# Where a graph breaks, dynamo looks at the gradients of tensors that were computed before.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+def test_torch_compile(tmp_path: Path) -> None:
+    """Traced and run without code generation: the hooks stay outside of the graphs."""
+    plain = train(tmp_path, BOTH["both"]())
+    with patch.dict(os.environ):  # in which TrainingArguments leave that other trainings are compiled, too
+        compiled = train(tmp_path, BOTH["both"](), torch_compile=True, torch_compile_backend="eager")
+    assert history(compiled) == pytest.approx(history(plain), rel=1e-5)
+    assert_close(weights(compiled.model), weights(plain.model))
+
+
+def with_lora(head: bool = False) -> PeftModel:
+    """A tiny Llama with random adapters, or with adapters and a head that is trained in full."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=2,
+        lora_alpha=8,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=["lm_head"] if head else None,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(tiny(), config)
+
+
+@peft_calls_old_name
+@pytest.mark.parametrize("head", [False, True], ids=["adapters", "adapters and head"])
+def test_lora(tmp_path: Path, head: bool) -> None:
+    """Adapters (and a head that is trained) move as by hand; all other weights stay as they are, to the last bit."""
+    before = weights(with_lora(head))
+    expected = ByHand(with_lora(head), rotational_shares, p_max=0.6)
+    run = train(tmp_path, BOTH["both"](), with_lora(head))
+    found = weights(run.model)
+    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    assert_close(found, expected.weights)
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    # The adapters of the last layer's projections may get no gradient from a step, but each gets some in three.
+    trained = {name for name in found if "lora_" in name or (head and "lm_head.modules_to_save" in name)}
+    assert changed == trained
+    assert len(trained) == LAYERS * 4 + head
+
+
+@peft_calls_old_name
+def test_lora_with_gradient_checkpointing(tmp_path: Path) -> None:
+    plain = train(tmp_path, BOTH["both"](), with_lora(head=True))
+    for reentrant in (False, True):
+        options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
+        saving = train(tmp_path, BOTH["both"](), with_lora(head=True), **options)
+        assert_close(weights(saving.model), weights(plain.model))
+
+
+# As it was before -----------------------------------------------------------------------------------------------------
+
+
+class BoomError(Exception):
+    pass
+
+
+class Bomb(TrainerCallback):
+    """Raises when called for the ``fuse``-th time at its place: a module, an event of the Trainer or the data."""
+
+    def __init__(self, place: str, fuse: int, error: type[BaseException] = BoomError) -> None:
+        self.fuse, self.error = fuse, error
+        if place.startswith("on_"):
+            setattr(self, place, self.tick)
+
+    def tick(self, *args: Any, **kwargs: Any) -> None:
+        self.fuse -= 1
+        if self.fuse == 0:
+            raise self.error
+
+
+class Mined(torch.utils.data.Dataset):
+    """Rows that tell a bomb when they are read."""
+
+    def __init__(self, bomb: Bomb | None) -> None:
+        self.bomb, self.rows = bomb, rows(16)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        if self.bomb is not None:
+            self.bomb.tick()
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("has_a_log_of_its_own", [False, True])
+def test_after_a_training(tmp_path: Path, has_a_log_of_its_own: bool) -> None:
+    """Also where the Trainer's methods were replaced on the instance before; a second training is as the first."""
+    seen: list[bool] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            layers = run.model.model.layers
+            touched = all("forward" in layer.__dict__ and layer._forward_hooks for layer in layers)
+            seen.append(touched and "log" in run.__dict__)
+
+    callbacks = BOTH["both"]()
+    run = trainer(tiny(), [*callbacks, Look()], tmp_path)
+    own = run.log
+    if has_a_log_of_its_own:
+        run.log = own
+    run.model.loss_function = run.model.loss_function  # set by the user to the one that is trained with anyway
+    with left_as_it_was(run):
+        run.train()
+    assert seen == [True] * 3
+    assert (run.__dict__.get("log") is own) == has_a_log_of_its_own
+    again = train(tmp_path, callbacks)
+    assert_equal(weights(again.model), weights(run.model))
+    assert history(again, "loss/exit_3") == history(run, "loss/exit_3")
+
+
+@pytest.mark.parametrize(
+    ("place", "fuse", "error"),
+    [
+        ("model.layers.2", 3, KeyboardInterrupt),
+        ("on_train_begin", 1, BoomError),
+        ("on_pre_optimizer_step", 2, KeyboardInterrupt),
+        ("data", 7, BoomError),
+    ],
+)
+def test_after_an_exception(tmp_path: Path, place: str, fuse: int, error: type[BaseException]) -> None:
+    """Wherever it comes from; the same callbacks then train as if nothing had been."""
+    callbacks = BOTH["both"]()
+    bomb = Bomb(place, fuse, error)
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    model = tiny()
+    if "." in place:
+        model.get_submodule(place).register_forward_pre_hook(bomb.tick)
+    settings = {"eval_dataset": rows(2)}
+    run = trainer(model, [*callbacks, bomb], tmp_path, Mined(bomb if place == "data" else None), settings, **options)
+    with left_as_it_was(run), pytest.raises(error):
+        run.train()
+    assert bomb.fuse == 0
+    bomb.fuse = -1
+    model.load_state_dict(tiny().state_dict())
+    again = trainer(model, callbacks, tmp_path, **options, settings=settings)
+    again.train()
+    fresh = trainer(tiny(), BOTH["both"](), tmp_path, **options, settings=settings)
+    fresh.train()
+    assert_equal(weights(again.model), weights(fresh.model))
+    assert history(again, "loss/exit_3") == history(fresh, "loss/exit_3")
+
+
+def test_forwards_that_others_put_there(tmp_path: Path) -> None:
+    """As accelerate does it: they run underneath and stay the same objects."""
+    model, calls = tiny(), []
+
+    def watched(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_of_another(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return forward(*args, **kwargs)
+
+        return forward_of_another
+
+    names = ("model", "model.layers.1", "lm_head")
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = watched(name, module.forward)
+    run = trainer(model, BOTH["both"](), tmp_path)
+    with left_as_it_was(run):
+        run.train()
+    assert set(calls) == set(names)
+    assert_equal(weights(model), weights(train(tmp_path, BOTH["both"]()).model))
+
+
+@pytest.mark.parametrize(
+    ("make", "checkpointed"), [(lambda: [EarlyExitLoss(1.0, None)], False), (lambda: [LayerDropout(0.9)], True)]
+)
+def test_other_threads(tmp_path: Path, make: Callable[[], list[TrainerCallback]], checkpointed: bool) -> None:
+    """Forwards of the same model in another thread, in the middle of one that trains, go their own way."""
+    options = {CHECKPOINTING: True} if checkpointed else {}
+    logits: list[torch.Tensor] = []
+    ids = stacked(rows(2))["input_ids"]
+    model, trains = tiny(), threading.current_thread()
+
+    def serve(module: Any, args: Any) -> None:
+        if threading.current_thread() is trains:
+            thread = threading.Thread(target=lambda: logits.append(model(ids).logits.detach()))
+            thread.start()
+            thread.join()
+
+    model.model.layers[3].register_forward_pre_hook(serve)
+    train(tmp_path, make(), model, **options)
+    assert_equal(weights(model), weights(train(tmp_path, make(), **options).model))
+    assert len(logits) >= 3
+    torch.testing.assert_close(logits[0], tiny()(ids).logits.detach())
