@@ -155,7 +155,7 @@ class SelfSpec(Settings):
                 used and none is given, ``model`` is not a model, or the file cannot be written.
         """
         inner = self._only_model("SelfSpec.save_pretrained", model)
-        settings, path = self._saved(checked=True), path_of(folder) / saving.FILE_NAME
+        settings, path = self._saved(), path_of(folder) / saving.FILE_NAME
         with reported(path):
             self._knowledge.save(path, inner, settings)
 
@@ -208,8 +208,7 @@ class SelfSpec(Settings):
         cannot be saved; a warning reports it once.
         """
         try:
-            settings = self._saved().items()
-            return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings}}
+            return {CONFIG_KEY: self._saved()}
         except SettingError as error:
             warn_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
             return {CONFIG_KEY: repr(self)}
