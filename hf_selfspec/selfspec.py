@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
 from .draft.candidates import standalone_draft
+from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
 from .errors import SettingError, warn_once
@@ -117,7 +118,8 @@ class SelfSpec(Settings):
                 not allowed.
         """
         inner = causal_lm(model, "SelfSpec.observe")
-        lookup = self._source.part(Lookup)
+        sources = self._source.sources if isinstance(self._source, Cascade) else (self._source,)
+        lookup = next((source for source in sources if isinstance(source, Lookup)), None)
         if lookup is None:
             raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
@@ -155,7 +157,7 @@ class SelfSpec(Settings):
                 used and none is given, ``model`` is not a model, or the file cannot be written.
         """
         inner = self._only_model("SelfSpec.save_pretrained", model)
-        settings, path = self._saved(checked=True), path_of(folder) / saving.FILE_NAME
+        settings, path = self._saved(), path_of(folder) / saving.FILE_NAME
         with reported(path):
             self._knowledge.save(path, inner, settings)
 
@@ -208,8 +210,7 @@ class SelfSpec(Settings):
         cannot be saved; a warning reports it once.
         """
         try:
-            settings = self._saved().items()
-            return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings}}
+            return {CONFIG_KEY: self._saved()}
         except SettingError as error:
             warn_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
             return {CONFIG_KEY: repr(self)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -66,7 +65,7 @@ class Settings:
         if self.cache_dir is not None:
             if not isinstance(self.cache_dir, (str, os.PathLike)):
                 raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
-            self._saved(checked=True)
+            self._saved()
         task = self.task
         if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:
             raise SettingError(
@@ -87,13 +86,10 @@ class Settings:
         """What was learned of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
         return KnowledgeOfCall(self._knowledge, model, kind, self._saved, self.cache_dir, self.task)
 
-    def _saved(self, checked: bool = False) -> Mapping[str, Any]:
-        """The settings that are saved; with ``checked``, raises an error if they cannot be."""
-        settings = {"draft": self.draft, "stop": self.stop, "tree": self.tree, "max_draft": self.max_draft}
-        if checked:
-            for name, value in settings.items():
-                saving.encode(value, f"SelfSpec({name})")
-        return settings
+    def _saved(self) -> dict[str, Any]:
+        """The settings that are saved, as JSON values; raises an error if they cannot be."""
+        names = ("draft", "stop", "tree", "max_draft")
+        return {name: saving.encode(getattr(self, name), f"SelfSpec({name})") for name in names}
 
     @classmethod
     def lookup(cls: type[SettingsT], stored_tokens: int = 65_536) -> SettingsT:

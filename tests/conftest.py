@@ -40,10 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread_and_rare_collections() -> None:
+def _one_thread_and_rare_collections() -> Iterator[None]:
     """Tests spent an eighth of their time in collections of garbage."""
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 20, 20)
+    yield
+    gc.unfreeze()  # libraries report what is left at the end
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -247,8 +247,7 @@ class KnowledgeOfCall:
     def _file(self, key: Key) -> Path | None:
         if self.cache_dir is None or is_tensor_parallel(self.model):
             return None  # the processes of one model may have different folders, and would then draft differently
-        kept = {name: saving.encode(value, name) for name, value in self.settings().items()}
-        digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()[:12]
         ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
         return path_of(self.cache_dir) / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"
 

@@ -178,7 +178,7 @@ def write(
     """Writes a file, whole or not at all."""
     content = {
         "format": _FORMAT,
-        "settings": {name: encode(value, name) for name, value in settings.items()},
+        "settings": dict(settings),
         "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
         "findings": [
             {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from .patching import InstanceForwards, SharedChange
-from .traceable import NoGraphError, is_tracing
+from .traceable import NoGraphError, tracing
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)
@@ -57,7 +57,7 @@ def _by_size(
 ) -> torch.Tensor:
     """What goes to experts, ``[n, d]``, with the ``k`` experts of each token in ``chosen`` ``[n, k]``."""
     is_few = chosen.numel() < experts.num_experts
-    if not is_few and is_tracing():
+    if not is_few and tracing.now:
         raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
     function: Callable[..., torch.Tensor] = functions[_BATCHED if is_few else _GROUPED]
     return function(experts, states, chosen, *args, **kwargs)

@@ -25,7 +25,7 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, warn_once
-from .traceable import NoGraphError, NotTraceableError, Place, tracing
+from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
@@ -118,13 +118,12 @@ class Graphs:
     config: CompileConfig
     state: Hashable  # properties of the model that they depend on
     whose: str  # name of the model, for messages
-    seconds: float = 0.0  # spent on tracing and compiling
     refused: str = ""  # why no (further) graphs are made
     # The memory that no generation uses now, the last one that was left at the end.
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(_PLACES)])
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
-    _told: tuple[int, float] = (0, 0.0)
+    _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -148,11 +147,11 @@ class Graphs:
 
     def report(self) -> None:
         """Logs how many graphs were made since the last report, how long that took, and whether no more are made."""
-        count, seconds = self.count - self._told[0], self.seconds - self._told[1]
-        if count:
-            self._told = self.count, self.seconds
-            _logger.warning(f"{self.whose}: {count} {'graph' if count == 1 else 'graphs'} made in {seconds:.1f} s.")
         with self._lock:
+            if count := len(self._new):
+                graphs = "graph" if count == 1 else "graphs"
+                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s.")
+                self._new.clear()
             self._are_slower()
 
     def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
@@ -171,12 +170,11 @@ class Graphs:
             _logger.info(f"{self.whose}: no graph of {what}: {error}.")
             self._graphs[key] = None
             return None
-        except (AssertionError, NotTraceableError, RuntimeError, TypeError) as error:
+        except (AssertionError, RuntimeError, TypeError) as error:
             self.refuse(error)
             return None
-        finally:
-            self.seconds += perf_counter() - began
-        _logger.info(f"{self.whose}: graph of {what}: {perf_counter() - began:.1f} s.")
+        self._new.append(perf_counter() - began)
+        _logger.info(f"{self.whose}: graph of {what}: {self._new[-1]:.1f} s.")
         graph = self._graphs[key] = Graph(run, what, _clock_of(inputs[0].device))
         return graph
 
@@ -207,7 +205,7 @@ class Graphs:
 
         if inputs[0].device.type == "cpu":
             function(*inputs)  # linear layers choose how to multiply this many tokens, for which they need values
-        with warnings.catch_warnings(), tracing():
+        with warnings.catch_warnings(), tracing.during(True):
             warnings.simplefilter("ignore")
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             run: Run = torch.compile(graph, **_options(self.config))

@@ -25,7 +25,7 @@ from torch.nn.functional import linear as blas
 
 from .modules import all_modules
 from .patching import Forward, InstanceForwards, SharedChange
-from .traceable import is_tracing
+from .traceable import tracing
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
@@ -70,7 +70,7 @@ def _onednn_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN's kernels for few rows, which torch uses only for bfloat16."""
-    found: torch.Tensor = (torch.ops.hf_selfspec.onednn if is_tracing() else _onednn)(input, weight, bias)
+    found: torch.Tensor = (torch.ops.hf_selfspec.onednn if tracing.now else _onednn)(input, weight, bias)
     return found
 
 
@@ -198,7 +198,7 @@ def _few_tokens(
             return original(input)
         if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
             return original(input)
-        if way is None and is_tracing():
+        if way is None and tracing.now:
             return original(input)  # a tensor without values cannot be timed
         if way is None:
             way = chosen[key] = _fastest.way(key[0] // width, weight, alike)

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,6 +39,8 @@ class InstanceForwards(ExitStack):
     An existing instance ``forward`` (accelerate sets one) is restored, too.
     """
 
+    users = 0  # of a change that threads share
+
     def replace(self, module: nn.Module, forward: Forward) -> None:
         """Makes ``forward`` what ``module(...)`` calls."""
         self.put(module.__dict__, "forward", forward)
@@ -61,18 +62,12 @@ def _put_back(values: MutableMapping[str, Any], name: str, before: Any) -> None:
         values[name] = before
 
 
-@dataclass
-class _Shared:
-    forwards: InstanceForwards = field(default_factory=InstanceForwards)
-    users: int = 0
-
-
 class SharedChange:
     """One kind of change, shared by threads: the first one makes it, the last one to leave undoes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owners: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def of(
@@ -87,14 +82,14 @@ class SharedChange:
         half-way is undone.
         """
         with self._lock:
-            shared = self._owners.setdefault(owner, _Shared())
+            shared = self._owners.setdefault(owner, InstanceForwards())
             shared.users += 1
             with ExitStack() as undo:
                 undo.callback(self._leave, owner, shared)
                 if shared.users == 1 and make is not None:
-                    make(shared.forwards)
+                    make(shared)
                 if add is not None:
-                    add(shared.forwards)
+                    add(shared)
                 undo.pop_all()
         try:
             yield
@@ -102,10 +97,10 @@ class SharedChange:
             with self._lock:
                 self._leave(owner, shared)
 
-    def _leave(self, owner: Any, shared: _Shared) -> None:
+    def _leave(self, owner: Any, shared: InstanceForwards) -> None:
         shared.users -= 1
         if shared.users == 0:
-            shared.forwards.close()
+            shared.close()
             self._owners.pop(owner, None)
 
 

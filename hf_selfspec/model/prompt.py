@@ -99,22 +99,25 @@ class Prompt:
         tokens = source[:, -fresh:]
         mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
         own_positions = _are_own(position_ids, mask)
-        if attention_mask is not None:
-            _check_filled(attention_mask[:, seen:])
+        valid = mask.bool()
+        lengths = valid[:, seen:].sum(1).tolist()
+        if 0 in lengths:
+            raise SettingError(
+                f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
+                "columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
+            )
         if attention_mask is None or (not ragged and b > 1):
             padding = None
             if not ragged and b > 1:
                 padding = input_ids.new_ones(b, width) if attention_mask is None else attention_mask.long()
             base = [width - columns] * b
             return cls(tokens, [seen] * b, [fresh] * b, base, width, None, padding, own_positions=own_positions)
-        valid = attention_mask.bool()
         if not valid[:, -1].all():
             raise SettingError(
                 f"the prompt of row {int(valid[:, -1].int().argmin())} is padded on the right: its attention mask ends "
                 "with 0. Generation continues after the last column, so set the tokenizer's padding_side='left'."
             )
         total = valid.sum(1).tolist()
-        lengths = valid[:, seen:].sum(1).tolist()
         order = _front(valid[:, seen:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
         return cls(
@@ -171,15 +174,6 @@ def is_right_padded(attention_mask: torch.Tensor) -> bool:
     """Returns whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; empty rows do not count."""
     valid = attention_mask.bool()
     return bool((valid.any(1) & ~valid[:, -1]).any())
-
-
-def _check_filled(mask: torch.Tensor) -> None:
-    filled = mask.bool().any(1).tolist()
-    if not all(filled):
-        raise SettingError(
-            f"the prompt of row {filled.index(False)} is empty: its attention mask has no ones among the "
-            f"{mask.shape[1]} new columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
-        )
 
 
 def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:

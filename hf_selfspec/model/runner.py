@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +108,10 @@ class GraphRunner:
             run.chooses,
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
         )
-
-        def function(*given: torch.Tensor) -> list[torch.Tensor]:
-            return self._forward(run, nodes is not None, given)
-
         shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
         what = f"{shape}, layers {run.plan.picture()}"
         begun = perf_counter()
-        graph = self.graphs.find(key, function, inputs, what)
+        graph = self.graphs.find(key, partial(self._forward, run, nodes is not None), inputs, what)
         self.waited_seconds += perf_counter() - begun
         if graph is None:
             return target.run_eagerly(feed, run)
@@ -127,7 +124,7 @@ class GraphRunner:
                 return target.run_eagerly(feed, run)
             logits = found.pop(0)[:, :s] if whole else None
             # There is no layer after the last one, so the state that would enter it is the last one's output.
-            is_captured = 0 <= run.capture < len(run.plan.picture())
+            is_captured = 0 <= run.capture < run.plan.num_layers
             run.captured = found.pop(0)[..., :s, :] if is_captured else None
             run.exit_state = found.pop(0)[..., :s, :]
             if run.chooses:
@@ -136,7 +133,7 @@ class GraphRunner:
 
         return graph.faster_of(s, by_graph, lambda: target.run_eagerly(feed, run))
 
-    def _forward(self, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
         target, rest = self.target, list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)

@@ -153,16 +153,15 @@ class Target:
     def last_positions(self) -> RowNumbers:
         """The last position that each active row's tokens can have; rows that have ended may be past their text."""
         rows = range(len(self.roots)) if self.active_rows is None else self.active_rows.kept
-        found = tuple(self._last_position(row) for row in rows)
+        limit, found = self.anatomy.position_limit, tuple(_NO_END for _ in rows)
+        if self.reachable is not None:
+            found = tuple(self.reachable[row] for row in rows)
+        if limit is not None:
+            # A row's root is a real token, wherever it is; drafted ones stay within the limit.
+            found = tuple(max(min(end, limit - 1), self.roots[row]) for row, end in zip(rows, found, strict=True))
         if self._last != found:  # else what is on the device already serves
             self._last = RowNumbers(found)
         return self._last
-
-    def _last_position(self, row: int) -> int:
-        reachable = _NO_END if self.reachable is None else self.reachable[row]
-        limit = self.anatomy.position_limit
-        # A row's root is a real token, wherever it is; drafted ones stay within the limit.
-        return reachable if limit is None else max(min(reachable, limit - 1), self.roots[row])
 
     def end_round(self) -> None:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""

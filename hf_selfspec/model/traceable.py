@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
@@ -18,17 +17,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 # computed).
 _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 
-_is_tracing = PerThread[bool]()
-
-
-def is_tracing() -> bool:
-    """Returns whether this thread runs a forward to trace it, with tensors that have no values."""
-    return _is_tracing.now is not None
-
-
-def tracing() -> AbstractContextManager[None]:
-    """Marks this thread's forwards as traced."""
-    return _is_tracing.during(True)
+tracing = PerThread[bool]()  # whether this thread runs a forward to trace it, with tensors that have no values
 
 
 class NotTraceableError(RuntimeError):

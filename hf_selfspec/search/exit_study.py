@@ -68,6 +68,11 @@ class ExitStudy(Findings):
         """Whether no draft pays and no more text is looked at."""
         return self.choice is not None and not self.choice.drafts and self.is_over
 
+    @property
+    def bound(self) -> float:
+        """How much faster the best of the tried exits may make generation, at most."""
+        return max(self._bounds.values(), default=math.inf)
+
     def leave_unspent(self, seconds: float) -> None:
         self.unspent += seconds if math.isfinite(seconds) else 0.0
 

@@ -13,7 +13,7 @@ from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit
 from .fit import TrainedFit, as_function, words
-from .frozen_model import FrozenModel, HiddenStates, Metric, agreement, cross_entropy
+from .frozen_model import FrozenModel, Head, HiddenStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,9 @@ class AdapterFit(TrainedFit[Adapter]):
         frozen.imitate_norm(adapter.norm, adapter.exit_layer)
         return adapter
 
-    def loss(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        return _per_token(cross_entropy, module, frozen, states).mean()
-
-    def metrics(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        return {"agreement_with_the_whole_model": _per_token(agreement, module, frozen, states)}
+    def drafted(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
+        hidden = module(states[f"states_{module.exit_layer}"])
+        return (frozen.own_head, hidden.to(states["final"].dtype)) if module.head is None else (module.head, hidden)
 
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[Adapter], SelfSpec]:
         return SelfSpec.kangaroo
@@ -131,11 +129,3 @@ def usual_eps(config: Any) -> float:
     """Epsilon of an adapter's norms: the model's, or 1e-6."""
     eps = getattr(config, "rms_norm_eps", None)
     return float(eps) if isinstance(eps, (int, float)) and 0 < eps < 1 else 1e-6
-
-
-def _per_token(metric: Metric, adapter: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-    """``[b s]`` the values of a metric, from the logits behind the adapter and those of the whole model."""
-    hidden = adapter(states[f"states_{adapter.exit_layer}"])
-    if adapter.head is None:
-        return frozen.per_token(metric, frozen.own_head, hidden.to(states["final"].dtype), states)
-    return frozen.per_token(metric, adapter.head, hidden, states)

@@ -34,7 +34,7 @@ from .fit_trainer import (
     speed_figures,
     training_arguments,
 )
-from .frozen_model import FrozenModel, HiddenStates
+from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .packing import HELD_OUT, PackedDataset
 
 M = TypeVar("M", bound=DraftModule)
@@ -125,13 +125,18 @@ class TrainedFit(Fit[M]):
     def module(self, frozen: FrozenModel) -> M:
         """Returns a new module, with the weights that it starts with."""
 
-    @abstractmethod
+    def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
+        """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
+        raise NotImplementedError
+
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         """Returns the loss, a scalar."""
+        return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states).mean()
 
-    @abstractmethod
     def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         """Returns what is measured on held-out text, a value for each token ``[b s]`` by name."""
+        agreeing = frozen.per_token(agreement, *self.drafted(module, frozen, states), states)
+        return {"agreement_with_the_whole_model": agreeing}
 
     @abstractmethod
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:

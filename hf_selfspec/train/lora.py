@@ -22,7 +22,7 @@ from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, HiddenStates, agreement, cross_entropy
+from .frozen_model import FrozenModel, Head, HiddenStates, agreement
 
 # Tokens that are drafted one after another in the fit.
 _WINDOW = 4
@@ -38,14 +38,10 @@ class LoraFit(TrainedFit[DraftLora]):
     draft: a few tokens one after another with LoRA, after a text whose keys and values the whole model has written.
 
     Args:
-        model: a causal LM of transformers, or a PEFT model around one; it stays as it is.
-        tokenizer: its tokenizer; ``None`` where the rows have ``input_ids``.
-        dataset: texts, or rows with a ``text`` or with ``input_ids``; 5 % at the end are held out. Best is what the
-            model itself writes.
+        model, tokenizer, block_size, args, cache_dir, cache_bytes, patience, output_dir: see :func:`fit_adapter`.
+        dataset: see :func:`fit_adapter`; best is what the model itself writes.
         exit_layer: the exit layer ``E``; a quarter of the layers by default.
         rank: ``r`` of the additions to each linear layer.
-        block_size: tokens of a row.
-        args, cache_dir, cache_bytes, patience, output_dir: see :func:`fit_adapter`.
 
     Returns:
         The LoRA, for ``SelfSpec(EarlyExitLora(lora))``.
@@ -82,17 +78,12 @@ class LoraFit(TrainedFit[DraftLora]):
             )
         return DraftLora(exit_layer, self.rank, shapes)
 
-    def loss(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        drafted = drafted_states(frozen, module, states["ids"]).to(states["final"])
-        return frozen.per_token(cross_entropy, frozen.own_head, drafted, states).mean()
+    def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
+        return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
 
     def metrics(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        drafted = drafted_states(frozen, module, states["ids"]).to(states["final"])
-        with_lora, without = (
-            frozen.per_token(agreement, frozen.own_head, some, states)
-            for some in (drafted, states[f"exits_{module.exit_layer}"])
-        )
-        return {"agreement_with_the_whole_model": with_lora, "agreement_without_LoRA": without}
+        without = frozen.per_token(agreement, frozen.own_head, states[f"exits_{module.exit_layer}"], states)
+        return super().metrics(module, frozen, states) | {"agreement_without_LoRA": without}
 
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[DraftLora], SelfSpec]:
         return lambda lora: SelfSpec(EarlyExitLora(lora))
@@ -131,8 +122,7 @@ def _check(anatomy: Anatomy) -> None:
 
 
 def _offset() -> int:
-    """Where the windows of a call begin."""
-    return int(torch.randint(_WINDOW, (), device="cpu"))
+    return int(torch.randint(_WINDOW, (), device="cpu"))  # where the windows of a call begin
 
 
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:

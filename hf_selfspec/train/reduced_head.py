@@ -21,10 +21,9 @@ class ReducedHeadFit(Fit[ReducedHead]):
     """Finds the most frequent tokens of some text, and adds the end-of-text tokens. Nothing is trained.
 
     Args:
-        model: a causal LM of transformers, or a PEFT model around one; it stays as it is.
-        tokenizer: its tokenizer; ``None`` where the rows have ``input_ids``.
-        dataset: texts, best such as the model writes, or rows with a ``text`` or with ``input_ids``; 5 % at the end
-            are held out, and the share of them that the head covers is its figure.
+        model, tokenizer: see :func:`fit_adapter`.
+        dataset: see :func:`fit_adapter`, best such as the model writes; the share of what is held out that the head
+            covers is its figure.
         size: number of tokens, or the whole vocabulary if that has fewer.
         output_dir: folder in which the head is saved, with a model card.
 

@@ -25,31 +25,29 @@ from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    CLIPConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedTokenizerFast,
     T5Config,
 )
 
 import hf_selfspec
-from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.calls import check_lossless
+from helpers.fitted import arguments, rows
+from helpers.models import VOCABULARY, tiny_llama
 from hf_selfspec import (
+    EarlyExit,
     EarlyExitLora,
     ExitHeads,
     ReducedHead,
     SelfSpec,
     SettingError,
     fit_adapter,
-    fit_exit_heads,
-    fit_probe,
     fit_reduced_head,
 )
 from hf_selfspec.cli import app, main
 from hf_selfspec.data.texts import texts
 from hf_selfspec.train import FITS
 from hf_selfspec.train.fit import Fit
-from hf_selfspec.train.fit_trainer import training_arguments
 from hf_selfspec.validation import Option
 
 TEXT = "def f(x): return x + 1 "
@@ -74,52 +72,34 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("kind", "options", "spec"),
+    ("kind", "options", "spec", "size"),
     [
-        ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
-        ("adapter", ["--exit-layer", "2", "--blocks", "mlp", "--own-head"], SelfSpec.kangaroo),
-        ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
-        ("lora", ["--exit-layer", "2", "--rank", "4"], lambda out: SelfSpec(EarlyExitLora(out))),
-        ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
+        ("adapter", "--exit-layer 2 --blocks mlp --own-head", SelfSpec.kangaroo, 2 * 64 + 8 * 64**2 + 64 * VOCABULARY),
+        ("heads", "--layers 1,3 --rank 4 --metric margin", None, 2 * (64 + 4 * (64 + VOCABULARY))),
+        ("lora", "--exit-layer 2 --rank 4", lambda out: SelfSpec(EarlyExitLora(out)), 2 * 4 * 1024),
+        ("probe", "--exit-layer 3", lambda out: SelfSpec.adaspeed(probe=out), 65),
+        ("head", "--size 16", lambda out: SelfSpec(EarlyExit(2, out)), 16),
     ],
 )
 def test_command_line(
-    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], spec: Any
+    kind: str, options: str, spec: Any, size: int, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"text": "def f(x): return x + 1 "}) for _ in range(40)))
-    common = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
-    assert main(["fit", kind, *common, *options]) == 0
-    assert f"parameters in {tmp_path / 'out'}" in capsys.readouterr().out
-    model = LlamaForCausalLM.from_pretrained(saved_model)
-    inputs = ragged_batch((5,))
-    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
-    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
-
-
-def test_command_line_of_a_reduced_head(saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same tokens as from Python."""
-    data, out = tmp_path / "data.txt", tmp_path / "out"
-    data.write_text(TEXT)
-    common = ["--model", str(saved_model), "--data", str(data), "--out", str(out)]
-    assert main(["fit", "head", *common, "--size", "16"]) == 0
-    assert "share of held-out tokens" in capsys.readouterr().out
-    model, tokenizer = LlamaForCausalLM.from_pretrained(saved_model), AutoTokenizer.from_pretrained(saved_model)
-    head = ReducedHead.load(out)
-    assert head.about["recipe"]["tokens"] == 16
-    assert torch.equal(head.tokens, fit_reduced_head(model, tokenizer, [TEXT], size=16).tokens)
-    assert "--size must be at least 1, got 0" in refused(["fit", "head", *common, "--size", "0"], capsys)
-
-
-@pytest.mark.filterwarnings("default")
-def test_command_line_of_heads_of_low_rank(saved_model: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.txt"
-    data.write_text("def f(x): return x + 1 " * 40)
-    given = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
-    assert main(["fit", "heads", *given, "--layers", "1,3", "--rank", "4", "--metric", "margin"]) == 0
-    heads = ExitHeads.load(tmp_path / "out")
-    assert (heads.layers, heads.metric) == ((1, 3), "margin")
-    assert heads.num_parameters == 2 * (64 + 4 * (64 + VOCABULARY))
+    common = ["--model", files["model"], "--data", files["data"], "--out", files["out"]]
+    trains = [] if kind == "head" else ["--block-size", "32"]
+    if kind == "heads":  # which have to be calibrated
+        files["data"].write_text(files["data"].read_text() * 2)
+    assert main(["fit", kind, *map(str, common), *trains, *options.split()]) == 0
+    assert f"of {size:,} parameters in {files['out']}" in capsys.readouterr().out
+    model = LlamaForCausalLM.from_pretrained(files["model"])
+    if kind == "heads":
+        heads = ExitHeads.load(files["out"])
+        assert (heads.layers, heads.metric) == ((1, 3), "margin")
+    else:
+        check_lossless(model, spec(files["out"]), 12)
+    if kind == "head":  # the same tokens as from Python
+        tokenizer = AutoTokenizer.from_pretrained(files["model"])
+        expected = fit_reduced_head(model, tokenizer, [TEXT] * 27, size=16)
+        assert torch.equal(ReducedHead.load(files["out"]).tokens, expected.tokens)
 
 
 @pytest.mark.parametrize("kind", FITS)
@@ -138,7 +118,9 @@ def test_settings_are_declared_once(kind: type[Fit[Any]]) -> None:
 @pytest.fixture
 def files(saved_model: Path, tmp_path: Path) -> dict[str, Path]:
     """A model, its text, a place for what is fitted, and a file."""
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": TEXT}) for _ in range(40)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": TEXT}) + "\n" for _ in range(27))
+    )  # none is held out
     (tmp_path / "file").write_text("")
     return {"model": saved_model, "data": tmp_path / "data.jsonl", "out": tmp_path / "out", "file": tmp_path / "file"}
 
@@ -182,7 +164,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 DATA: dict[str, tuple[str, bytes | None, str]] = {
     "zeros": ("a.txt", b"\0" * 100, "cannot be read as text in UTF-8 (it has null bytes)"),
     "broken": ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
-    "deep": ("a.jsonl", b"[" * 100_000, "line 1: this is not JSON (maximum recursion depth"),
     "lists": ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2: ['b'] is not an object with a text"),
     "half a character": (
         "a.jsonl",
@@ -191,6 +172,7 @@ DATA: dict[str, tuple[str, bytes | None, str]] = {
     ),
     "blank": ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
     "table": ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
+    "folder": (".", None, "is a folder. Give a .txt file"),
     "no name": ("a b", None, "there is no such file, and it is not the name of a dataset"),
 }
 
@@ -207,14 +189,6 @@ def test_data_that_is_none(
     assert words in line
     assert f"--data {tmp_path / file}" in line
     assert not files["out"].exists()
-
-
-@pytest.mark.usefixtures("no_model")
-def test_a_folder_is_no_data(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is a folder. Give a .txt file" in refused(asked("adapter", files, data=tmp_path), capsys)
-    (tmp_path / "folder.jsonl").mkdir()
-    line = refused(asked("adapter", files, data=tmp_path / "folder.jsonl"), capsys)
-    assert "cannot be read as text in UTF-8 (Is a directory)" in line
 
 
 def test_texts_are_those_of_the_file(tmp_path: Path) -> None:
@@ -240,7 +214,7 @@ def datasets_module(load: Callable[..., Any]) -> types.ModuleType:
 
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize("offline", [False, True])
-def test_an_unknown_dataset_without_a_network(
+def test_unknown_names_without_a_network(
     offline: bool, files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer comes at once: what tries again and again is not asked."""
@@ -263,6 +237,10 @@ def test_an_unknown_dataset_without_a_network(
     assert time.monotonic() - begun < 10
     assert ("(OfflineModeIsEnabled)" if offline else "the Hub has no such dataset (Name or service not known)") in line
     assert "Give a .jsonl or .txt file" in line
+    if not offline:
+        monkeypatch.setattr(HfApi, "model_info", info)
+        line = refused(asked("adapter", files, model="no/such-model"), capsys)
+        assert "the Hub has no such model (Name or service not known)" in line
 
 
 @pytest.mark.usefixtures("no_model")
@@ -294,23 +272,21 @@ def test_datasets_that_cannot_be_used(
 
 OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"batch": 0}, "--batch must be at least 1, got 0"),
-    ("adapter", {"epochs": 0}, "--epochs must be a finite number above 0, got 0.0"),
-    ("adapter", {"exit-layer": 0}, "--exit-layer must be at least 1, got 0"),
     ("adapter", {"exit-layer": 6}, "the model has 6 layers, so the exit layer must be between 1 and 5"),
     ("adapter", {"block-size": 513}, "--block-size 513 is more than the 512 positions of the model"),
     ("heads", {"block-size": 1}, "--block-size 1 leaves the model nothing to write: give at least 2"),
-    ("heads", {"layers": [3, 3]}, "needs exit layers from 1 on, in increasing order, got [3, 3]"),
     ("adapter", {"patience": 0}, "--patience must be at least 1, got 0"),
     ("adapter", {"cache-gib": 2}, "--cache-gib 2.0 has no effect without --cache"),
-    ("adapter", {"cache-gib": 0, "cache": "states"}, "--cache-gib must be a finite number above 0, got 0.0"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
     ("adapter", {"blocks": ["mixer"]}, "--blocks takes some of ('attention', 'mlp'), got ('mixer',)"),
     ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers separated by commas"),
     ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
     ("heads", {"copied": True, "rank": 4}, "--copied --rank 4: the model's own head has full rank"),
-    ("heads", {"metric": "luck"}, "--metric must be one of ['entropy', "),
     ("probe", {"temperature": 0.7}, "--temperature 0.7 has no effect without --sample"),
     ("probe", {"sample": True, "top-p": 1.5}, "--top-p must lie between 0 and 1"),
+    ("probe", {"sample": True, "top-k": -1}, "--top-k must be at least 0"),
+    ("probe", {"sample": True, "temperature": 0.0}, "--temperature must be a finite number above 0"),
+    ("head", {"size": 0, "exit-layer": None, "block-size": None}, "--size must be at least 1, got 0"),
 ]
 
 
@@ -343,19 +319,6 @@ def test_places_that_are_wrong(files: dict[str, Path], capsys: pytest.CaptureFix
         assert words in refused(asked("adapter", files, **changed), capsys)
 
 
-@pytest.mark.usefixtures("no_model")
-def test_an_unknown_model_without_a_network(
-    files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def info(self: HfApi, name: str, *, timeout: float) -> None:
-        raise Elsewhere("Name or service not known")
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "model_info", info)
-    line = refused(asked("adapter", files, model="no/such-model"), capsys)
-    assert "the Hub has no such model (Name or service not known)" in line
-
-
 @pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_models_that_are_damaged(
     damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -371,11 +334,10 @@ def test_models_that_are_damaged(
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("kind", ["adapter", "heads", "probe"])
-def test_too_little_text(kind: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_text(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     files["data"].write_text(json.dumps({"text": "a" * 31}))
-    line = refused(asked(kind, files), capsys)
-    assert f"fit {kind} was given 31 tokens, fewer than one row of block_size=32" in line
+    line = refused(asked("heads", files), capsys)
+    assert "fit heads was given 31 tokens, fewer than one row of block_size=32" in line
 
 
 @pytest.mark.usefixtures("no_model")
@@ -383,7 +345,6 @@ def test_too_little_text(kind: str, files: dict[str, Path], capsys: pytest.Captu
     ("changed", "words"),
     [
         ({"num_hidden_layers": "x"}, "its config cannot be loaded (Validation error for field 'num_hidden_layers'"),
-        ({"rms_norm_eps": "nan"}, "its config cannot be loaded (Validation error for field 'rms_norm_eps'"),
         ({"num_attention_heads": 0}, "its config cannot be loaded (integer modulo by zero)"),
         ({"num_hidden_layers": 1}, "the model has 1 layer, so it has no exit layer"),
         ({"hidden_size": 33, "num_attention_heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
@@ -395,17 +356,13 @@ def test_configs_that_are_wrong(
     folder = shutil.copytree(files["model"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
-    for kind in ("adapter",) if "hidden_size" in changed else ("adapter", "heads", "probe"):
-        assert words in refused(asked(kind, files, model=folder), capsys)
+    assert words in refused(asked("adapter", files, model=folder), capsys)
 
 
-@pytest.mark.parametrize("config", [T5Config(), CLIPConfig()])
-def test_models_of_other_kinds(
-    config: PreTrainedConfig, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_of_other_kinds(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The library's message names every class it knows; ours does not."""
     folder = shutil.copytree(files["model"], tmp_path / "model")
-    config.save_pretrained(folder)
+    T5Config().save_pretrained(folder)
     line = refused(asked("adapter", files, model=folder), capsys)
     assert "its model cannot be loaded (Unrecognized configuration class" in line
     assert len(line) < 600
@@ -422,6 +379,7 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.filterwarnings("default")
 def test_heads_that_reach_nothing(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """They are saved, and a line says what is wrong with them."""
+    files["data"].write_text(files["data"].read_text() * 2)
     assert main(asked("heads", files, heads=2, epochs=0.01, learning_rate=1e-9)) == 0
     told = capsys.readouterr()
     lines = [line for line in told.err.splitlines() if line.startswith("hf-selfspec: ")]
@@ -438,35 +396,10 @@ def test_heads_that_reach_nothing(files: dict[str, Path], capsys: pytest.Capture
     ("changed", "words"),
     [
         ({"num_train_epochs": 0}, "num_train_epochs must be a finite number above 0"),
-        ({"num_train_epochs": float("nan")}, "num_train_epochs must be a finite number above 0"),
-        ({"learning_rate": -1.0}, "learning_rate must be a finite number of at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate must be a finite number of at least 0"),
     ],
 )
 def test_arguments_that_would_not_train(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
-    rows = [{"input_ids": list(range(2, 34))} for _ in range(30)]
-    args = training_arguments(str(tmp_path), torch.device("cpu"), disable_tqdm=True, **changed)
-    for fit, options in ((fit_adapter, {}), (fit_exit_heads, {}), (fit_probe, {"exit_layer": 2})):
-        with pytest.raises(SettingError, match=rf"{fit.__name__}\(args\): {words}"):
-            fit(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out", **options)
+    with pytest.raises(SettingError, match=rf"fit_adapter\(args\): {words}"):
+        fit_adapter(tiny_llama(), None, rows(19), args=arguments(tmp_path, **changed), output_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_fit_that_diverges_saves_nothing(tmp_path: Path) -> None:
-    rows = [{"input_ids": list(range(2, 34))} for _ in range(30)]
-    args = training_arguments(
-        str(tmp_path), torch.device("cpu"), disable_tqdm=True, learning_rate=1e38, num_train_epochs=2, warmup_steps=0
-    )
-    with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
-        fit_adapter(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_probes_of_settings_that_are_none() -> None:
-    for changed, words in (
-        ({"temperature": 0.0}, r"fit_probe\(temperature\) must be a finite number above 0"),
-        ({"top_p": 0.0}, r"fit_probe\(top_p\) must lie between 0 and 1"),
-        ({"top_k": -1}, r"fit_probe\(top_k\) must be at least 0"),
-    ):
-        with pytest.raises(SettingError, match=words):
-            fit_probe(tiny_llama(), None, [], exit_layer=2, do_sample=True, **changed)

@@ -24,7 +24,7 @@ THREE = FixedLength(3)
 
 
 def same_ids(
-    model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 40, is_mixed: bool = True, **options: Any
+    model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 28, is_mixed: bool = True, **options: Any
 ) -> None:
     inputs = ragged_batch((9,)) if rows == 1 else ragged_batch((9, 5, 7))
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options

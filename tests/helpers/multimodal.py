@@ -122,19 +122,12 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 
 @dataclass(frozen=True)
 class Media:
-    """What a model takes for one image or sound.
+    """What a model takes for one image or sound."""
 
-    Attributes:
-        tokens: placeholders in its prompt.
-        shape: of the values, whose sign the tests change.
-        name: of these.
-        beside: what goes with them.
-    """
-
-    tokens: int
-    shape: tuple[int, ...]
-    name: str = "pixel_values"
-    beside: Callable[[], dict[str, torch.Tensor]] = dict
+    tokens: int  # placeholders in its prompt
+    shape: tuple[int, ...]  # of the values
+    name: str = "pixel_values"  # of these
+    beside: Callable[[], dict[str, torch.Tensor]] = dict  # what goes with them
 
 
 _SIZE = (3, 8, 8)
@@ -172,17 +165,9 @@ def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
 
 
 def prompt_of(
-    name: str, texts: tuple[int, ...] = (6,), seed: int = 5, sign: float = 1.0, placeholder: int = IMAGE
+    name: str, texts: tuple[int, ...] = (6,), seed: int = 5, placeholder: int = IMAGE
 ) -> dict[str, torch.Tensor]:
-    """Left-padded prompts, each with an image or a sound behind two tokens of text.
-
-    Args:
-        name: of the model's type.
-        texts: for each row the tokens of text, at least three.
-        seed: of everything random.
-        sign: of the values of images and sounds.
-        placeholder: token in the place of each.
-    """
+    """Left-padded prompts with so many tokens of text in each row, and an image or a sound behind two of them."""
     media = MEDIA[name]
     generator = torch.Generator().manual_seed(seed)
     width = max(texts) + media.tokens
@@ -193,11 +178,7 @@ def prompt_of(
         ids[row, width - len(line) :], mask[row, width - len(line) :] = line, 1
     values = torch.randn(len(texts) * media.shape[0], *media.shape[1:], generator=generator)
     beside = {key: value.repeat(len(texts), *[1] * (value.dim() - 1)) for key, value in media.beside().items()}
-    return (
-        {"input_ids": ids, "attention_mask": mask, media.name: sign * values}
-        | beside
-        | _marks(name, ids == placeholder)
-    )
+    return {"input_ids": ids, "attention_mask": mask, media.name: values} | beside | _marks(name, ids == placeholder)
 
 
 def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:

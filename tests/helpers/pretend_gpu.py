@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -39,27 +40,17 @@ _VIEWS = {
 
 @dataclass
 class Counts:
-    """What was counted while :attr:`is_on`.
+    """What was counted while :attr:`is_on`."""
 
-    Attributes:
-        reads: values that the host waited for, by operation.
-        uploads: copies from the host, by operation.
-        launches: operations outside of layers, by phase and operation.
-        phase: what launches are counted for.
-        depth: how many layers are running, one within another.
-        attention: shapes and strides of what attention has got, by which kernels keep their plans.
-        handed, waited_for: all launches so far, and how many of them the host knows to be done.
-    """
-
-    reads: Counter[str] = field(default_factory=Counter)
-    uploads: Counter[str] = field(default_factory=Counter)
-    launches: Counter[tuple[str, str]] = field(default_factory=Counter)
-    phase: str = ""
-    depth: int = 0
+    reads: Counter[str] = field(default_factory=Counter)  # values that the host waited for, by operation
+    uploads: Counter[str] = field(default_factory=Counter)  # copies from the host, by operation
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # outside of layers, by phase and operation
+    phase: str = ""  # what launches are counted for
+    depth: int = 0  # how many layers are running, one within another
     is_on: bool = False
-    attention: set[Any] = field(default_factory=set)
-    handed: int = 0
-    waited_for: int = 0
+    attention: set[Any] = field(default_factory=set)  # shapes and strides, by which kernels keep their plans
+    handed: int = 0  # all launches so far
+    waited_for: int = 0  # how many of them the host knows to be done
 
     def reset(self, phase: str) -> None:
         """Counts from zero, for ``phase`` at first."""
@@ -219,46 +210,24 @@ class Event:
         return float(later.at - self.at)
 
 
-class _Module:
-    """What ``torch.cuda`` is for a GPU, as far as it is used."""
-
-    Event = Event
-
-    @staticmethod
-    def current_stream(device: torch.device) -> str:
-        return f"the stream of {device}"
-
-    @staticmethod
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    @staticmethod
-    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None:
-        counts.read("synchronize")
+# What ``torch.cuda`` is for a GPU, as far as it is used.
+_MODULE: dict[str, Any] = {
+    "Event": Event,
+    "current_stream": lambda device: f"the stream of {device}",
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "synchronize": lambda device=None: counts.read("synchronize"),
+}
 
 
 @contextmanager
 def pretended() -> Iterator[None]:
     """Makes the device usable."""
     module = getattr(torch, NAME)
-    for name in ("Event", "current_stream", "get_rng_state", "set_rng_state", "synchronize"):
-        setattr(module, name, getattr(_Module, name))
-    usual = torch.accelerator.synchronize
-    torch.accelerator.synchronize = _Module.synchronize
-    try:
-        with _Dispatched(), _Called():
-            yield
-    finally:
-        torch.accelerator.synchronize = usual
-
-
-def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as one of the first device."""
-    return Pretended(tensor)
+    for name, value in _MODULE.items():
+        setattr(module, name, value)
+    with patch.object(torch.accelerator, "synchronize", _MODULE["synchronize"]), _Dispatched(), _Called():
+        yield
 
 
 def move(model: torch.nn.Module, device: torch.device = DEVICE) -> None:

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from helpers import pretend_gpu
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_gpu import counts, move, on_device, pretended, spread
+from helpers.pretend_gpu import Pretended, counts, move, pretended, spread
 from hf_selfspec import (
     AdaptiveThreshold,
     Cascade,
@@ -124,7 +124,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     ):
         place(model)
         pretend_gpu.leave_out(model.model.layers)
-        output = model.generate(on_device(ids), attention_mask=on_device(mask), assistant=spec, **options)
+        output = model.generate(Pretended(ids), attention_mask=Pretended(mask), assistant=spec, **options)
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
     assert spec.stats is not None

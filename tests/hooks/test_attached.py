@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, StaticCache, pipeline
 
-import hf_selfspec
 from helpers.calls import Recorder, calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
@@ -273,16 +272,6 @@ def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, sp
             assert (told.tokens, told.drafted, told.from_draft) == (tokens, 0, [[False] * tokens] if tokens else [])
             assert told.total_seconds > 0
             assert str(told).startswith("left to plain generate, since this SelfSpec cannot serve it (")
-
-
-def test_uninstalling_waits(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(fresh_llama, spec)
-    hf_selfspec.uninstall()
-    try:
-        assert_not_used(fresh_llama, spec)
-    finally:
-        hf_selfspec.install()
-    assert_used(fresh_llama, spec)
 
 
 def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:

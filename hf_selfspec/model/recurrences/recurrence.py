@@ -15,6 +15,8 @@ from ..layout import TreeLayout
 Entries = tuple[torch.Tensor, ...]
 # Maps (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
 Advance = Callable[[torch.Tensor, Entries, torch.Tensor | None], torch.Tensor]
+# The arguments of a call of the model's function, by the names of its parameters.
+Given = dict[str, Any]
 # Tokens that a step processes at a time, so that what it computes for pairs of tokens stays small.
 BLOCK = 32
 
@@ -29,7 +31,7 @@ class Recurrence:
 
     @abstractmethod
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, *args: Any, **kwargs: Any
+        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the model's own function from a state ``[b, ...]``, ``None`` at the beginning of the text.
 
@@ -37,9 +39,7 @@ class Recurrence:
         """
 
     @abstractmethod
-    def step(
-        self, state: torch.Tensor, nodes: TreeLayout | None, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, Entries]:
+    def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
         """Returns the same output for a few tokens, and what they feed into the state, which is not changed."""
 
     @abstractmethod
@@ -136,45 +136,23 @@ class SelectiveScan(Recurrence):
         self._a = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def prefill(
-        self,
-        kernel: Any,
-        state: torch.Tensor | None,
-        kept: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        *args: Any,
-        **options: Any,
+        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Δ = 0 leaves the state as it is.
-        options |= {"return_last_state": True}
-        if kept is not None:
-            dt = _steps(dt, options.get("delta_bias"), options.get("delta_softplus", False)) * kept[:, None]
-            options |= {"delta_bias": None, "delta_softplus": False}
-        output, state = kernel(hidden_states, dt, *args, **options)
+        if kept is not None:  # Δ = 0 leaves the state as it is
+            given |= {"dt": _steps(given) * kept[:, None], "delta_bias": None, "delta_softplus": False}
+        output, state = kernel(**given | {"return_last_state": True})
         return output, self.load(state, 0)
 
-    def step(
-        self,
-        state: torch.Tensor,
-        nodes: TreeLayout | None,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        z: torch.Tensor | None = None,
-        delta_bias: torch.Tensor | None = None,
-        delta_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[torch.Tensor, Entries]:
+    def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
         # x and Δ [b, d, t], A [d, n], B and C [b, n, t].
+        hidden_states, a, b, c = (given[name] for name in ("hidden_states", "A", "B", "C"))
         self._a = a.float()
-        dt = _steps(dt, delta_bias, delta_softplus).float()
+        dt = _steps(given).float()
         inputs = (dt, dt * hidden_states.float(), b.float(), c.float())
         output, entries = self.in_blocks(state, inputs, nodes)
-        if (direct := options.get("D")) is not None:
+        if (direct := given.get("D")) is not None:
             output = output + hidden_states * direct[:, None]
-        if z is not None:
+        if (z := given.get("z")) is not None:
             output = output * F.silu(z)
         return output.to(hidden_states.dtype), entries
 
@@ -218,5 +196,6 @@ def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: 
     return torch.stack([known[parent][row] for row, parent in enumerate(parents)])
 
 
-def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
-    return time_steps(dt, None if bias is None else bias[:, None], softplus)
+def _steps(given: Given) -> torch.Tensor:
+    bias = given.get("delta_bias")
+    return time_steps(given["dt"], None if bias is None else bias[:, None], given.get("delta_softplus", False))

@@ -282,14 +282,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         update: StateUpdate = self._cache.state_update
         recurrence, log = self._state(state_idx, self._calls)
         self._calls += 1
-        length = args[0].shape[recurrence.token_dim]
-        starts, kept = update.begin(log), update.kept(length, args[0].device)
+        given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
+        first = given[recurrence.parameters[0]]
+        length = first.shape[recurrence.token_dim]
+        starts, kept = update.begin(log), update.kept(length, first.device)
         state = None if log.is_empty else log.state_at(starts)
         if state is None or (update.counts is not None and recurrence.continues and length > 1):
-            output, state = recurrence.prefill(original, state, kept, *args, **kwargs)
+            output, state = recurrence.prefill(original, state, kept, given)
             log.restart(update.ends(starts, length), state)
             return output, state
-        output, entries = recurrence.step(state, update.nodes, *args, **kwargs)
+        output, entries = recurrence.step(state, update.nodes, given)
         update.add(log, starts, entries, kept)
         return output, state
 

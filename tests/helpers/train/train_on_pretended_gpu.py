@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from helpers.distributed_training import rows, tiny
-from helpers.pretend_gpu import counts, move, on_device, pretended
+from helpers.pretend_gpu import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout
 
@@ -47,7 +47,7 @@ def measure(make: Any) -> dict[str, float]:
     with pretended():
         move(model)
         model.requires_grad_()
-        loss = step(model, make(), {name: on_device(value) for name, value in batch.items()})
+        loss = step(model, make(), {name: Pretended(value) for name, value in batch.items()})
     return {"loss": loss, "expected": expected, "reads": counts.reads.total(), "uploads": counts.uploads.total()}
 
 
