@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,9 @@ from .source import Session
 # Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
 # it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
 _BUDGET, _PROMISING = 0.03, 0.3
+# The rounds that this takes, which half of what the exit may save in the rest of the call has to make up for; where an
+# earlier call has found it, there will be further ones.
+_LOOK = 18
 # Tokens on which one exit is tried. From this share of what that takes on, logits are kept for it.
 _TRIED, _SAVING = 16, 0.7
 # Tokens of text after which only the exits that look fastest are compared, and their number. Maximum number of tokens
@@ -51,7 +55,7 @@ class ProbingDraft(LookingDraft):
     session stays; ``head`` runs in place of the model's own.
     """
 
-    def __init__(self, session: Session, layer: int | None, name: str, head: HeadRows | None) -> None:
+    def __init__(self, session: Session, layer: int | None, head: HeadRows | None) -> None:
         num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name
         if num_layers < 2:
             raise SettingError(
@@ -64,7 +68,7 @@ class ProbingDraft(LookingDraft):
             )
         none = LayerPlan(num_layers)
         plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
-        super().__init__(session.limits(_FIRST_STOP), plan, name, _TRIED, head)
+        super().__init__(session.limits(_FIRST_STOP), plan, _TRIED, head)
         self.plan = none  # until an exit is chosen
         self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
         self._round_seconds = session.round_seconds
@@ -78,6 +82,8 @@ class ProbingDraft(LookingDraft):
         self._used: ExitChoice | None = None
         self._round_begun: float | None = None
         self._tried_at = 0
+        # Tokens that the call, or the later ones with it, may still get.
+        self._left = math.inf if session.max_new is None or self.study.is_promising else session.max_new
         self.target.cache.look_back(_WINDOW)
         self._use_choice()
 
@@ -95,6 +101,7 @@ class ProbingDraft(LookingDraft):
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """As :meth:`update`, after a round in which another source drafted."""
         study = self.study
+        self._left -= max(len(verdict.tokens) for verdict in verdicts)
         if not study.is_over:
             now = self._now()
             if self._round_begun is not None and logits.shape[1] == 1:
@@ -120,8 +127,8 @@ class ProbingDraft(LookingDraft):
         study, choice = self.study, self.study.choice
         self.needs_ended_rows = not study.is_over
         self.expected_speedup = 0.0 if choice is None or choice.layer is None else choice.expected_speedup
-        is_settled = choice is not None or not study.is_promising
-        self._budget.share = share_of(_BUDGET, choice is not None and choice.drafts) if is_settled else _PROMISING
+        is_worth = choice is None and study.is_promising and self._left * (1 - 1 / study.bound) > 2 * _LOOK
+        self._budget.share = _PROMISING if is_worth else share_of(_BUDGET, choice is not None and choice.drafts)
         if choice is None or choice is self._used:
             return
         if self._used is None and self._seen_columns is not None and choice.drafts:
