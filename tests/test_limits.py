@@ -136,6 +136,23 @@ def test_padding_does_not_count_as_prompt() -> None:
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
 
 
+def test_a_draft_that_overflows_has_nothing_to_say() -> None:
+    model = tiny_llama()
+    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
+    head = model.lm_head.forward
+
+    def overflowing(hidden: torch.Tensor) -> torch.Tensor:
+        run = partial._current.now
+        drafts = run is not None and run.plan.skipped_layers
+        return head(hidden) * (float("nan") if drafts else 1.0)
+
+    model.lm_head.forward = overflowing
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    assert torch.equal(model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec), expected)
+    assert spec.stats is not None
+    assert spec.stats.drafted == 0
+
+
 def test_unknown_attention_is_refused_and_registrations_stay() -> None:
     model = tiny_llama()
     ALL_ATTENTION_FUNCTIONS["mine"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
