@@ -128,7 +128,7 @@ def test_a_store_keeps_the_latest_texts() -> None:
     some.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(33)])
     assert [text[-1] for text in texts_of(some.store.tokens)] == [300_399, 310_399, 320_399]
     some.add_texts([[1, 2, 3]])
-    assert 500 <= len(some.store) <= 1_000
+    assert 500 <= len(some.store.tokens) <= 1_000
     assert texts_of(some.store.tokens)[-1] == [1, 2, 3]
 
 
@@ -338,10 +338,10 @@ def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     tree = row.propose(STEEP, 1.0, 8)
     assert len(tree) == 0
     key = tree.offers[0][0][1]
-    before = knowledge.rates("").rates[key]
+    before = knowledge.rates[""].rates[key]
     row.learn(tree, [4], [([4], [1.0])])
-    assert knowledge.rates("").rates[key] > before
-    assert knowledge.rates("sampled").rates == Rates().rates  # another kind of call
+    assert knowledge.rates[""].rates[key] > before
+    assert knowledge.rates["sampled"].rates == Rates().rates  # another kind of call
 
 
 # State ---------------------------------------------------------------------------------------------------------------
