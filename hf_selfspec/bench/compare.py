@@ -137,7 +137,8 @@ def compare(
         top_p, top_k: settings of sampling.
         seed: seed of sampling.
         clock: ``wall``, ``cpu`` or ``auto``: the CPU time of the process with one thread on a CPU, otherwise wall time.
-        out: folder for the report, and for what was measured so far: the same call resumes where it was interrupted.
+        out: folder for the report, and for what was measured so far: the same call resumes where it was interrupted,
+            with ``SelfSpec``s that have learned nothing yet.
         progress: whether stderr shows a bar with the time left.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from ..auditing.differences import Difference, first_differences
-from ..errors import SettingError, warn_once
-from ..learned import saving
+from ..errors import SettingError
 from ..learned.files import check_folder, read_text, reported
 from ..selfspec import SelfSpec
 from .calls import Call, Place, timed
@@ -25,7 +23,6 @@ from .methods import Method
 from .request import Batch, Prompt, Settings
 
 FILE = "calls.jsonl"
-_STATES = "states"
 # New tokens of a call that warms up one of transformers' own methods.
 _WARM_UP = 8
 
@@ -44,8 +41,6 @@ class Journal:
         if not self.calls:
             with reported(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                for state in (folder / _STATES).glob(f"*/{saving.FILE_NAME}"):
-                    state.unlink()  # of a file of calls that no longer exists
                 (folder / FILE).write_text(_line(header), encoding="utf-8")
 
     def add(self, call: Call) -> None:
@@ -57,17 +52,6 @@ class Journal:
                 file.write(_line(asdict(call)))
                 file.flush()
                 os.fsync(file.fileno())
-
-    def keep_state(self, name: str, spec: SelfSpec, model: Any) -> None:
-        """Saves what a ``SelfSpec`` has learned, for a restarted run."""
-        if self._folder is not None:
-            spec.save_pretrained(self._folder / _STATES / name, model)
-
-    def restore_state(self, name: str, spec: SelfSpec, model: Any) -> None:
-        """Starts a new ``SelfSpec`` from its saved state, if there is one."""
-        path = None if self._folder is None else self._folder / _STATES / name / saving.FILE_NAME
-        if path is not None and path.exists():
-            spec._knowledge.load(path, model)  # checked here, so that no timed call does it
 
     def _read(self, path: Path, header: Mapping[str, Any]) -> None:
         try:
@@ -105,7 +89,7 @@ class Stream:
     """Makes the calls that a journal does not have yet.
 
     ``SelfSpec``s are kept from call to call of a pass, and the next pass begins with new ones: a pass that counts would
-    otherwise draft from its own answers. Graphs stay with the model.
+    otherwise draft from its own answers; so does a restarted run. Graphs stay with the model.
     """
 
     def __init__(
@@ -126,7 +110,6 @@ class Stream:
         self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
         self._called: set[str] = set()
         self._warm: set[tuple[int, str]] = set()
-        self._unsaved: set[str] = set()
 
     def run(self, progress: bool) -> None:
         """Makes all missing calls, with a bar on stderr if ``progress``."""
@@ -142,16 +125,12 @@ class Stream:
 
     def _pass(self, part: Part, turn: int) -> Iterator[Call]:
         specs = {method.name: method.make() for method in part.methods if method.make is not None}
-        for name, spec in specs.items():
-            self.journal.restore_state(_state_name(part, turn, name), spec, self.model)
         for prompt in range(len(part.batches)):
             first = prompt % len(part.methods)
             in_turn = [*part.methods[first:], *part.methods[:first]]
-            missing = [one for one in in_turn if (one.name, part.number, turn, prompt) not in self.journal.calls]
-            for method in missing:
-                yield self._call(part, method, turn, prompt, specs.get(method.name))
-            for name, spec in specs.items() if missing else ():
-                self._keep(_state_name(part, turn, name), spec)
+            for method in in_turn:
+                if (method.name, part.number, turn, prompt) not in self.journal.calls:
+                    yield self._call(part, method, turn, prompt, specs.get(method.name))
 
     def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
         batch, options = part.batches[prompt], self.settings.options(part.temperature, self.pad)
@@ -168,14 +147,6 @@ class Stream:
         self.journal.add(call)
         return call
 
-    def _keep(self, name: str, spec: SelfSpec) -> None:
-        try:
-            if name not in self._unsaved:
-                self.journal.keep_state(name, spec, self.model)
-        except SettingError as error:
-            self._unsaved.add(name)
-            warn_once(f"{name} would start from nothing in a restarted run: {error}")
-
     def differences(self, part: Part, plain: Call, call: Call) -> list[Difference]:
         """Finds where the ids of a call differ from plain generate's."""
         if call.ids == plain.ids:
@@ -188,11 +159,6 @@ class Stream:
             return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
 
         return first_differences(self.model, padded(plain.ids), padded(call.ids), batch.mask)
-
-
-def _state_name(part: Part, turn: int, name: str) -> str:
-    readable = re.sub(r"\W+", "-", name).strip("-")[:40]
-    return f"{part.number}-{turn}-{[method.name for method in part.methods].index(name)}-{readable}"
 
 
 def _line(content: Any) -> str:

@@ -65,7 +65,7 @@ class EarlyExitAdapter(ExitSource[Adapter]):
     def start(self, session: Session) -> Drafter:
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         self.module.check(session.knowledge.fingerprint)
-        return AdapterDraft(session.limits(ConfidenceThreshold()), plan, repr(self), self.module, head)
+        return AdapterDraft(session.limits(ConfidenceThreshold()), plan, self.module, head)
 
 
 class AdapterDraft(PartialDraft):
@@ -73,10 +73,8 @@ class AdapterDraft(PartialDraft):
 
     skips_forced = False
 
-    def __init__(
-        self, session: Session, plan: LayerPlan, name: str, adapter: Adapter, head: HeadRows | None = None
-    ) -> None:
-        super().__init__(session, plan, name, head)
+    def __init__(self, session: Session, plan: LayerPlan, adapter: Adapter, head: HeadRows | None) -> None:
+        super().__init__(session, plan, head)
         self.adapter = adapter
         target = session.target
         rows = len(target.cache.cursors)

@@ -232,4 +232,4 @@ def standalone_draft(
         stateful=(),
         knowledge=knowledge,
     )
-    return StandaloneDraft(session, plan, repr(source), source.head_rows(model))
+    return StandaloneDraft(session, plan, source.head_rows(model))

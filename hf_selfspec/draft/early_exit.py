@@ -125,8 +125,8 @@ class EarlyExit(ExitSource[DraftModule]):
     def start(self, session: Session) -> Drafter:
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         if plan is None or session.stop is None:
-            return ProbingDraft(session, self.layer, repr(self), head)
-        return PartialDraft(session, plan, repr(self), head)
+            return ProbingDraft(session, self.layer, head)
+        return PartialDraft(session, plan, head)
 
 
 @register("draft")
@@ -158,8 +158,7 @@ class EarlyExitLora(ExitSource[DraftLora]):
         self.module.check(session.knowledge.fingerprint)
         deltas = self.module.deltas(session.anatomy)
         plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, deltas)
-        head = self.head_rows(session.target.model)
-        draft = PartialDraft(session.limits(ConfidenceThreshold()), plan, repr(self), head)
+        draft = PartialDraft(session.limits(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
         session.target.deltas.append(deltas)
         return draft
 

@@ -87,7 +87,7 @@ class DynamicExit(ExitSource[ExitHeads]):
             )
         plan = self.plan(session.anatomy)
         self.module.check(session.knowledge.fingerprint)
-        return HeadsDraft(session.limits(ConfidenceThreshold()), plan, repr(self), self)
+        return HeadsDraft(session.limits(ConfidenceThreshold()), plan, self)
 
 
 class HeadsDraft(PartialDraft):
@@ -100,8 +100,8 @@ class HeadsDraft(PartialDraft):
 
     skips_forced = False
 
-    def __init__(self, session: Session, plan: LayerPlan, name: str, settings: DynamicExit) -> None:
-        super().__init__(session, plan, name)
+    def __init__(self, session: Session, plan: LayerPlan, settings: DynamicExit) -> None:
+        super().__init__(session, plan)
         self.reuse_from = sys.maxsize
         self.heads = settings.module
         self._thresholds = settings.thresholds

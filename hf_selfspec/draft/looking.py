@@ -25,8 +25,8 @@ class LookingDraft(PartialDraft):
     _budget: Budget
     _pace: Pace
 
-    def __init__(self, session: Session, plan: LayerPlan, name: str, window: int, head: HeadRows | None = None) -> None:
-        super().__init__(session, plan, name, head)
+    def __init__(self, session: Session, plan: LayerPlan, window: int, head: HeadRows | None = None) -> None:
+        super().__init__(session, plan, head)
         # Greedy text shows what the model would have chosen; sampled text does not.
         self._last_logits = LastLogits(window) if self.scorer.do_sample else None
 

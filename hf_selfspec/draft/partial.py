@@ -33,8 +33,8 @@ class PartialDraft(FixedDrafter):
 
     skips_forced = True
 
-    def __init__(self, session: Session, plan: LayerPlan, name: str, head: HeadRows | None = None) -> None:
-        _check_probe(session, plan, name)
+    def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
+        _check_probe(session, plan)
         self.target, self.scorer, self.constraint = session.target, session.scorer, session.constraint
         self.limits = session
         self.plan = plan
@@ -190,7 +190,8 @@ class PartialDraft(FixedDrafter):
         if self._length_is_fixed:
             return None
         done = self._rule(text.batch_size)(text.with_draft(depth), logits, state)
-        if not isinstance(done, torch.Tensor) or done.shape != tokens.shape or not _is_countable(done):
+        is_tensor = isinstance(done, torch.Tensor) and done.shape == tokens.shape
+        if not is_tensor or done.is_floating_point() or done.is_complex():  # of probabilities no threshold is known
             raise SettingTypeError(
                 f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
                 f"{done!r}."
@@ -220,7 +221,7 @@ class PartialDraft(FixedDrafter):
         stats.plan = self.plan.picture()
 
 
-def _check_probe(session: Session, plan: LayerPlan, source: str) -> None:
+def _check_probe(session: Session, plan: LayerPlan) -> None:
     """Checks that the probe of the stop rule, if it has one, was fitted to the states that it will get."""
     rule, do_sample = session.stop, session.scorer.do_sample
     probe = getattr(rule.rule if isinstance(rule, AdaptiveThreshold) else rule, "confidence", None)
@@ -229,8 +230,8 @@ def _check_probe(session: Session, plan: LayerPlan, source: str) -> None:
     probe.check(session.knowledge.fingerprint)
     if plan != LayerPlan.early_exit(plan.num_layers, probe.exit_layer):
         raise SettingError(
-            f"the probe was fitted to the states of exit layer {probe.exit_layer}, but {source} drafts from others. "
-            f"Draft with EarlyExit({probe.exit_layer}), or fit another probe."
+            f"the probe was fitted to the states of exit layer {probe.exit_layer}, but the draft runs {plan.picture()} "
+            f"of the layers. Draft with EarlyExit({probe.exit_layer}), or fit another probe."
         )
     if probe.do_sample != do_sample:
         modes = {True: "sampled tokens", False: "greedy text"}
@@ -245,8 +246,3 @@ def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:
         return list(values)
     rows = upload([row for row, wants in enumerate(wanted) if wants], values[0].device)
     return [value.index_select(0, rows) for value in values]
-
-
-def _is_countable(values: torch.Tensor) -> bool:
-    """Whether the values are booleans or integers, not probabilities, for which no threshold is known."""
-    return not values.is_floating_point() and not values.is_complex()

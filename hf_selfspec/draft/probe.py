@@ -55,7 +55,7 @@ class ProbingDraft(LookingDraft):
     session stays; ``head`` runs in place of the model's own.
     """
 
-    def __init__(self, session: Session, layer: int | None, name: str, head: HeadRows | None) -> None:
+    def __init__(self, session: Session, layer: int | None, head: HeadRows | None) -> None:
         num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name
         if num_layers < 2:
             raise SettingError(
@@ -68,7 +68,7 @@ class ProbingDraft(LookingDraft):
             )
         none = LayerPlan(num_layers)
         plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
-        super().__init__(session.limits(_FIRST_STOP), plan, name, _TRIED, head)
+        super().__init__(session.limits(_FIRST_STOP), plan, _TRIED, head)
         self.plan = none  # until an exit is chosen
         self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
         self._round_seconds = session.round_seconds

@@ -38,11 +38,11 @@ class SearchingDraft(LookingDraft):
     """
 
     def __init__(
-        self, session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str, name: str
+        self, session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str
     ) -> None:
         rows = 1 if search.tries_each_round else session.num_rows
         self._window = max(_LEAST, search.context_window // rows)
-        super().__init__(session, start, name, self._window)
+        super().__init__(session, start, self._window)
         self._stop, self._chooses, self._tree = session.stop, chooses_stop, session.tree
         self._round_seconds = session.round_seconds
         space = SkipSpace.of(session.anatomy)

@@ -136,11 +136,11 @@ class SkipLayers(DraftSource):
     def start(self, session: Session) -> Drafter:
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
         if self.search is not None and session.takes_trees:
-            return SearchingDraft(limits, session.stop is None, plan, self.search, self.ratio, repr(self))
+            return SearchingDraft(limits, session.stop is None, plan, self.search, self.ratio)
         if self.search is not None:
             model_name = session.anatomy.model_name
             why = f"{model_name} cannot run over its text a second time (it cannot take a tree mask)"
             if session.in_cascade:
                 raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
             warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-        return PartialDraft(limits, plan, repr(self))
+        return PartialDraft(limits, plan)

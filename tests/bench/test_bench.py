@@ -212,32 +212,6 @@ def test_a_killed_run_goes_on_where_it_was(
         again()
 
 
-def test_a_run_that_goes_on_knows_what_was_learned(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, killed_after: Any
-) -> None:
-    """Earlier texts draft the same prompt although another process has seen it; a new file of calls forgets them."""
-
-    def again() -> None:
-        methods = {"free": SelfSpec.lookup()}
-        compare(model, tokenizer, TEXTS[:1] * 3, methods, max_new_tokens=24, out=tmp_path, progress=False)
-
-    def accepted(made: list[tuple[Call, SelfSpec | None]]) -> int:
-        found = next(call.rounds for call, _ in made if call.method == "free")
-        assert found is not None
-        return int(found["accepted"])
-
-    first = killed_after(2)
-    with pytest.raises(KilledError):
-        again()
-    second = killed_after(math.inf)
-    again()
-    assert accepted(second) > accepted(first)
-    (tmp_path / "calls.jsonl").rename(tmp_path / "elsewhere.jsonl")  # as the error about it advises
-    third = killed_after(math.inf)
-    again()
-    assert accepted(third) == accepted(first)
-
-
 def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, killed_after: Any
 ) -> None:

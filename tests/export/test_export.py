@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -59,9 +58,6 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 TEXT = ragged_batch((24,), seed=3)
 CLOSE = 1e-5
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
-# Its loop with a draft model has windows of another size there, and one type's config cannot be made from its own dict.
-OLDEST = transformers.__version__.startswith("5.17.")
-WINDOWS, NO_CONFIG = ("gemma2", "gpt_oss", "ministral"), "dbrx"
 # A layer of these is another one at another place, or shares what it reads with others.
 NO_OTHER_PLACE, NO_EXIT = ("diffllama",), ("gemma3n_text",)
 # Families whose layers can be an adapter, with the settings that are usual for them.
@@ -107,8 +103,6 @@ def exported(source: DraftSource, model: PreTrainedModel, folder: Path) -> PreTr
 
 def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Transformers' own assisted generation with the draft gives the tokens of plain ``generate``."""
-    if OLDEST and model.config.model_type in WINDOWS:
-        pytest.skip(f"assistant_model of transformers {transformers.__version__} fails on windows this small")
     draft.generation_config.eos_token_id = None
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with warnings.catch_warnings():
@@ -135,8 +129,6 @@ def adapter_of(model: PreTrainedModel, own_head: bool = False, **settings: Any) 
 @pytest.mark.every_run(EVERY_RUN)
 @pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
-    if OLDEST and name == NO_CONFIG:
-        pytest.skip(f"transformers {transformers.__version__} cannot load a saved {name} either")
     model = build(name)
     if name not in NO_EXIT:
         assert len(Anatomy.of(exported(EarlyExit(2), model, tmp_path / "exit")).layers) == 2
@@ -282,6 +274,8 @@ def test_only_an_earlier_draft_is_replaced(llama: LlamaForCausalLM, tmp_path: Pa
     with pytest.raises(SettingError, match=r"config\.json of another model"):
         spec.export_draft(tmp_path / "whole", llama)
     assert loaded(tmp_path / "whole", llama).config.num_hidden_layers == 6
+    with pytest.raises(SettingTypeError, match=r"export_draft\(tokenizer\) must be a tokenizer"):
+        spec.export_draft(tmp_path, llama, tokenizer="smollm")
 
 
 def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -402,13 +396,6 @@ def test_a_draft_that_predicts_something_else_is_not_written(
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
         SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
-
-
-def test_settings(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    with pytest.raises(SettingTypeError, match=r"export_draft\(tokenizer\) must be a tokenizer"):
-        SelfSpec(EarlyExit(2)).export_draft(tmp_path, llama, tokenizer="smollm")
-    with pytest.raises(SettingTypeError, match="takes a causal LM"):
-        SelfSpec(EarlyExit(2)).export_draft(tmp_path, "llama")
 
 
 def test_fitted_adapters_can_be_layers_of_the_model(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_timings_change_nothing_of_the_text(lengths: tuple[int, ...], before: in
     scorer = Scorer(LogitsProcessorList(), len(lengths), False)
     known = SelfSpec()._known(target.model)
     session = Session(target, scorer, FixedLength(2), None, 25, frozenset(), 25, None, (), known)
-    draft = LookingDraft(session, stopwatch.early, "a draft", 25)
+    draft = LookingDraft(session, stopwatch.early, 25)
     usual = keys_and_values(target, text)
     with target.prepared():
         draft.measure(text, stopwatch, 2)
