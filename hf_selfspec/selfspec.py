@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
 from .draft.candidates import standalone_draft
+from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
 from .errors import SettingError, warn_once
@@ -117,7 +118,8 @@ class SelfSpec(Settings):
                 not allowed.
         """
         inner = causal_lm(model, "SelfSpec.observe")
-        lookup = self._source.part(Lookup)
+        sources = self._source.sources if isinstance(self._source, Cascade) else (self._source,)
+        lookup = next((source for source in sources if isinstance(source, Lookup)), None)
         if lookup is None:
             raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:

@@ -73,12 +73,7 @@ class Flipped(LlamaForCausalLM):
     """A model with an argument of its own in its forward."""
 
     def forward(
-        self,
-        input_ids: Any = None,
-        position_ids: Any = None,
-        logits_to_keep: Any = 0,
-        flip: bool = False,
-        **kwargs: Any,
+        self, input_ids: Any = None, position_ids: Any = None, logits_to_keep: Any = 0, flip: Any = False, **kwargs: Any
     ) -> Any:
         output = super().forward(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
         if flip:
@@ -98,11 +93,13 @@ def test_own_forward_argument_reaches_every_forward() -> None:
 
 # Texts longer than the model was made for -----------------------------------------------------------------------------
 
-LONG = ["llama", "mistral", "gpt_neox", "falcon-alibi", "bloom", "xglm"]
+GROWN = (120, 100, 118)
 
 
-@pytest.mark.parametrize("lengths", [(140,), (120, 100, 118)], ids=["prompt", "grown"])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("llama", (140,)), ("mistral", GROWN), ("gpt_neox", GROWN), ("falcon-alibi", GROWN), ("xglm", GROWN)],
+)
 def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, ...]) -> None:
     """The models have ``max_position_embeddings=128``; drafts go on beyond."""
     model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
@@ -134,6 +131,23 @@ def test_padding_does_not_count_as_prompt() -> None:
     batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
     expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
+
+
+def test_a_draft_that_overflows_has_nothing_to_say() -> None:
+    model = tiny_llama()
+    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
+    head = model.lm_head.forward
+
+    def overflowing(hidden: torch.Tensor) -> torch.Tensor:
+        run = partial._current.now
+        drafts = run is not None and run.plan.skipped_layers
+        return head(hidden) * (float("nan") if drafts else 1.0)
+
+    model.lm_head.forward = overflowing
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    assert torch.equal(model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec), expected)
+    assert spec.stats is not None
+    assert spec.stats.drafted == 0
 
 
 def test_unknown_attention_is_refused_and_registrations_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -72,7 +73,7 @@ def audit(
                 max_prompt_tokens=max_prompt_tokens,
                 sample=test,
                 name=name,
-                after_prompt=lambda bar=bar, task=task: bar.advance(task),  # type: ignore[misc]
+                after_prompt=partial(bar.advance, task),
             )
         print(f"{found}\n")
         all_passed &= found.passed

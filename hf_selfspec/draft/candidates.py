@@ -168,14 +168,7 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns candidates for transformers' assisted generation.
-
-        Args:
-            input_ids: ``[1, s]`` the text so far.
-
-        Returns:
-            ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the draft's scores (``None`` when greedy).
-        """
+        """Returns ``input_ids`` ``[1, s]`` with ``t`` drafted tokens, and their scores ``[1, t, v]`` if sampled."""
         ids = input_ids[0].tolist()
         known = self._seen
         same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
@@ -191,8 +184,7 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
         t = draft.lengths[0]
         # What went through the early layers: the text and all drafted tokens but the last.
         self._seen = (*ids, *draft.tokens[0, : max(t - 1, 0)].tolist())
-        scores = None if draft.q is None else draft.q.log()
-        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
+        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), None if draft.q is None else draft.q.log()
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn: which blocks run is fixed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
@@ -12,8 +11,6 @@ from ..model.anatomy import Anatomy
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
-
-_S = TypeVar("_S", bound=DraftSource)
 
 
 @register("draft")
@@ -50,10 +47,6 @@ class Cascade(DraftSource):
     def takes_forwards(self) -> bool:
         """See :attr:`DraftSource.takes_forwards`: free drafts take none."""
         return False
-
-    def part(self, kind: type[_S]) -> _S | None:
-        found = (source.part(kind) for source in self.sources)
-        return next((part for part in found if part is not None), None)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`; free drafts are left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
@@ -21,8 +21,6 @@ from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule, longest_draft
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
-
-_S = TypeVar("_S", bound="DraftSource")
 
 # Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
 RoundSeconds = Callable[[], Sequence[float]]
@@ -268,10 +266,6 @@ class DraftSource:
         Raises:
             SelfSpecError: the source cannot draft for this model or call.
         """
-
-    def part(self, kind: type[_S]) -> _S | None:
-        """Returns the source of a class that this one is or contains; ``None`` if there is none."""
-        return self if isinstance(self, kind) else None
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """Returns the part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.

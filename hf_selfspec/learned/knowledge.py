@@ -207,7 +207,6 @@ class KnowledgeOfCall:
             return known.setdefault(self.kind, Measurements(next(iter(known.values()), None)))
 
     def fingerprint(self) -> Fingerprint:
-        """The model's fingerprint."""
         return self.knowledge.fingerprint(self.model)
 
     def read(self) -> Saved | None:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -149,19 +149,19 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         except ValueError as error:
             raise SettingError(f"{config_file} {damaged} ({error}). Fit and save it again.") from error
         try:
-            tensors = load_file(weights_file)
-            with torch.device("meta"):
+            with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 module = cls(**config)
-            _check_shapes(module, tensors)  # before memory is allocated for what the settings want
-            module.float().to_empty(device="cpu").load_state_dict(tensors)
+            # Copies, since the file may change.
+            tensors = {key: value.clone() for key, value in load_file(weights_file).items()}
+            module.load_state_dict(tensors, assign=True)
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:
-            raise SettingError(f"{name} {damaged} ({error}). Fit and save it again.") from error
+            raise SettingError(f"{name} {damaged} ({' '.join(str(error).split())}). Fit and save it again.") from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
-        return module.eval()
+        return module.float().eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
         """Like huggingface_hub's, but the folder is written as a whole or not at all.
@@ -214,18 +214,6 @@ def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
             f"there is no saved {kind} at {name!r} ({error}). Give the folder that `save_pretrained` has written, or "
             "the name of a repository on the Hub."
         ) from error
-
-
-def _check_shapes(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises if the weights in a file do not have the shapes that its settings imply."""
-    expected, found = ({name: list(of.shape) for name, of in held.items()} for held in (module.state_dict(), tensors))
-    wrong = next((name for name in [*expected, *found] if expected.get(name) != found.get(name)), None)
-    if wrong is not None:
-        raise SettingError(
-            "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
-            f"{wrong} should be {expected.get(wrong, 'absent')} and is {found.get(wrong, 'absent')}. Fit and save it "
-            "again."
-        )
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,6 @@ class Choice:
     acceptance_rate: float
 
     def state(self) -> dict[str, Any]:
-        """The choice as JSON values."""
         return {
             "stop": encode(self.stop, "stop"),
             "expected_speedup": self.expected_speedup,

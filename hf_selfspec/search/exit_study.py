@@ -74,11 +74,9 @@ class ExitStudy(Findings):
         return max(self._bounds.values(), default=math.inf)
 
     def leave_unspent(self, seconds: float) -> None:
-        """Leaves seconds to later calls."""
         self.unspent += seconds if math.isfinite(seconds) else 0.0
 
     def next_exit(self) -> int:
-        """Which exit to try next."""
         return self.layers[int(_PLACES[self._trials % len(_PLACES)] * len(self.layers))]
 
     def add_trial(self, layer: int, found: Trace, candidates: Sequence[Rule], max_draft: int) -> None:
@@ -95,7 +93,6 @@ class ExitStudy(Findings):
                 self.choice = _exit_choice(_none_like(bound), self._bounds, self.tokens)
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds whether drafts pay."""
         stats.drafts = self.choice is None or self.choice.drafts
 
     def add(
@@ -126,7 +123,6 @@ class ExitStudy(Findings):
         return choice
 
     def state(self) -> dict[str, Any]:
-        """The choice as JSON values."""
         return {} if self.choice is None or self._rests_on_trials else self.choice.state()
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -43,7 +43,6 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Number of positions."""
         return self.accept.size
 
     def eased(self, factor: float) -> Trace:
@@ -77,7 +76,6 @@ class Replays(NamedTuple):
 
     @property
     def seconds_per_token(self) -> np.ndarray:
-        """Expected time per generated token."""
         return np.asarray(self.seconds / self.tokens)
 
     @property
@@ -92,7 +90,6 @@ class Replays(NamedTuple):
 
     @classmethod
     def total(cls, parts: Iterable[Replays]) -> Replays:
-        """The sums over several texts."""
         return cls(*np.sum(list(parts), axis=0))
 
 

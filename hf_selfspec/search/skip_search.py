@@ -95,12 +95,10 @@ class SkipSearch(Findings):
 
     @property
     def best(self) -> LayerPlan:
-        """The best set so far."""
         return self.choice.plan
 
     @property
     def history(self) -> list[float]:
-        """Matchness of every trial, in order."""
         return [trial.matchness for trial in self.trials]
 
     @property
@@ -130,7 +128,6 @@ class SkipSearch(Findings):
         return max(size for size in [*self._queue, *self._sizes[-1:]] if isinstance(size, int))
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds what was found."""
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
@@ -292,7 +289,6 @@ class SkipSearch(Findings):
         return is_new
 
     def state(self) -> dict[str, Any]:
-        """What was found, as JSON values."""
         with self._lock:
             costs = self.timings.found
             return {

@@ -36,13 +36,11 @@ class Trial:
     generated: int = 0
 
     def state(self) -> dict[str, Any]:
-        """The trial as JSON values."""
         traces = [{"accept": _short(t.accept[0]), "confidence": _short(t.confidence[0])} for t in self.traces]
         return {"set": self.plan.picture(), "window": self.window, "generated": self.generated, "rows": traces}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Trial:
-        """The inverse of :meth:`state`."""
         rows = tuple(Trace(_shares(row["accept"]), _shares(row["confidence"])) for row in state["rows"])
         if not rows or any(row.accept.shape != row.confidence.shape for row in rows):
             raise ValueError("a trial has rows of as many acceptances as confidences")
@@ -55,7 +53,6 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that it was tried on."""
         return sum(trace.tokens for trace in self.traces)
 
 
@@ -71,7 +68,6 @@ class SetRecord:
 
     @property
     def matchness(self) -> float:
-        """Matchness over all trials."""
         tokens = sum(trial.tokens for trial in self.trials)
         return sum(trial.matchness * trial.tokens for trial in self.trials) / tokens
 
@@ -139,7 +135,6 @@ class Records:
         return estimate_by_size(self._scores(), sizes, near)
 
     def leaders(self) -> list[LayerPlan]:
-        """The sets, best first."""
         worth = self.worth()
         return sorted(worth, key=lambda plan: -worth[plan])
 

@@ -67,13 +67,12 @@ class _Adapting(RunningBound):
         self._memory = memory
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        settings = self._settings
-        thresholds = list(self.thresholds)
+        settings, thresholds = self._settings, list(self.thresholds)
         for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
             if not count:
                 continue
-            memory = settings.rate_memory
-            rate = self.rates[row] = memory * self.rates[row] + (1 - memory) * kept / count
+            rate = settings.rate_memory * self.rates[row] + (1 - settings.rate_memory) * kept / count
+            self.rates[row] = rate
             if rate > settings.target and count >= self._max_draft:
                 continue
             step = settings.step if rate <= settings.target else -settings.step

@@ -45,7 +45,7 @@ class CalibratedEntropy:
 
 class _Calibrating(RunningBound):
     def __init__(self, epsilon: float, rows: int, memory: Memory) -> None:
-        super().__init__(ConfidenceThreshold(confidence=_certainty), [-math.inf] * rows)
+        super().__init__(ConfidenceThreshold(confidence=lambda logits, _: -entropy(logits.float())), [-math.inf] * rows)
         self._epsilon = epsilon
         self._memory = memory
         self._draft: list[torch.Tensor] = []
@@ -84,8 +84,3 @@ class _Calibrating(RunningBound):
         )
         found = threshold(certainties, right, self._epsilon)
         self.thresholds = (math.inf if found is None else found,) * len(self.thresholds)
-
-
-def _certainty(logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The negative entropy ``[b]``."""
-    return -entropy(logits.float())

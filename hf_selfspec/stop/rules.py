@@ -149,9 +149,8 @@ class RunningBound(RunningRule):
         """The thresholds ``[b]``, uploaded after each change; equal ones need no upload."""
         known = self._uploaded
         if known is None or known[0] is not self.thresholds or known[1].device != device:
-            first, rows = self.thresholds[0], len(self.thresholds)
             if len(set(self.thresholds)) == 1:
-                bounds = torch.full((rows,), first, device=device, dtype=torch.float32)
+                bounds = torch.full((len(self.thresholds),), self.thresholds[0], device=device, dtype=torch.float32)
             else:
                 bounds = upload(np.array(self.thresholds, np.float32), device)
             known = self._uploaded = self.thresholds, bounds

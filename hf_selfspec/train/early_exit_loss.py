@@ -82,24 +82,6 @@ def even(layer: int, num_layers: int, e_scale: float) -> float:
     return e_scale if layer < num_layers - 1 else 1.0
 
 
-def loss_weights(
-    layers: Collection[int], num_layers: int, e_scale: float, scale: Scale = loss_scale
-) -> dict[int, float]:
-    """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6)."""
-    wrong = sorted(layer for layer in layers if not 0 <= layer < num_layers)
-    if wrong:
-        raise SettingError(
-            f"EarlyExitLoss(curriculum) enabled layer {wrong[0]}, but the model has layers 0 to {num_layers - 1}."
-        )
-    scales = {layer: scale(layer, num_layers, e_scale) for layer in {*layers, num_layers - 1}}
-    if not all(0 <= weight < math.inf for weight in scales.values()):
-        raise SettingError(f"EarlyExitLoss(scale) must return numbers of at least 0, got {scales} for the layers.")
-    total = sum(scales.values())
-    if total == 0:  # the one layer of a model that has no other
-        return {num_layers - 1: 1.0}
-    return {layer: weight / total for layer, weight in sorted(scales.items())}
-
-
 class EarlyExitLoss(ModelCallback):
     """Trains the exits after earlier layers together with the last one, with the stock ``Trainer``.
 
@@ -173,18 +155,15 @@ class EarlyExitLoss(ModelCallback):
         inner = causal_lm(model, "EarlyExitLoss")
         exits = Exits(inner)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
-        self._check_weights(exits.anatomy.num_layers)
-        return ExitTraining(inner, exits, self.weights, self.self_distillation)
-
-    def _check_weights(self, num_layers: int) -> None:
-        """Raises if a weight is not allowed, or the weights of all named exits are 0."""
-        loss_weights(range(num_layers), num_layers, self.e_scale, self.scale)
+        num_layers = exits.anatomy.num_layers
+        self._shares(range(num_layers), num_layers)  # raises if a weight is not allowed
         named = [layer - 1 for layer in self.layers or () if layer < num_layers]
         if named and self.e_scale and not any(self.scale(layer, num_layers, self.e_scale) for layer in named):
             raise SettingError(
                 f"EarlyExitLoss(layers={sorted(self.layers or ())}) trains no exit: e(l) of LayerSkip is 0 for the "
                 "first layer. Name a later one, or set scale=hf_selfspec.train.even."
             )
+        return ExitTraining(inner, exits, self.weights, self.self_distillation)
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""
@@ -193,7 +172,22 @@ class EarlyExitLoss(ModelCallback):
             enabled = self.curriculum.enabled(step, steps, num_layers)
         if self.layers is not None:
             enabled = [layer for layer in enabled if layer + 1 in self.layers]
-        return loss_weights(enabled, num_layers, self.e_scale, self.scale)
+        return self._shares(enabled, num_layers)
+
+    def _shares(self, layers: Collection[int], num_layers: int) -> dict[int, float]:
+        """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6)."""
+        wrong = sorted(layer for layer in layers if not 0 <= layer < num_layers)
+        if wrong:
+            raise SettingError(
+                f"EarlyExitLoss(curriculum) enabled layer {wrong[0]}, but the model has layers 0 to {num_layers - 1}."
+            )
+        scales = {layer: self.scale(layer, num_layers, self.e_scale) for layer in sorted({*layers, num_layers - 1})}
+        if not all(0 <= weight < math.inf for weight in scales.values()):
+            raise SettingError(f"EarlyExitLoss(scale) must return numbers of at least 0, got {scales} for the layers.")
+        total = sum(scales.values())
+        if total == 0:  # the one layer of a model that has no other
+            return {num_layers - 1: 1.0}
+        return {layer: weight / total for layer, weight in scales.items()}
 
 
 def _exit_layers(layers: object) -> frozenset[int]:

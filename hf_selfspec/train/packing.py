@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def split(self) -> tuple[PackedDataset, PackedDataset]:
         """The rows to train on, and those at the end that are held out."""
         held = min(MOST_HELD_OUT, len(self) // HELD_OUT)
-        training, held_out = PackedDataset.__new__(PackedDataset), PackedDataset.__new__(PackedDataset)
+        training, held_out = copy.copy(self), copy.copy(self)
         training.rows, held_out.rows = self.rows[: len(self) - held], self.rows[len(self) - held :]
         return training, held_out
 

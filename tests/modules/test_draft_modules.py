@@ -57,7 +57,7 @@ CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
     (Adapter, ("about", "figures"), "good", r"Adapter\(about\)\['figures'\] must be a dict"),
     (Adapter, ("about", "fingerprint", "num_layers"), "6", r"\['fingerprint'\]\.num_layers must be a whole number"),
     (Adapter, ("colour",), "red", "colour"),
-    (Adapter, ("hidden_size",), 128, r"do not match the weights .* should be \[.*128\] and is \[.*64\]"),
+    (Adapter, ("hidden_size",), 128, r"cut short or changed .*size mismatch for .*\[64\].*\[128\]"),
     (Adapter, ("rope_theta",), math.nan, "config.json .*a number that is not finite"),
     (Adapter, ("blocks",), [["mlp"]], r"Adapter\(blocks\) takes some of"),
     (Adapter, ("num_heads",), 5, "hidden_size must be a multiple of"),
@@ -122,7 +122,7 @@ def test_nothing_large_is_made_for_a_file(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(self.weight)
 
     monkeypatch.setattr(torch.nn.Linear, "__init__", watched)
-    with pytest.raises(SettingError, match="do not match the weights"):
+    with pytest.raises(SettingError, match="size mismatch for"):
         ExitHeads.load(tmp_path)
     assert made
     assert all(weight.is_meta for weight in made)

@@ -232,9 +232,7 @@ def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     assert figures["drafts accepted at best"] == pytest.approx(max(reached, default=0.0), abs=1e-3)
     if not reached:
         return
-    specs = (SelfSpec.dssd(one, max(reached)) for one in (heads, tmp_path))
-    one, other = ([stats.exit_layers for stats in check_lossless(model, spec)] for spec in specs)
-    assert one == other
+    check_lossless(model, SelfSpec.dssd(tmp_path, max(reached)))
 
 
 def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:
@@ -293,10 +291,9 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
     assert ExitHeads.load(tmp_path).about == found.about
     model.generation_config.eos_token_id = None
-    for given_rows, used in ((40, 40), (70, 64)):
-        with unreached("calibrate_exit_heads", "at best 0.0"):
-            again = calibrate_exit_heads(tmp_path, model, None, rows(given_rows), epsilons=[0.2], block_size=32)
-        assert again.about["calibration"]["tokens"] == used * 24
+    with unreached("calibrate_exit_heads", "at best 0.0"):
+        again = calibrate_exit_heads(tmp_path, model, None, rows(70), epsilons=[0.2], block_size=32)
+    assert again.about["calibration"]["tokens"] == 64 * 24  # the most rows that are used
     figures = {name: value for name, value in again.about["figures"].items() if "speed" not in name}
     assert figures == figures_of(again.about["calibration"])
     assert figures != {name: found.about["figures"].get(name) for name in figures}

@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from helpers.models import tiny_llama
 from hf_selfspec import (
     ClosestLayers,
-    EarlyExit,
-    FixedLength,
     GenerationStats,
     OnTheFlySearch,
     SelfSpec,
@@ -93,6 +91,8 @@ def test_a_search_is_drawn(tmp_path: Path) -> None:
     assert sets.collections
     (points,) = matchness.lines
     assert len(points.get_ydata()) > 0
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\.plot takes a causal LM"):
+        spec.plot(model="llama")
 
 
 def test_speed_and_time_by_hand() -> None:
@@ -108,16 +108,6 @@ def test_speed_and_time_by_hand() -> None:
     assert list(line.get_ydata()) == pytest.approx([10.0, 10.0, 1.0])
     assert [label.get_text() for label in time.get_yticklabels()] == ["prefill", "draft", "verify", "search", "other"]
     assert [bar.get_width() for bar in time.patches] == pytest.approx([0.05, 0.1, 0.3, 0.05, 0.5])
-
-
-def test_without_a_search_there_are_two_panels(tmp_path: Path) -> None:
-    model, spec = tiny_llama(6), SelfSpec(EarlyExit(3), FixedLength(3))
-    generate(model, spec, 10)
-    figure = spec.plot(str(tmp_path / "speed.svg"))
-    assert [axes.get_xlabel() for axes in figure.axes] == ["generated tokens", "share of time"]
-    assert (tmp_path / "speed.svg").stat().st_size > 1000
-    with pytest.raises(SettingTypeError, match=r"SelfSpec\.plot takes a causal LM"):
-        spec.plot(model="llama")
 
 
 def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

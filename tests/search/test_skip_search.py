@@ -123,6 +123,18 @@ def test_the_stop_rule_with_the_most_tokens_per_second_is_chosen() -> None:
         assert search.choice.stop == stop
 
 
+def test_forwards_are_timed_on_two_texts() -> None:
+    search = timed_search(OnTheFlySearch(), BOLD)
+    wanted = []
+    for _ in range(2):
+        wanted.append(search.wants_timings)
+        for _ in range(4):
+            search.register(BOLD, predicted(0.9))
+        wanted.append(search.wants_timings)
+        use_times(search)
+    assert wanted == [False, True, False, False]
+
+
 def test_no_set_drafts_where_none_pays() -> None:
     search = timed_search(OnTheFlySearch(), BOLD, costs=DEAR)
     search.register(BOLD, predicted(1.0))

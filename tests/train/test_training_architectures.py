@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.architectures import ARCHITECTURES, build
+from helpers.architectures import ARCHITECTURES, EVERY_RUN, build
 from helpers.distributed_training import rows_put_back
 from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
@@ -97,6 +97,7 @@ def training_step(callback: Any, model: PreTrainedModel, step: int = 0) -> Itera
         callback.detach()
 
 
+@pytest.mark.every_run(EVERY_RUN)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("gpt_bigcode", "inkling2_text")])
 def test_early_exit_loss(name: str) -> None:
     """Losses of models that run their first layers alone, added up by hand."""
@@ -137,6 +138,7 @@ def stays(step: int, rates: list[float]) -> np.ndarray:
     return np.random.default_rng([SEED, step]).random((ROWS, len(rates))) >= np.array(rates)
 
 
+@pytest.mark.every_run(EVERY_RUN)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gemma3n_text"])
 def test_layer_dropout(name: str) -> None:
     """A step in which rows leave layers one by one, and one in which all leave a layer between others."""

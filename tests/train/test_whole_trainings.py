@@ -45,17 +45,8 @@ def test_evaluation(tmp_path: Path) -> None:
             snapshots.append(weights(model))
 
     evaluated = rows(6, seed=9)
-    run = trainer(
-        tiny(),
-        [*BOTH["both"](), Snapshot()],
-        tmp_path,
-        settings={"eval_dataset": evaluated},
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_on_start=True,
-        per_device_eval_batch_size=6,
-    )
-    run.train()
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 6}
+    run = train(tmp_path, [*BOTH["both"](), Snapshot()], settings={"eval_dataset": evaluated}, **options)
     unevaluated = train(tmp_path, BOTH["both"]())
     assert_equal(weights(run.model), weights(unevaluated.model))
     for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):

@@ -22,8 +22,6 @@ def space(layers: int = 10) -> SkipSpace:
 
 
 COSTS = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.5, token=0.01, step=0.0, num_layers=10)
-
-
 DEAR = replace(COSTS, step=30.0)
 
 
@@ -77,8 +75,6 @@ def timed_search(
 
 
 CAREFUL, BOLD = skipping(0, 3, 8, 11), skipping(*range(1, 11))
-
-
 SHARES = ((CAREFUL, 0.9), (BOLD, 0.8))
 
 
