@@ -324,6 +324,8 @@ MODELS = (
 def test_every_call_of_every_model(name: str, call: str) -> None:
     if call in ("holes", "chat, rows end") and name in STATEFUL:
         pytest.skip("refused: recurrent states would change")
+    if (name, call) == ("bamba", "embedded"):
+        pytest.skip("plain generate refuses its embeddings, too")
     model, kinds = model_of(name), list(SPECS)
     check(model, SPECS[kinds[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
 
