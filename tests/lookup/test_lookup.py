@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 
+import numpy as np
 import pytest
 
 from hf_selfspec.control.costs import RoundCosts
@@ -19,6 +21,7 @@ from hf_selfspec.lookup import (
     suffix,
 )
 from hf_selfspec.lookup.rates import own_key, view_of
+from hf_selfspec.lookup.row import Top
 from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
 
 FREE = RoundCosts.of(lambda drafted: 1.0, 31)
@@ -90,7 +93,7 @@ def longest_match(known: list[int], tail: list[int]) -> tuple[int, set[int]]:
     return 0, set()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "MOST_CANDIDATES", 10_000)
     rng = random.Random(seed)
@@ -106,20 +109,17 @@ def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) 
             assert match.position == max(positions)
 
 
-@pytest.mark.parametrize(
-    ("text", "support"),
-    [
-        ([1, 2, 3, 4, 0, 1, 2, 3], suffix.LONE),
-        ([1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 1, 2, 3], suffix.SHARED),
-        ([1, 2, 3, 4, 0, 1, 2, 3, 7, 5, 1, 2, 3], suffix.CONTESTED),
-    ],
-)
-def test_other_occurrences_are_counted(text: list[int], support: int) -> None:
-    index = SuffixIndex()
-    index.extend(text)
-    match = index.match(text[-LONGEST_MATCH:])
-    assert match is not None
-    assert match.support == support
+def test_other_occurrences_are_counted() -> None:
+    begun = [1, 2, 3, 4, 0, 1, 2, 3]
+    for text, support in (
+        (begun, suffix.LONE),
+        ([*begun, 4, 5, 1, 2, 3], suffix.SHARED),
+        ([*begun, 7, 5, 1, 2, 3], suffix.CONTESTED),
+    ):
+        index = SuffixIndex()
+        index.extend(text)
+        assert (match := index.match(text[-LONGEST_MATCH:])) is not None
+        assert match.support == support
 
 
 def test_nothing_matches_or_goes_on_across_texts() -> None:
@@ -141,6 +141,9 @@ def test_a_store_keeps_the_latest_texts() -> None:
     assert nothing.store.tokens == []
     some.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(33)])
     assert [text[-1] for text in texts_of(some.store.tokens)] == [300_399, 310_399, 320_399]
+    some.add_texts([[1, 2, 3]])
+    assert 500 <= len(some.store) <= 1_000
+    assert texts_of(some.store.tokens)[-1] == [1, 2, 3]
 
 
 def test_texts_are_stored_without_what_is_known_of_them() -> None:
@@ -165,6 +168,20 @@ def test_a_continuation_repeats_where_the_text_ends() -> None:
 # Successors ----------------------------------------------------------------------------------------------------------
 
 
+def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
+    successors = Successors()
+    successors.see((1, 2), [5, 6], [0.75, 0.125], 3)
+    successors.see((9, 2), [7], [0.5], 4)
+    found = successors.get(1, 2)
+    assert found is not None
+    assert (found.is_pair, found.text) == (True, 3)
+    assert (list(found.tokens[:3]), list(found.probabilities[:3])) == ([5, 6, -1], [0.75, 0.125, 0.0])
+    single = successors.get(3, 2)
+    assert single is not None
+    assert (single.is_pair, single.text, single.tokens[0]) == (False, 4, 7)
+    assert successors.get(2, 1) is None
+
+
 def test_the_oldest_pairs_leave() -> None:
     successors = Successors(10)
     for token in range(25):
@@ -180,7 +197,7 @@ def test_the_oldest_pairs_leave() -> None:
 # Rates ---------------------------------------------------------------------------------------------------------------
 
 
-def test_rates_converge() -> None:
+def test_rates_converge_and_follow_a_change() -> None:
     rng = random.Random(0)
     rates = Rates()
     first, second = own_key(3, view_of(None), LONE), own_key(5, view_of(0.9), LONE)
@@ -193,6 +210,14 @@ def test_rates_converge() -> None:
     for _ in range(400):
         rates.see([(1, first, 0.0)], 1)
     assert rates.rates[first] > 0.8
+
+
+def test_longer_matches_are_trusted_more() -> None:
+    rates = Rates().rates
+    by_length = [rates[own_key(length, view_of(None), LONE)] for length in range(1, 40)]
+    assert by_length == sorted(by_length)
+    by_view = [rates[own_key(3, view_of(probability), LONE)] for probability in (0.9, 0.2, 0.01)]
+    assert by_view == sorted(by_view, reverse=True)
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
@@ -269,8 +294,8 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     assert LookupRow(LookupFindings()).propose(FREE, 1.0, 8).tokens == ()
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("pace", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pace", [0.0, 1.0, 1.7, 3.0])
 def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     """Of the nodes in the order of their probabilities, so many as bring most for their time."""
     _, row = taught(seed)
@@ -283,30 +308,38 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     assert tree.tokens == every.tokens[: values.index(max(values))]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_corners_are_where_tokens_of_one_worth_are_best(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = RoundCosts(tuple(np.cumsum([1.0] + [rng.choice((0.0, 0.01, 0.1, 0.5)) for _ in range(20)]).tolist()))
+    for size in range(20):
+        for worth in (0.001, 0.02, 0.05, 0.1, 0.3, 1.0):
+            best = max(worth * count - costs.seconds[count] for count in range(size + 1, 21))
+            assert max(worth * count - costs.seconds[count] for count in costs.corners[size]) == pytest.approx(best)
+
+
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
-    knowledge = LookupFindings()
-    row = LookupRow(knowledge)
-    row.extend([1, 2, 3, 4, 1, 2])
+    """Of rejected nodes, too, where the text does not have the same pair of tokens."""
+
+    def known_after(
+        text: list[int], tree: TokenTree, emitted: list[int], tops: list[Top]
+    ) -> dict[tuple[int, int], int]:
+        row = LookupRow(knowledge := LookupFindings())
+        row.extend(text)
+        row.learn(tree, emitted, tops)
+        assert row.own.tokens == text + emitted
+        pairs = product(range(10), range(10))
+        found = {pair: knowledge.successors.get(*pair) for pair in pairs}
+        return {pair: one.tokens[0] for pair, one in found.items() if one is not None and one.is_pair}
+
     tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
-    row.learn(tree, [3, 9], [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])])
-    assert row.own.tokens == [1, 2, 3, 4, 1, 2, 3, 9]
-    known = {pair: found.tokens[0] for pair in ((1, 2), (2, 3), (2, 5)) if (found := knowledge.successors.get(*pair))}
-    assert known == {(1, 2): 3, (2, 3): 9, (2, 5): 8}  # rejected nodes, too
-    assert knowledge.successors.get(3, 4) is None
-
-
-def test_the_text_counts_more_than_a_rejected_node() -> None:
-    knowledge = LookupFindings()
-    row = LookupRow(knowledge)
-    row.extend([2, 2])
+    tops: list[Top] = [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])]
+    assert known_after([1, 2, 3, 4, 1, 2], tree, [3, 9], tops) == {(1, 2): 3, (2, 3): 9, (2, 5): 8}
     tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
-    row.learn(tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])])
-    found = knowledge.successors.get(2, 2)
-    assert found is not None
-    assert found.tokens[0] == 7
+    assert known_after([2, 2], tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])]) == {(2, 2): 7, (2, 5): 9}
 
 
 def test_matches_that_fail_are_trusted_less() -> None:
@@ -375,9 +408,12 @@ def test_what_is_known_lasts() -> None:
     "broken",
     [
         {"successors": {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2}},
+        {"successors": {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]}},
         {"successors": {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]}},
+        {"store": ["a"]},
         {"store": [[1]]},
         {"store": [-2]},
+        {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
         {"rates": {"": {"rates": [2.0] * len(Rates().rates), "seen": [8.0] * len(Rates().rates)}}},
         {"rates": {"": {"rates": [0.5] * len(Rates().rates), "seen": [float("nan")] * len(Rates().rates)}}},
     ],
