@@ -47,11 +47,11 @@ class SearchingDraft(LookingDraft):
         super().__init__(session, start, self._window)
         self._stop, self._chooses, self._tree = session.stop, chooses_stop, session.tree
         self._round_seconds = session.round_seconds
-        space = SkipSpace.of(session.anatomy)
-        share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
-        rules = rules_for(None if chooses_stop else session.stop, session.max_draft)
 
         def make(other: SkipSearch | None) -> SkipSearch:
+            space = SkipSpace.of(session.anatomy)
+            share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
+            rules = rules_for(None if chooses_stop else session.stop, session.max_draft)
             best = start if other is None else other.best
             return SkipSearch(search, space, share, best, ratio == "auto", rules, session.max_draft)
 
