@@ -21,10 +21,11 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.estimates import Scores, estimate, estimate_by_size
+from hf_selfspec.search.estimates import Scores, estimate
 from hf_selfspec.search.on_the_fly import usual_ratio
 from hf_selfspec.search.proposers import SkipSpace, bayesian, closest_layers, first_sizes, next_sizes
 from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.search.trials import Records, Trial
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -134,15 +135,13 @@ def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
     assert spread[0] > 2 * spread[1] > 0
 
 
-def test_sets_are_drawn_towards_those_of_their_size() -> None:
-    """By hand, on one window: a set's own trial has the weight 1, the mean of those of its size 4."""
-    scores = Scores(np.eye(4), np.array([0.9, 0.9, 0.5, 0.1]), np.ones(4), np.arange(4), np.zeros(4, int))
-    for sizes, near, expected in (
-        ([4, 4, 8, 8], 1, [0.9, 0.9, 0.34, 0.26]),
-        ([4, 5, 8, 9], 1, [0.9, 0.9, 0.34, 0.26]),
-        ([4, 4, 8, 8], 4, [0.66, 0.66, 0.58, 0.5]),
-    ):
-        assert estimate_by_size(scores, np.array(sizes), near) == pytest.approx(expected)
+def test_few_sets_are_drawn_towards_those_of_their_size() -> None:
+    records = Records(space(22), [], 25, None, by_size=True)
+    for first, share in ((1, 0.9), (5, 0.9), (1, 0.1), (9, 0.5)):
+        skipped = frozenset(range(first, first + (8 if share > 0.5 else 12)))
+        records.add(Trial(LayerPlan(22, skipped, skipped), tuple(predicted(share))))
+    *large, dull, better = records.worth().values()
+    assert large[0] == large[1] > 0.7 > 0.5 > better > dull > 0.1
 
 
 # Which sets are proposed ---------------------------------------------------------------------------------------------
@@ -238,18 +237,15 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
         return search.propose()
 
     search = SkipSearch(ClosestLayers(patience=100), space(22), 0.4, LayerPlan(22), auto)
-    first = proposed()
-    assert first is not None
-    search.register(first, predicted(0.9))
-    search.begin_window()
+    assert proposed() is None
     sizes: list[list[int]] = []
     for _ in range(2):
+        search.begin_window()
         sizes.append([])
         while (plan := proposed()) is not None:
             sizes[-1].append(len(plan.skipped_layers))
             search.register(plan, predicted(0.9 if len(plan.skipped_layers) == 8 else 0.5))
-        search.begin_window()
-    assert sizes == ([[8, 2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8, 8], [8, 8]])
+    assert sizes == ([[2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8], [8, 8]])
     assert asked == ([16, 8] if auto else [8, 8])
 
 

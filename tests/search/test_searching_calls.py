@@ -204,20 +204,8 @@ def test_windows_longer_than_texts() -> None:
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("several", "is_over"), [(20.0, True), (0.0, False)])
-def test_a_search_without_hope_ends_early(monkeypatch: pytest.MonkeyPatch, several: float, is_over: bool) -> None:
-    """Where a verification costs as much as two one-token forwards, no closest set can pay."""
-    use_costs(monkeypatch, several=several)
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0)))
-    generated(model, prompt(), 40, assistant=spec)
-    found = search_of(spec, model)
-    assert found.is_over == is_over
-    assert len({len(trial.plan.skipped_layers) for trial in found.trials}) >= 5
-    assert {trial.window for trial in found.trials} == ({1, 2} if is_over else {1, 2, 3, 4})
-
-
 def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are empty while the search goes on; then transformers' loop decodes until it is time to ask again."""
+    """Drafts are empty while the search goes on; then transformers' loop decodes."""
     use_costs(monkeypatch, step=50.0)
     search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
     model, spec = tiny_llama(8), SelfSpec.swift(search=search)
@@ -230,28 +218,16 @@ def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> N
     found = search_of(spec, model)
     assert found.is_over
     assert not found.choice.drafts
-    texts = found.timings.texts
-    calls: list[int] = []
-    loop = type(model)._sample
-    monkeypatch.setattr(type(model), "_sample", lambda self, **given: calls.append(1) or loop(self, **given))
-    ours = []
-    for _ in range(9):
-        calls.clear()
+    for _ in range(2):
         told = generated(model, prompt(2), 30, assistant=spec, **options)
         assert torch.equal(told.sequences, plain.sequences)
-        for score, same in zip(told.scores, plain.scores, strict=True):
-            torch.testing.assert_close(score, same, atol=1e-5, rtol=1e-4)
+        assert all(map(torch.equal, told.scores, plain.scores))
         stats = spec.stats
         assert (stats.tokens, stats.drafted, stats.drafts, len(stats.from_draft)) == (30 * 2, 0, False, 2)
         assert (stats.mean_generated_length, stats.phase) == (1.0, "acceleration")
-        ours.append(not calls)
-        assert stats.left_to_generate == ("no draft pays" if calls else "")
+        assert stats.left_to_generate == "no draft pays"
         left = rf"left to plain generate, since no draft pays: {30 * 2} tokens in \d+\.\d\d seconds"
-        assert (re.fullmatch(left, str(stats)) is not None) == bool(calls)
-    assert not ours[0]
-    assert 2 <= ours.count(True) <= 4
-    # A machine that was busy at first is not held against the drafts for ever.
-    assert found.timings.texts > texts
+        assert re.fullmatch(left, str(stats))
 
 
 STOPS: dict[str, Any] = {
