@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,8 @@ from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import SHOWN, Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
-_copying = threading.RLock()
+# Copies of modules on other devices.
+_copies = weakref.WeakKeyDictionary[nn.Module, dict[torch.device, Any]]()
 _M = TypeVar("_M", bound="DraftModule")
 
 
@@ -45,7 +46,6 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @property
     def about(self) -> dict[str, Any]:
-        """The model that the module belongs to, the recipe and the figures, see the class."""
         found: dict[str, Any] = self.__dict__["_about"]
         return found
 
@@ -68,19 +68,15 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         """Returns the module itself if it is on that device already, otherwise a copy there, which is made once."""
         if next(self.parameters()).device == device:
             return self
-        with _copying:
-            copies: dict[torch.device, Self] = self.__dict__.pop("_copies", {})
-            try:
-                if device not in copies:
-                    copies[device] = copy.deepcopy(self).to(device)
-                return copies[device]
-            finally:
-                self.__dict__["_copies"] = copies
+        copies = _copies.setdefault(self, {})
+        if device not in copies:
+            copies[device] = copy.deepcopy(self).to(device)
+        found: Self = copies[device]
+        return found
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""
-        with _copying:
-            self.__dict__.pop("_copies", None)
+        _copies.pop(self, None)
 
     @property
     def num_parameters(self) -> int:

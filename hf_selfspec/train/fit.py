@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -24,11 +23,12 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_positive
+from ..validation import Option, check_count
 from .fit_trainer import (
     FitTrainer,
     SpeedupEvaluator,
     forget,
+    last_checkpoint,
     resumable_arguments,
     seeded,
     speed_figures,
@@ -61,8 +61,7 @@ class Fit(ABC, Generic[M]):
 
     output_dir: str | os.PathLike[str] | None = None
 
-    def check(self) -> None:
-        """Checks the settings alone."""
+    def check(self) -> None: ...
 
     def check_config(self, config: Any) -> None:
         """Checks the settings against the config of a model's text decoder."""
@@ -72,11 +71,9 @@ class Fit(ABC, Generic[M]):
         return PackedDataset(tokenizer, dataset, 1, self.function)
 
     @abstractmethod
-    def fit(self, model: Any, text: PackedDataset) -> M:
-        """Fits the module."""
+    def fit(self, model: Any, text: PackedDataset) -> M: ...
 
     def __call__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> M:
-        """Checks everything and fits."""
         inner = causal_lm(model, self.function)
         self.check()
         self.check_config(inner.config.get_text_config(decoder=True))
@@ -130,7 +127,6 @@ class TrainedFit(Fit[M]):
         raise NotImplementedError
 
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        """Returns the loss, a scalar."""
         return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states).mean()
 
     def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
@@ -159,15 +155,8 @@ class TrainedFit(Fit[M]):
                     f"{name}(patience={self.patience}): several processes would not stop alike. Leave patience out."
                 )
         args: Any = self.args
-        if args is None:
-            return
-        if not isinstance(args, TrainingArguments):
+        if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-        rate = args.learning_rate
-        if not 0 <= rate < math.inf:
-            raise SettingError(f"{name}(args): learning_rate must be a finite number of at least 0, got {rate!r}.")
-        if args.max_steps <= 0:
-            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
@@ -201,11 +190,11 @@ class TrainedFit(Fit[M]):
             trained = FitModule(module, frozen, self)
             known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
             trainer = FitTrainer(
-                known, speedup, args, self.patience, folder,
+                speedup, args, self.patience, folder,
                 model=trained, train_dataset=rows, eval_dataset=held_out, compute_metrics=trained.means,
             )  # fmt: skip
-            begun = perf_counter()
-            trainer.train()
+            last, begun = last_checkpoint(args, known, rows.rows), perf_counter()
+            trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
             module.eval()
             wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]

@@ -25,7 +25,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     Trainer,
-    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -63,15 +62,14 @@ _SPEEDS = ("speedup", "speedup_of_free_drafts", "speedup_with_free_drafts")
 
 
 class FitTrainer(Trainer):
-    """The stock Trainer, whose evaluations measure the module's speed-up too.
+    """The stock Trainer, whose evaluations measure the speed of generation with the module over plain ``generate``.
 
-    ``eval_speedup`` is the speed of generation with the module over plain ``generate``. It decides which weights are
-    kept, and when training ends: after ``patience`` evaluations in a row without a gain, or never for ``None``.
+    This ``eval_speedup`` decides which weights are kept, and when training ends: after ``patience`` evaluations in a
+    row without a gain, or never for ``None``.
     """
 
     def __init__(
         self,
-        fit: str,  # what is fitted to what
         speedup: SpeedupEvaluator,
         args: TrainingArguments,
         patience: int | None,
@@ -88,21 +86,8 @@ class FitTrainer(Trainer):
             **given,
         )
         self._speedup = speedup
-        self._resumes = last_checkpoint(args, fit, train_dataset.rows)
-
-    def train(self, *args: Any, **options: Any) -> Any:
-        """Trains, or resumes a fit that was stopped; after its last step, it only loads the weights."""
-        last = self._resumes
-        if last is None or not _has_ended(state := TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))):
-            return super().train(*args, resume_from_checkpoint=last, **options)
-        self.state = state
-        self._load_from_checkpoint(last)
-        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._load_best_model()
-        return None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """As the stock one, with the speed-up among the metrics."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
         speeds = self._speedup.metrics(self.model.part, in_training=self.is_in_train)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in speeds.items()})
@@ -152,12 +137,6 @@ def _stopping_early(given: TrainingArguments, rows: int, folder: str) -> Trainin
     return args
 
 
-def _has_ended(state: TrainerState) -> bool:
-    """Whether the training of a checkpoint was about to stop."""
-    control: dict[str, Any] = state.stateful_callbacks["TrainerControl"]
-    return bool(control["args"]["should_training_stop"])
-
-
 @contextmanager
 def seeded(args: TrainingArguments | None) -> Iterator[None]:
     """Applies the Trainer's seed to random numbers that are drawn outside of it, on the CPU unless told otherwise."""
@@ -196,24 +175,19 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     record = folder / _RECORD
     with reported(folder), PartialState().main_process_first():
         if not record.exists():
-            write_json(record, wanted | {"earlier": _states(folder)})
+            write_json(record, wanted)
             return None
     found = json.loads(record.read_text(encoding="utf-8"))
-    earlier = found.pop("earlier", {})
-    other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    other = sorted(name for name in wanted if wanted[name] != found.get(name))
     if other:
         raise SettingError(
             f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
-    own = [folder / name for name, state in _states(folder).items() if earlier.get(name) != state]
-    return str(max(own, key=lambda path: (path / TRAINER_STATE_NAME).stat().st_mtime_ns)) if own else None
-
-
-def _states(folder: Path) -> dict[str, str]:
-    """The checkpoints in a folder, each with what its state hashes to."""
+    # The last thing that was written since: an earlier fit may have left checkpoints, too.
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    return {state.parent.name: hashlib.sha256(state.read_bytes()).hexdigest() for state in states}
+    last = max([record, *states], key=lambda file: file.stat().st_mtime_ns)
+    return None if last is record else str(last.parent)
 
 
 @contextmanager

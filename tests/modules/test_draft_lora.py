@@ -222,7 +222,7 @@ def test_files(tmp_path: Path, llama: LlamaForCausalLM) -> None:
         ([], SettingError, "names no linear layer"),
         ([["0.mlp", 4]], SettingTypeError, "must hold"),
         ([["2.mlp", 4, 4]], SettingError, "a layer below 2"),
-        ([["0.mlp", 4, "x"]], SettingTypeError, "width of the output of '0.mlp'"),
+        ([["0.mlp", 4, "x"]], SettingTypeError, "a width of '0.mlp'"),
     ],
 )
 def test_wrong_shapes(shapes: Any, error: type[Exception], words: str) -> None:
