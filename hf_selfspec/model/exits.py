@@ -126,11 +126,6 @@ class Exits:
         }
         return list(found.values())
 
-    @property
-    def has_seen(self) -> bool:
-        """Whether a forward was observed, as :meth:`head` needs it."""
-        return self._output is not None
-
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
 

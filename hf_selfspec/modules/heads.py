@@ -8,6 +8,7 @@ from itertools import chain
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -96,8 +97,19 @@ class ExitHeads(DraftModule):
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        if known.get("calibration"):
-            _check_calibration(f"{name}['calibration']", known["calibration"], len(self.layers))
+        if not (found := known.get("calibration")):
+            return
+        try:
+            rates, limits = [found["epsilons"], *found["acceptance"].values()], found["thresholds"]
+            rows = np.array([*rates, *chain(*(limits[metric] for metric in METRICS))], dtype=float)  # of one length
+            is_right = {found["metric"], *limits} == METRICS.keys() and len(rows) == 4 + 3 * len(self.layers)
+        except (TypeError, KeyError, ValueError, AttributeError):
+            is_right = False
+        if not is_right:
+            raise SettingError(
+                f"{name}['calibration'] is not one that calibrate_exit_heads has written for {len(self.layers)} heads, "
+                f"got {repr(found)[:SHOWN]}."
+            )
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` logits of a head for the states ``[..., d]`` that left the layers before it."""
@@ -171,27 +183,6 @@ def check_metric(name: str, metric: str | None) -> None:
     """Raises if there is no such metric of confidence."""
     if metric is not None and (not isinstance(metric, str) or metric not in METRICS):
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
-
-
-def _check_calibration(name: str, found: Any, heads: int) -> None:
-    """Raises if ``found`` does not have the form that :func:`calibrate` returns for ``heads`` heads."""
-    try:
-        rates, by_metric = [found["epsilons"], *found["acceptance"].values()], found["thresholds"]
-        rows = [*rates, *chain(*by_metric.values())]
-        is_right = (
-            found["metric"] in METRICS
-            and found["acceptance"].keys() == by_metric.keys() == METRICS.keys()
-            and all(len(by_head) == heads for by_head in by_metric.values())
-            and all(len(row) == len(rates[0]) for row in rows)
-            and all(math.isfinite(value) for row in rows for value in row if value is not None)
-            and all(0 <= value <= 1 for row in rates for value in row if value is not None)
-        )
-    except (TypeError, KeyError, AttributeError):
-        is_right = False
-    if not is_right:
-        raise SettingError(
-            f"{name} is not one that calibrate_exit_heads has written for {heads} heads, got {repr(found)[:SHOWN]}."
-        )
 
 
 # What heads predict along one text: by metric the confidence [K, n], and whether they are right [K, n].

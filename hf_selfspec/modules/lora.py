@@ -51,7 +51,7 @@ class DraftLora(DraftModule):
         self.exit_layer, self.rank, self.about = exit_layer, rank, about
         self.shapes = tuple(_shape(found, exit_layer) for found in shapes)
         if not self.shapes:
-            raise SettingError("DraftLora(shapes) names no linear layer: give at least one.")
+            raise SettingError("DraftLora(shapes) names no linear layer. If the model has none, fit an adapter.")
         self.down = nn.ParameterList([nn.Linear(width, rank, bias=False).weight for _, width, _ in self.shapes])
         self.up = nn.ParameterList([nn.Linear(rank, out, bias=False).weight for _, _, out in self.shapes])
         for up in self.up:

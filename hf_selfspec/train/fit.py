@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, Ty
 import torch
 import torch.nn as nn
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
@@ -25,6 +25,7 @@ from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count
 from .fit_trainer import (
+    GAIN,
     FitTrainer,
     SpeedupEvaluator,
     forget,
@@ -32,6 +33,7 @@ from .fit_trainer import (
     resumable_arguments,
     seeded,
     speed_figures,
+    stopping_early,
     training_arguments,
 )
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
@@ -187,12 +189,13 @@ class TrainedFit(Fit[M]):
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
-            trained = FitModule(module, frozen, self)
-            known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
+            chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
+            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience, GAIN)]
+            trained = FitModule(module, frozen, self, speedup)
             trainer = FitTrainer(
-                speedup, args, self.patience, folder,
-                model=trained, train_dataset=rows, eval_dataset=held_out, compute_metrics=trained.means,
-            )  # fmt: skip
+                trained, chosen, default_data_collator, rows, held_out, compute_metrics=trained.means, callbacks=stops
+            )
+            known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
             last, begun = last_checkpoint(args, known, rows.rows), perf_counter()
             trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
@@ -232,11 +235,13 @@ class TrainedFit(Fit[M]):
 class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
-    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any]) -> None:
+    def __init__(
+        self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speedup: SpeedupEvaluator
+    ) -> None:
         super().__init__()
         self.part = module  # the name in checkpoints
         self.names: tuple[str, ...] = ()
-        self._fit, self._frozen = fit, frozen
+        self._fit, self._frozen, self.speedup = fit, frozen, speedup
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -21,12 +20,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import (
-    EarlyStoppingCallback,
     GenerationConfig,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
-    default_data_collator,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
@@ -38,9 +35,6 @@ from ..learned.files import path_of, reported, write_json
 from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
-from .packing import PackedDataset
-
-_logger = logging.getLogger(__name__)
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
@@ -54,7 +48,7 @@ SAVE_STEPS = 100
 # Steps between two measurements with `patience`, unless the Trainer's arguments say, and their least number.
 _EVERY, _LOOKS = 100, 10
 # A smaller gain in speed may be chance.
-_GAIN = 0.02
+GAIN = 0.02
 # Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
 _ROWS, _TOKENS, _FEW = 4, 32, 8
 # Speeds in times of plain generate's: with the module, with free drafts, and with both.
@@ -64,32 +58,12 @@ _SPEEDS = ("speedup", "speedup_of_free_drafts", "speedup_with_free_drafts")
 class FitTrainer(Trainer):
     """The stock Trainer, whose evaluations measure the speed of generation with the module over plain ``generate``.
 
-    This ``eval_speedup`` decides which weights are kept, and when training ends: after ``patience`` evaluations in a
-    row without a gain, or never for ``None``.
+    This ``eval_speedup`` decides with ``patience`` which weights are kept, and when training ends.
     """
-
-    def __init__(
-        self,
-        speedup: SpeedupEvaluator,
-        args: TrainingArguments,
-        patience: int | None,
-        folder: str,  # a temporary one, for the best weights where the arguments save nothing
-        *,
-        train_dataset: PackedDataset,
-        **given: Any,
-    ) -> None:
-        super().__init__(
-            args=args if patience is None else _stopping_early(args, len(train_dataset), folder),
-            train_dataset=train_dataset,
-            data_collator=default_data_collator,
-            callbacks=[] if patience is None else [EarlyStoppingCallback(patience, _GAIN)],
-            **given,
-        )
-        self._speedup = speedup
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        speeds = self._speedup.metrics(self.model.part, in_training=self.is_in_train)
+        speeds = self.model.speedup.metrics(self.model.part, in_training=self.is_in_train)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in speeds.items()})
         return output
 
@@ -121,7 +95,7 @@ def resumable_arguments(output_dir: str | os.PathLike[str], device: torch.device
     return training_arguments(checkpoints_of(output_dir), device, **kept, **changed)
 
 
-def _stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
+def stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
     """The same arguments with an evaluation and a checkpoint from time to time, and the fastest weights at the end."""
     batch = given.train_batch_size * given.gradient_accumulation_steps * given.world_size
     steps = given.max_steps if given.max_steps > 0 else math.ceil(math.ceil(rows / batch) * given.num_train_epochs)
@@ -156,7 +130,7 @@ def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -
     The main process removes the checkpoints, but those that the user has asked for.
     """
     if PartialState().is_main_process:
-        if args.output_dir is not None and args.save_strategy != "no":
+        if args.save_strategy != "no":
             Path(args.output_dir, _RECORD).unlink(missing_ok=True)
         if output_dir is not None:
             shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
@@ -167,7 +141,7 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
 
     Raises if the folder holds another fit: of another module or model (``fit``), text, or with other arguments.
     """
-    if args.save_strategy == "no" or args.output_dir is None:
+    if args.save_strategy == "no":
         return None
     folder = Path(args.output_dir)
     wanted = {name: str(getattr(args, name)) for name in _DECIDING}
@@ -242,11 +216,8 @@ class SpeedupEvaluator:
                     specs += [SelfSpec.lookup(), replace(alone, draft=Cascade((Lookup(), alone.draft)))]
                 return dict(zip(_SPEEDS, self.measured(specs), strict=False))
         except Exception as error:  # whatever it is, hours of fitting are not lost to it
-            if in_training:
-                _logger.warning(f"{module.kind}: it cannot draft: {error}")
-                return {"speedup": 0.0}
             warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
-            return {}
+            return {"speedup": 0.0} if in_training else {}
         finally:
             module.forget_copies()
 

@@ -125,7 +125,7 @@ class FrozenModel:
             for place, index in enumerate(missing):
                 rows[index] = {name: states[place] for name, states in new.items()}
                 self._keep(self._file(ids[index]), rows[index])
-        elif not self.exits.has_seen:
+        elif self.exits.final is None:  # the head has to see a forward
             self.run(ids[:1, :1])
         return {name: torch.stack([row[name].to(self.device) for row in rows]) for name in rows[0]}
 

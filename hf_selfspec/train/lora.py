@@ -69,14 +69,7 @@ class LoraFit(TrainedFit[DraftLora]):
     def module(self, frozen: FrozenModel) -> DraftLora:
         _check(frozen.anatomy)
         (exit_layer,) = frozen.layers
-        shapes = list(linear_layers(frozen.anatomy, exit_layer))
-        if not shapes:
-            raise UnsupportedModelError(
-                f"fit_draft_lora: no linear layer was found in the first {exit_layer} layers of "
-                f"{frozen.anatomy.model_name} (quantised by a library with layers of its own?). Fit to the model as it "
-                "was before, or fit an adapter: fit_adapter."
-            )
-        return DraftLora(exit_layer, self.rank, shapes)
+        return DraftLora(exit_layer, self.rank, list(linear_layers(frozen.anatomy, exit_layer)))
 
     def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])

@@ -71,7 +71,6 @@ CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
     (ExitHeads, ("about", "calibration"), "high", r"\['calibration'\] is not one that"),
     (ExitHeads, ("about", "calibration", "metric"), "luck", r"\['calibration'\] is not one that"),
     (ExitHeads, ("about", "calibration", "thresholds", "entropy", 1, 0), "x", r"\['calibration'\] is not one that"),
-    (ExitHeads, ("about", "calibration", "acceptance", "margin", 0), 1.5, r"\['calibration'\] is not one that"),
     (LinearProbe, ("do_sample",), "yes", r"LinearProbe\(do_sample\) must be True or False, got 'yes'"),
 ]
 
