@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
@@ -24,9 +24,8 @@ _IGNORED = -100
 class ExitTraining(TrainingRun):
     """The exits of one model while they are trained: hooks, the losses of each step, sums between logs.
 
-    The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. Of
-    what the model itself returns, only the cross entropy gets the last layer's weight: a router's auxiliary loss stays
-    as it is. With ``distils``, exits learn the distribution of the last layer instead of the labels.
+    The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. With
+    ``distils``, exits learn the distribution of the last layer instead of the labels.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class ExitTraining(TrainingRun):
     ) -> None:
         self.model, self.exits, self._weights_of, self._distils = model, exits, weights, distils
         self._in_step, self._thread = False, threading.get_ident()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         config = model.config.get_text_config(decoder=True)
         self._balance = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
         precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
@@ -52,17 +51,14 @@ class ExitTraining(TrainingRun):
 
     def attach(self, model: nn.Module) -> None:
         self.exits.attach()
-        self._handles = [
-            model.register_forward_pre_hook(self._begin_batch, with_kwargs=True),
-            # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
-            # again when the gradient of the returned loss arrives, which is before the exits' backward.
-            model.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True),
-        ]
+        self._hooks.enter_context(model.register_forward_pre_hook(self._begin_batch, with_kwargs=True))
+        # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
+        # again when the gradient of the returned loss arrives, which is before the exits' backward.
+        self._hooks.enter_context(model.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True))
 
     def detach(self) -> None:
         self.exits.detach()
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def begin_step(self, step: int, steps: int) -> None:
         weights = self._weights_of(step, steps, self.exits.anatomy.num_layers)
@@ -140,7 +136,7 @@ class ExitTraining(TrainingRun):
         return output
 
     def _earlier(self, states: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the losses of the earlier exits, from what goes into the head, ``[k, b, s, d]``."""
+        """The weighted sum of the earlier exits' losses, from what goes into the head, ``[k, b, s, d]``."""
         targets, places = self._targets, self._places
         assert targets is not None
         assert places is not None
@@ -163,17 +159,13 @@ class ExitTraining(TrainingRun):
         )
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
             self._count(layer, loss, len(places))
-        total.register_hook(self._note_effect)
+        total.register_hook(lambda gradient: setattr(self, "_has_effect", True))
         found: torch.Tensor = total
         return found
 
     def _count(self, layer: int, loss: torch.Tensor, tokens: torch.Tensor | int) -> None:
-        """Adds the summed loss of an exit, 0 for the last, to what is logged."""
         self.table[layer - 1, 0] += loss.to(self.table)
         self.table[layer - 1, 1] += tokens if isinstance(tokens, int) else tokens.to(self.table)
-
-    def _note_effect(self, gradient: torch.Tensor) -> None:
-        self._has_effect = True
 
 
 def _targets(inputs: dict[str, Any]) -> torch.Tensor:

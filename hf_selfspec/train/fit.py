@@ -118,11 +118,10 @@ class TrainedFit(Fit[M]):
 
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
-        """The exit layers whose states the module reads, for a model with this config."""
+        """The layers whose states the module reads, for a model with this config."""
 
     @abstractmethod
-    def module(self, frozen: FrozenModel) -> M:
-        """Returns a new module, with the weights that it starts with."""
+    def module(self, frozen: FrozenModel) -> M: ...
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
@@ -138,7 +137,7 @@ class TrainedFit(Fit[M]):
 
     @abstractmethod
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:
-        """Returns a function from the module to what drafts with it, ``None`` where it does not draft greedy text."""
+        """Returns a function from the module to what drafts with it, ``None`` if it cannot draft greedy text."""
 
     @abstractmethod
     def recipe(self, module: M) -> dict[str, Any]:

@@ -125,10 +125,7 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
 
 
 def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -> None:
-    """Ends a fit, which the next one in that folder will not resume.
-
-    The main process removes the checkpoints, but those that the user has asked for.
-    """
+    """Ends a fit, which the next one will not resume; the user's own checkpoints stay."""
     if PartialState().is_main_process:
         if args.save_strategy != "no":
             Path(args.output_dir, _RECORD).unlink(missing_ok=True)
@@ -137,10 +134,7 @@ def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -
 
 
 def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> str | None:
-    """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is.
-
-    Raises if the folder holds another fit: of another module or model (``fit``), text, or with other arguments.
-    """
+    """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is."""
     if args.save_strategy == "no":
         return None
     folder = Path(args.output_dir)
@@ -182,10 +176,7 @@ def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
 
 
 class SpeedupEvaluator:
-    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``.
-
-    ``spec_of`` returns a ``SelfSpec`` that drafts with the module, ``None`` if it cannot draft greedy text.
-    """
+    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``."""
 
     def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[Any], SelfSpec | None]) -> None:
         self._model = model
@@ -195,19 +186,14 @@ class SpeedupEvaluator:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is text to continue."""
         return bool(self._prompts.numel()) and self._new > 1
 
     def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
-        """Speeds in times of plain ``generate``'s, also of and with free drafts; none where nothing can be measured.
-
-        In training only the ``speedup`` with the module, 0 if it cannot draft (yet).
-        """
+        """Speeds in times of plain ``generate``'s; in training only that with the module, 0 if it cannot draft yet."""
         if not self.has_text:
             return {}
         try:
             with evaluating(module):
-                module.forget_copies()  # of earlier weights on other devices
                 alone = self._spec_of(module)
                 if alone is None:
                     return {"speedup": 0.0} if in_training else {}
@@ -219,11 +205,10 @@ class SpeedupEvaluator:
             warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
             return {"speedup": 0.0} if in_training else {}
         finally:
-            module.forget_copies()
+            module.forget_copies()  # which do not follow the weights
 
     @torch.no_grad()
     def measured(self, specs: list[SelfSpec]) -> list[float]:
-        """The speed of each, in times of plain ``generate``'s."""
         methods: list[dict[str, Any]] = [{"assistant": spec} for spec in (False, *specs)]  # plain first
         with greedily(self._model, self._new):
             for method in methods:

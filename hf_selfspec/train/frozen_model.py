@@ -73,7 +73,6 @@ class FrozenModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the input ids."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
@@ -83,7 +82,6 @@ class FrozenModel:
 
     @property
     def vocabulary(self) -> int:
-        """``v`` of the logits."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -144,7 +142,6 @@ class FrozenModel:
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor) -> HiddenStates:
-        """Returns the model's states on ``ids`` ``[b, s]``, without the cache."""
         exits, ids = self.exits, ids.to(self.device)
         exits.chosen = self.layers
         try:

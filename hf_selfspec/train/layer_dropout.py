@@ -94,14 +94,13 @@ class LayerDropout(ModelCallback):
         return _Run(anatomy, args.seed, self.rates)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
-        """``p_{l,t}`` of all layers in step ``t`` of ``T``."""
         share = self.schedule(step, steps)
         check_share("LayerDropout(schedule)'s value", share, zero=True, one=True)
         return [self.p_max * share * layer_scale(layer, num_layers) for layer in range(num_layers)]
 
 
 class _Run(TrainingRun):
-    """The forwards that replace those of the layers during one training, and the samples that they drop."""
+    """The forwards in place of those of the layers during one training, and the samples that they drop."""
 
     def __init__(self, anatomy: Anatomy, seed: int, rates: Callable[[int, int, int], list[float]]) -> None:
         self.anatomy, self._seed, self._rates_of = anatomy, seed, rates
@@ -202,7 +201,6 @@ class _Run(TrainingRun):
 
 
 def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The output of a layer with changed states."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
