@@ -73,6 +73,11 @@ class AdapterFit(TrainedFit[Adapter]):
                 f"fit_adapter(blocks={','.join(self.blocks)}): leave it out."
             )
 
+    def check_config(self, config: Any) -> None:
+        super().check_config(config)
+        with torch.device("meta"):
+            self._adapter(config, config.hidden_size)
+
     def exit_layers(self, config: Any) -> Sequence[int]:
         usual = 3 if config.num_hidden_layers >= 40 else 2
         layer = usual if self.exit_layer is None else self.exit_layer
@@ -80,18 +85,7 @@ class AdapterFit(TrainedFit[Adapter]):
         return (layer,)
 
     def module(self, frozen: FrozenModel) -> Adapter:
-        config, width = frozen.model.config.get_text_config(decoder=True), frozen.width
-        most = config.num_attention_heads
-        usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
-        adapter = Adapter(
-            frozen.layers[0],
-            width,
-            self.num_heads or usual,
-            tuple(self.blocks),
-            frozen.vocabulary if self.own_head else None,
-            usual_theta(config),
-            usual_eps(config),
-        )
+        adapter = self._adapter(frozen.model.config.get_text_config(decoder=True), frozen.width)
         if adapter.head is not None:
             frozen.copy_head(adapter.head)
         frozen.imitate_norm(adapter.norm, adapter.exit_layer)
@@ -107,6 +101,19 @@ class AdapterFit(TrainedFit[Adapter]):
     def recipe(self, module: Adapter) -> dict[str, Any]:
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}
         return {"exit layer": module.exit_layer, **shape, "own head": self.own_head}
+
+    def _adapter(self, config: Any, width: int) -> Adapter:
+        most = config.num_attention_heads
+        usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
+        return Adapter(
+            self.exit_layers(config)[0],
+            width,
+            self.num_heads or usual,
+            tuple(self.blocks),
+            config.vocab_size if self.own_head else None,
+            usual_theta(config),
+            usual_eps(config),
+        )
 
 
 fit_adapter = as_function(AdapterFit)
