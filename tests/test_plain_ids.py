@@ -31,6 +31,7 @@ from hf_selfspec import (
     EarlyExitLora,
     FixedLength,
     Lookup,
+    OnTheFlySearch,
     ReducedHead,
     SelfSpec,
     SkipLayers,
@@ -69,7 +70,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "tree": lambda model: SelfSpec(EarlyExit(2), FixedLength(3), _WIDE),
     "skip": lambda model: SelfSpec(random_skip_set(model.config.model_type, model), FixedLength(3)),
     "closest": lambda model: SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0), ratio=0.4), FixedLength(4)),
-    "swift": lambda model: SelfSpec.swift(0.4, tree=TopKTree()),
+    "swift": lambda model: SelfSpec.swift(0.4, OnTheFlySearch(8, budget=1.0), tree=TopKTree()),
     "layerskip": lambda model: SelfSpec.layerskip(),
     "lookup": lambda model: SelfSpec.lookup(),
     "default": lambda model: SelfSpec(),
@@ -324,6 +325,8 @@ MODELS = (
 def test_every_call_of_every_model(name: str, call: str) -> None:
     if call in ("holes", "chat, rows end") and name in STATEFUL:
         pytest.skip("refused: recurrent states would change")
+    if (name, call) == ("bamba", "embedded"):
+        pytest.skip("plain generate refuses its embeddings, too")
     model, kinds = model_of(name), list(SPECS)
     check(model, SPECS[kinds[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
 

@@ -131,7 +131,8 @@ class SpeculativeCache(Cache):
 
     @property
     def _logs(self) -> list[StateLog]:
-        return [log for layer in self.layers if isinstance(layer, _RecurrentLayer) for log in layer.logs()]
+        layers = self.layers if self.has_states else []
+        return [log for layer in layers if isinstance(layer, _RecurrentLayer) for log in layer.logs()]
 
     def look_back(self, slots: int) -> None:
         """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
