@@ -77,6 +77,7 @@ class Replay:
         sources: for each other source its name, draft length, rate by position, price and promise.
         free: whether there are free drafts.
         on_cpu: whether the first guesses of costs are those for a CPU, by default as in the table.
+        awake: what planning and learning of a round take, in plain rounds.
 
     Attributes:
         disturbed: by number of the round, seconds for which something else kept the machine busy.
@@ -88,9 +89,10 @@ class Replay:
         sources: Sequence[tuple[str, int, Callable[[int], float], float, float | None]] = (),
         free: bool = True,
         on_cpu: bool | None = None,
+        awake: float = 0.04,
     ) -> None:
         self.on_cpu = table != "flat" if on_cpu is None else on_cpu
-        self.table, self.sources, self.has_free = table, sources, free
+        self.table, self.sources, self.has_free, self.awake = table, sources, free, awake
         self.now, self.random = 0.0, random.Random(0)
         self.found, self.texts = Measurements(), LookupFindings(65_536, 1 << 21)
         self.streams: Sequence[Stream] = ()
@@ -150,7 +152,7 @@ class Replay:
         draft = drafter.propose(text, max_new)
         self.now += seconds_of(self.table, active * (draft.size + 1)) * self.random.gauss(1, 0.02)
         if drafter.knows_grammars:  # what planning and learning of a round take
-            self.now += 0.04
+            self.now += self.awake
         self.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)
         drafter.look(torch.zeros(0))

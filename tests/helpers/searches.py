@@ -144,8 +144,8 @@ def skipping(*places: int) -> LayerPlan:
     return space().plan(places)
 
 
-def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule, ease: float = 1.0) -> float:
-    runs = replays([trace.eased(ease) for trace in traces], [rule], plan, COSTS, 25)
+def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule) -> float:
+    runs = replays(traces, [rule], plan, COSTS, 25)
     return COSTS.plain() / runs.seconds_per_token.item()
 
 
@@ -163,7 +163,7 @@ SHARES = ((CAREFUL, 0.9), (BOLD, 0.8))
 
 def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan = BOLD) -> None:
     """One round, with the share of drafted tokens that is accepted."""
-    search.watch(plan, 1, drafted, 1 + round(share * drafted))
+    search.watch(plan, drafted, round(share * drafted), 1 + round(share * drafted))
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
