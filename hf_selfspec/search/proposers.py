@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan, check_plan
 from ..model.target import Target
-from .estimates import Estimates
+
+if TYPE_CHECKING:
+    from .trials import Estimates
 
 _BLOCKS = ("attention", "mlp")
 # A layer that is skipped as a whole or not at all.
