@@ -16,8 +16,7 @@ from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
 from .costs import ForwardCosts, Pace, Stopwatch
-from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from .proposers import SkipSpace, first_sizes, next_set, next_sizes, other_ratio
+from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_set, next_sizes, other_ratio
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial
 

@@ -10,8 +10,7 @@ from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import trials
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.on_the_fly import Search
-from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search.proposers import Search, SkipSpace
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
 
