@@ -43,6 +43,7 @@ _PLACES = 2
 _PLAIN = (bool, int, float, str, type(None))
 
 Run = Callable[..., Sequence[torch.Tensor]]
+What = Callable[[], str]  # returns what a graph is of, for messages
 Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
@@ -130,10 +131,10 @@ class Graphs:
     def count(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
+    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
         """Returns the graph of ``function`` for the shapes of ``inputs``, ``None`` as long as there is none.
 
-        ``key`` is what the graph depends on besides its inputs, ``what`` describes it in messages.
+        ``key`` is what the graph depends on besides its inputs.
         """
         with self._lock:
             if key in self._graphs or self.refused:
@@ -154,7 +155,7 @@ class Graphs:
                 self._new.clear()
             self._are_slower()
 
-    def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
+    def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
         if not self.count:
             _logger.warning(
                 f"{self.whose}: making compiled graphs, one for each shape that recurs; each takes a second to a "
@@ -167,15 +168,15 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise
         except NoGraphError as error:
-            _logger.info(f"{self.whose}: no graph of {what}: {error}.")
+            _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
             self._graphs[key] = None
             return None
         except (AssertionError, RuntimeError, TypeError) as error:
             self.refuse(error)
             return None
         self._new.append(perf_counter() - began)
-        _logger.info(f"{self.whose}: graph of {what}: {self._new[-1]:.1f} s.")
-        graph = self._graphs[key] = Graph(run, what, _clock_of(inputs[0].device))
+        graph = self._graphs[key] = Graph(run, what(), _clock_of(inputs[0].device))
+        _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
 
     def refuse(self, error: Exception) -> None:
@@ -286,11 +287,9 @@ def _constant(value: Any) -> Hashable | None:
         return (value,)
     if isinstance(value, torch.Tensor):
         return id(value), value.data_ptr()
-    if type(value) in (list, tuple):
-        return tuple(map(_constant, value))
     if type(value) is dict:
-        return tuple((str(name), _constant(one)) for name, one in value.items())
-    return None
+        value = list(value.items())
+    return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
 
 
 def _check(config: CompileConfig) -> None:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ..learned.files import folder_written_whole, path_of, read_json, reported
-from ..model.fingerprint import SHOWN, Fingerprint
+from ..model.fingerprint import Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 _copying = threading.RLock()
@@ -145,7 +145,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         try:
             config = read_json(config_file)
             if not isinstance(config, dict):
-                raise ValueError(f"it holds {repr(config)[:SHOWN]}")
+                raise ValueError(f"it holds {brief(repr(config))}")
         except ValueError as error:
             raise SettingError(f"{config_file} {damaged} ({error}). Fit and save it again.") from error
         try:
@@ -157,7 +157,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:
-            raise SettingError(f"{name} {damaged} ({' '.join(str(error).split())}). Fit and save it again.") from error
+            raise SettingError(f"{name} {damaged} ({brief(error)}). Fit and save it again.") from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
@@ -197,7 +197,7 @@ def _object(name: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {repr(value)[:SHOWN]}.")
+        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {brief(repr(value))}.")
     return value
 
 

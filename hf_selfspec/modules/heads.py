@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..errors import SettingError, SettingTypeError
-from ..model.fingerprint import SHOWN
+from ..errors import SettingError, SettingTypeError, brief
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
 from .draft_module import DraftModule
@@ -203,7 +202,7 @@ def _check_calibration(name: str, found: Any, heads: int) -> None:
         is_right = False
     if not is_right:
         raise SettingError(
-            f"{name} is not one that calibrate_exit_heads has written for {heads} heads, got {repr(found)[:SHOWN]}."
+            f"{name} is not one that calibrate_exit_heads has written for {heads} heads, got {brief(repr(found))}."
         )
 
 

@@ -122,19 +122,12 @@ def test_numbers_and_nesting_that_no_file_of_ours_has(place: str, tmp_path: Path
             SelfSpec.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("fingerprint", "words"),
-    [
-        ({"num_layers": "many"}, "fingerprint.num_layers must be a whole number"),
-        ({"weights": 1.5}, "fingerprint.weights must be a text"),
-        ({"more": 1}, "fingerprint has an unknown field 'more'"),
-    ],
-)
-def test_fingerprints_that_are_none(fingerprint: dict[str, Any], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fingerprint", [{"num_layers": "many"}, {"weights": 1.5}, {"more": 1}])
+def test_fingerprints_that_are_none(fingerprint: dict[str, Any], tmp_path: Path) -> None:
     content = json.loads((written(tmp_path) / FILE).read_text())
     usual = {"model": "LlamaForCausalLM", "num_layers": 6, "shapes": "a", "weights": None}
     (tmp_path / FILE).write_text(json.dumps(content | {"fingerprint": usual | fingerprint}))
-    with pytest.raises(SettingError, match=rf"{FILE}: .*{words}"):
+    with pytest.raises(SettingError, match=rf"{FILE}: .*fingerprint must have the texts"):
         SelfSpec.from_pretrained(tmp_path)
 
 
