@@ -44,7 +44,6 @@ class FreeDrafts:
         session.target.cache.reserve(max_nodes + 1)
 
     def read(self, text: Text) -> None:
-        """Reads the prompts."""
         if self._rows:
             return
         slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
@@ -139,7 +138,6 @@ class FreeDrafts:
         return new
 
     def finish(self, text: Text) -> None:
-        """Puts the texts into the store."""
         self.read(text)
         self.findings.end([row.own.tokens for row in self._rows])
 

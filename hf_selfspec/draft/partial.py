@@ -210,14 +210,12 @@ class PartialDraft(FixedDrafter):
         return self._running[1]
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tells the stop rule how many drafted tokens were accepted."""
         if any(self._drafted):
             accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
             self._rule(text.batch_size).update(self._drafted, accepted)
             self._drafted = []
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds which blocks run."""
         stats.plan = self.plan.picture()
 
 

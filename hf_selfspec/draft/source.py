@@ -195,10 +195,11 @@ class DraftBlocks:
     def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:
         """The blocks that a probe or a search of the source ``name`` has chosen."""
         if choice is None or not choice.drafts:
-            found = "has chosen no part" if choice is None else "has found no part whose drafts pay on this machine"
+            model, pays = anatomy.model_name, "that pays on this machine"
+            found = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
             raise SettingError(
-                f"{name} {found} of {anatomy.model_name} yet, so there is nothing to export. Generate (more) with this "
-                "SelfSpec first, use what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
+                f"{name} has {found}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
+                "what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
                 "SkipLayers(attention=[...], mlp=[...])."
             )
         return cls(choice.plan)
