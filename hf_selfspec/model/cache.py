@@ -172,7 +172,6 @@ class SpeculativeCache(Cache):
 
     @property
     def _written(self) -> list[Any]:
-        """The layers with keys and values."""
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager

@@ -107,7 +107,6 @@ class Exits:
         changes.enter_context(self.anatomy.stack.register_forward_hook(self._end))
 
     def detach(self) -> None:
-        """Removes the hooks and releases all states."""
         self._changes.close()
         self.release()
 
@@ -127,7 +126,6 @@ class Exits:
 
     @property
     def has_seen(self) -> bool:
-        """Whether a forward was observed, as :meth:`head` needs it."""
         return self._output is not None
 
     def head(self, states: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,6 @@ class Fingerprint:
 
     @classmethod
     def read(cls, state: object, name: str) -> Fingerprint:
-        """Reads a fingerprint from a file."""
         kinds = {"model": str, "num_layers": int, "shapes": str, "weights": str | None}
         given = state if isinstance(state, dict) else {}
         if given.keys() != kinds.keys() or not all(isinstance(given[field], kind) for field, kind in kinds.items()):
@@ -67,7 +66,6 @@ class Fingerprint:
 
     @property
     def name(self) -> str:
-        """A name for folders."""
         return f"{self.model}-{self.num_layers}-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 

@@ -208,7 +208,6 @@ def _options(config: CompileConfig) -> dict[str, Any]:
 
 
 def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Runs while no graph is being made."""
     with _running:
         return run(*inputs)
 

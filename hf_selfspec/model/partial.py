@@ -92,8 +92,9 @@ class ForwardPass:
     @property
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
-        whole = self.plan.is_whole and not self.passed and self.capture < 0 and self.state is None
-        return whole and self.ends is None and self.functions == (None,) * 4
+        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.deltas
+        is_kept = self.capture >= 0 or self.state is not None or self.ends is not None
+        return not is_part and not is_kept and self.functions == (None,) * 4
 
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
         """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
