@@ -162,7 +162,7 @@ class Graphs:
         self.refused = brief(error)
         self._graphs.clear()
         warn_once(
-            f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forward "
+            f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forwards "
             f"({self.refused}). The output is the same."
         )
 
