@@ -153,6 +153,13 @@ def test_one_disturbed_round_decides_nothing(table: str, number: int, free: bool
     assert replay.play(streams) >= 0.98
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_short_first_call_of_a_small_model(rows: int) -> None:
+    """Planning and learning take a quarter of a round, which is noticed before twelve of them."""
+    streams = [stream("nothing repeats", 48, seed) for seed in range(rows)]
+    assert Replay("EPYC", awake=0.25).play(streams) >= 0.975
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_batches_after_single_rows(table: str) -> None:
     """What one row costs says little of eight, and eight little of one."""

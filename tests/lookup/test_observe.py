@@ -49,7 +49,7 @@ def test_successors_serve_where_no_text_is_kept(
     spec = SelfSpec.lookup(stored_tokens=0)
     spec.observe(llama, tokenizer, [answer])
     known = spec._knowledge.latest(llama)
-    assert len(known.store) == 0
+    assert len(known.store.tokens) == 0
     assert len(known.successors) > NEW // 2
     assert tokens_a_round(llama, tokenizer, spec) > 1.3 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +21,6 @@ def space(layers: int = 10) -> SkipSpace:
 
 
 COSTS = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.5, token=0.01, step=0.0, num_layers=10)
-DEAR = replace(COSTS, step=30.0)
 
 
 def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
@@ -39,9 +37,9 @@ def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
     return Stopwatch(early, attention, {name: [time] for name, time in seconds.items()})
 
 
-def use_times(search: SkipSearch, costs: ForwardCosts = COSTS) -> None:
+def use_times(search: SkipSearch) -> None:
     """Forwards were timed on a text."""
-    search.timings.seconds = timings(space(), costs).seconds
+    search.timings.seconds = timings(space(), COSTS).seconds
     search.time()
 
 
@@ -64,12 +62,10 @@ def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule, ease: float = 1.0)
     return COSTS.plain() / runs.seconds_per_token.item()
 
 
-def timed_search(
-    settings: Search, start: LayerPlan, rules: Sequence[Rule] = (FixedLength(2),), costs: ForwardCosts = COSTS
-) -> SkipSearch:
+def timed_search(settings: Search, start: LayerPlan, rules: Sequence[Rule] = (FixedLength(2),)) -> SkipSearch:
     """A search for a ratio, too, where forwards have been timed."""
     search = SkipSearch(settings, space(), 0.5, start, auto=True, rules=rules)
-    use_times(search, costs)
+    use_times(search)
     search.begin_window()
     return search
 
