@@ -297,7 +297,6 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     stats.timeline = [(tokens, seconds)]
     for found in knowledge.all_findings():
         if found.is_idle:
-            found.add_idle_call(tokens, seconds)
             found.report(stats)
     knowledge.knowledge.add_call(stats)
     return output

@@ -93,7 +93,6 @@ class SearchingDraft(LookingDraft):
         if self._waited < _RESTED and self._rests:
             return
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
-        self._others_drafted, self._waited = False, 0
 
     @property
     def _rests(self) -> bool:
@@ -109,7 +108,7 @@ class SearchingDraft(LookingDraft):
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
         search = self.search
-        if search.is_idle and self._looked > 0 and max(text.lengths) <= self._looked + self._window:
+        if search.is_idle:
             if self._last_logits is not None:
                 self._last_logits.forget()
             return
@@ -121,11 +120,9 @@ class SearchingDraft(LookingDraft):
             if draft is None:
                 search.generated += sum(new)
             else:
-                self._watch(new, verdicts, draft, (begun - self._begun) / max(self._waited, 1))
-            if not search.auto:  # otherwise nothing drafts before it was tried
-                self._find_closest(text)
+                self._watch(new, verdicts, draft, (begun - self._begun) / self._waited)
             if self._last_logits is not None:
-                if search.is_over and search.choice.drafts:
+                if search.is_over:
                     self._last_logits.forget()
                 else:
                     self._last_logits.add(text, verdicts, logits)
@@ -134,21 +131,16 @@ class SearchingDraft(LookingDraft):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
-        self._begun = self.target.clock()
+        self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
         search.search_seconds += self._begun - begun
 
     def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
         """Reports a round to the search, with a draft of its own or without a draft."""
         rows = sum(count > 0 for count in new)
-        accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
+        # Tokens that other sources added to this draft do not count for it.
+        accepted = min(sum(new) - rows, sum(node >= 0 for verdict in verdicts for node in verdict.nodes))
         self.search.pace.add_round(seconds)
-        self.search.watch(
-            self.plan,
-            rows=rows,
-            drafted=sum(draft.lengths),
-            # Tokens that other sources added to this draft do not count for it; those of idle rounds were not reported.
-            tokens=min(sum(new), rows + accepted) if draft.size else sum(new),
-        )
+        self.search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
 
     def finish(self, text: Text) -> None:
         """Looks at the rest of the text, for searches that look at each token once."""

@@ -19,16 +19,9 @@ _DOUBT = 4.0
 _NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
 # Weights follow from expected scores and these from weights, so both are computed alternately.
 _ROUNDS = 3
-# Rounds of fitting sets and windows alternately. On 20 simulated searches (120 trials, 40 sets, 20 windows) estimates
-# are within 1e-5 of those of 400 rounds; four rounds leave 8e-4.
-_ALTERNATIONS = 8
 # Degrees of freedom that each effect uses up, less than one since it is shrunk towards 0; also the least share of the
 # trials that remains.
 _DEGREES = 0.3
-# Number of drafted tokens that are remembered, number that counts as much as the trials (one of SWIFT's windows), the
-# bounds of ``ease``, and its step: a share of 512 tokens has a standard error of at most 0.022, so that a step is about
-# two of them and the choice does not follow noise.
-_REMEMBERED, _DOUBTED, _EASE, _STEP = 512, 32, (0.2, 1.1), 0.05
 # Text has become hard if, over this many drafted tokens, less than this share of the usual number is accepted. The
 # share has a standard error of at most 0.031: if half of the tokens are usually accepted, that is more than five of
 # them.
@@ -102,25 +95,6 @@ def estimate(scores: Scores) -> Estimates:
     return Estimates(usual + (blocks - middle) @ effects + own, effects, doubt)
 
 
-def estimate_by_size(scores: Scores, sizes: np.ndarray, near: int) -> np.ndarray:
-    """Estimated scores of sets ``[sets]`` on average text, where sets of about the same size score alike.
-
-    The model is ``s = a(set) + b(window) + noise / sqrt(weight)``, fitted alternately (backfitting). A set's effect is
-    shrunk as in :func:`estimate`, here towards the mean of sets whose size differs by at most ``near``.
-    """
-    _, values, weights, sets, windows = scores
-    per_set, per_window = np.bincount(sets, weights), np.bincount(windows, weights)
-    distinct, place = np.unique(sizes, return_inverse=True)
-    close = np.abs(distinct[:, None] - distinct) <= near
-    found, text = np.zeros(len(sizes)), np.zeros(len(per_window))
-    for _ in range(_ALTERNATIONS):
-        text = np.bincount(windows, weights * (values - found[sets])) / np.maximum(per_window, 1e-9)
-        sums = np.bincount(sets, weights * (values - text[windows]), len(sizes))
-        usual = (close @ np.bincount(place, sums)) / (close @ np.bincount(place, per_set))
-        found = (sums + _DOUBT * usual[place]) / (per_set + _DOUBT)
-    return np.asarray(found + np.average(text[windows], weights=weights))
-
-
 def _nearness(suggested: np.ndarray) -> np.ndarray:
     """The weights ``[n]`` of trials with these expected scores, 1 for the best."""
     below, scale = suggested - suggested.max(), _NEAR
@@ -132,38 +106,25 @@ def _nearness(suggested: np.ndarray) -> np.ndarray:
 
 
 class Feedback:
-    """How the last drafts fared beside what trials predicted; older rounds count less.
-
-    Accepted tokens are modelled as Poisson counts with the mean ``ease`` times what the trials predicted, and ``ease``
-    as Gamma-distributed around 1 with the weight of ``_DOUBTED`` tokens. Its posterior mean is
-    ``(accepted + _DOUBTED) / (expected + _DOUBTED)``; both sums forget exponentially.
-    """
+    """How many of the last drafted tokens were accepted."""
 
     def __init__(self) -> None:
-        self._expected = self._accepted = 0.0
-        self._rounds: deque[tuple[int, float, float]] = deque(maxlen=_WATCHED)
+        self._rounds: deque[tuple[int, int]] = deque(maxlen=_WATCHED)
         self._usual: float | None = None
 
-    def add(self, drafted: int, expected: float, accepted: float) -> None:
-        """Records a round: how many of the drafted tokens trials expected to be accepted, and how many were."""
-        kept = max(0.0, 1 - drafted / _REMEMBERED)
-        self._expected, self._accepted = self._expected * kept + expected, self._accepted * kept + accepted
-        self._rounds.append((drafted, expected, accepted))
-
-    @property
-    def ease(self) -> float:
-        """The ratio of accepted to expected tokens, in steps."""
-        ease = (self._accepted + _DOUBTED) / (self._expected + _DOUBTED)
-        return round(min(max(ease, _EASE[0]), _EASE[1]) / _STEP) * _STEP
+    def add(self, drafted: int, accepted: int) -> None:
+        """Records a round."""
+        if drafted:
+            self._rounds.append((drafted, accepted))
 
     def has_become_hard(self) -> bool:
         """Whether drafts are accepted much less often than at the first call of this method."""
-        drafted = sum(count for count, _, _ in self._rounds)
+        drafted = sum(count for count, _ in self._rounds)
         if drafted < _WATCHED:
             return False
         while drafted - self._rounds[0][0] >= _WATCHED:
             drafted -= self._rounds.popleft()[0]
-        ease = sum(accepted for _, _, accepted in self._rounds) / sum(expected for _, expected, _ in self._rounds)
+        share = sum(accepted for _, accepted in self._rounds) / drafted
         if self._usual is None:
-            self._usual = ease
-        return ease < _FAR_BELOW * self._usual
+            self._usual = share
+        return share < _FAR_BELOW * self._usual

@@ -13,14 +13,12 @@ from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import SkipChoice, pays
 from .costs import ForwardCosts
-from .estimates import Estimates, Scores, estimate, estimate_by_size
+from .estimates import Estimates, Scores, estimate
 from .proposers import SkipSpace
 from .replay import Replays, Rule, Trace, replays
 
 # Number of tokens of one of SWIFT's windows, which has the weight 1.
 _WINDOW = 32
-# How many trials are replayed again when text has become harder or easier.
-_REPLAYED = 4
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class SetRecord:
     trials: list[Trial] = field(default_factory=list)
     runs: list[Replays] = field(default_factory=list)
     rule: int = 0
-    eased: tuple[float, Replays] | None = None  # replays of the last trials at another acceptance
 
     @property
     def matchness(self) -> float:
@@ -86,33 +83,34 @@ class Records:
         self.sets: dict[LayerPlan, SetRecord] = {}
         self._space, self._rules, self._max_draft = space, rules, max_draft
         self._estimates: Estimates | None = None
-        self._worth: dict[LayerPlan, float] | None = None
 
-    def add(self, trial: Trial, keep: int | None = None) -> None:
-        """Adds a trial, and forgets the oldest ones of its set if it has more than ``keep``."""
-        record = self.sets.setdefault(trial.plan, SetRecord(self._space.row(trial.plan)))
+    def add(self, trial: Trial) -> None:
+        record = self.sets.setdefault(trial.plan, SetRecord(self._row(trial.plan)))
         record.trials.append(trial)
         if self.costs is not None:
-            record.runs.append(self._replay([trial]))
-        if keep is not None:
-            del record.trials[:-keep], record.runs[:-keep]
+            record.runs.append(self._replay(trial))
         self._compare_rules(record)
+
+    def _row(self, plan: LayerPlan) -> np.ndarray:
+        """What estimates go by: the blocks that a set skips, or their share in tenths, where few sets are tried."""
+        if not self._by_size:
+            return self._space.row(plan)
+        return np.eye(11)[round(10 * len(self._space.places(plan)) / len(self._space.blocks))]
 
     def use(self, costs: ForwardCosts) -> None:
         """Compares sets by their speed-up with these costs from now on."""
         self.costs = costs
         for record in self.sets.values():
-            record.runs = [self._replay([trial]) for trial in record.trials]
+            record.runs = [self._replay(trial) for trial in record.trials]
             self._compare_rules(record)
 
     def _compare_rules(self, record: SetRecord) -> None:
         record.rule = Replays.total(record.runs).fastest if record.runs else 0
-        record.eased = self._estimates = self._worth = None
+        self._estimates = None
 
-    def _replay(self, trials: Sequence[Trial], ease: float = 1.0) -> Replays:
+    def _replay(self, trial: Trial) -> Replays:
         assert self.costs is not None
-        traces = [trace.eased(ease) for trial in trials for trace in trial.traces]
-        return replays(traces, self._rules, trials[0].plan, self.costs, self._max_draft)
+        return replays(trial.traces, self._rules, trial.plan, self.costs, self._max_draft)
 
     def estimates(self) -> Estimates:
         """The estimated scores by blocks, kept until there is a new trial."""
@@ -122,40 +120,23 @@ class Records:
 
     def worth(self) -> dict[LayerPlan, float]:
         """The estimated speed-up, or matchness, of each set on average text."""
-        if self._worth is None and self.sets:
-            scores = self._estimated_by_size() if self._by_size else self.estimates().sets
-            found = scores if self.costs is None else np.exp(scores)
-            self._worth = dict(zip(self.sets, found.tolist(), strict=True))
-        return self._worth or {}
-
-    def _estimated_by_size(self) -> np.ndarray:
-        """Estimates for the closest layers, of which few sets are tried."""
-        sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in self.sets])
-        near = 2 * max(1, round(len(self._space.blocks) / 20))
-        return estimate_by_size(self._scores(), sizes, near)
+        if not self.sets:
+            return {}
+        scores = self.estimates().sets
+        found = scores if self.costs is None else np.exp(scores)
+        return dict(zip(self.sets, found.tolist(), strict=True))
 
     def leaders(self) -> list[LayerPlan]:
         worth = self.worth()
         return sorted(worth, key=lambda plan: -worth[plan])
 
-    def choice(self, plan: LayerPlan, ease: float) -> tuple[SkipChoice, float]:
-        """A set with its fastest rule if tokens are accepted ``ease`` times as often as in its trials.
-
-        Returns with it the acceptance rate that the trials predicted for its rule.
-        """
+    def choice(self, plan: LayerPlan) -> SkipChoice | None:
+        """A set with its fastest rule, ``None`` without costs."""
         record = self.sets[plan]
-        recent = Replays.total(record.runs[-_REPLAYED:])
-        if record.eased is None or record.eased[0] != ease:
-            eased = recent if ease == 1.0 else self._replay(record.trials[-_REPLAYED:], ease)
-            record.eased = ease, eased
-        run = record.eased[1]
-        rule = run.fastest
-        # The last trials, replayed with the acceptance seen in drafting, show how to correct the estimate.
-        usual = Replays.total(record.runs).seconds_per_token[record.rule]
-        speedup = self.worth()[plan] * float(usual / run.seconds_per_token[rule])
-        rate = float(run.acceptance_rate[rule])
-        choice = SkipChoice(plan, pays(speedup), self._rules[rule], speedup, rate, record.matchness)
-        return choice, float(recent.acceptance_rate[rule])
+        if self.costs is None:
+            return None
+        speedup, rate = self.worth()[plan], float(Replays.total(record.runs).acceptance_rate[record.rule])
+        return SkipChoice(plan, pays(speedup), self._rules[record.rule], speedup, rate, record.matchness)
 
     def _scores(self) -> Scores:
         rows = [

@@ -182,20 +182,8 @@ def test_windows_longer_than_texts() -> None:
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("several", "is_over"), [(20.0, True), (0.0, False)])
-def test_a_search_without_hope_ends_early(monkeypatch: pytest.MonkeyPatch, several: float, is_over: bool) -> None:
-    """Where a verification costs as much as two one-token forwards, no closest set can pay."""
-    use_costs(monkeypatch, several=several)
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0)))
-    generated(model, prompt(), 40, assistant=spec)
-    found = search_of(spec, model)
-    assert found.is_over == is_over
-    assert len({len(trial.plan.skipped_layers) for trial in found.trials}) >= 5
-    assert {trial.window for trial in found.trials} == ({1, 2} if is_over else {1, 2, 3, 4})
-
-
 def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are empty while the search goes on; then transformers' loop decodes until it is time to ask again."""
+    """Drafts are empty while the search goes on; then transformers' loop decodes."""
     use_costs(monkeypatch, step=50.0)
     search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
     model, spec = tiny_llama(8), SelfSpec.swift(search=search)
@@ -205,17 +193,12 @@ def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> N
     assert (spec.stats.drafted, spec.stats.draft_steps, spec.stats.drafts) == (0, 0, False)
     assert "no set pays" in str(spec.stats)
     found = search_of(spec, model)
-    texts, ours = found.timings.texts, []
-    for _ in range(9):
-        assert torch.equal(generated(model, prompt(2), 30, assistant=spec), plain)
-        stats = spec.stats
-        assert (stats.tokens, stats.drafted, stats.drafts, stats.phase) == (30 * 2, 0, False, "acceleration")
-        ours.append(stats.left_to_generate == "")
-        assert str(stats).startswith("left to plain generate, since no draft pays: 60 tokens in") != ours[-1]
-    assert not ours[0]
-    assert 2 <= ours.count(True) <= 4
-    # A machine that was busy at first is not held against the drafts for ever.
-    assert found.timings.texts > texts
+    assert found.is_over
+    assert torch.equal(generated(model, prompt(2), 30, assistant=spec), plain)
+    stats = spec.stats
+    assert (stats.tokens, stats.drafted, stats.drafts, stats.phase) == (30 * 2, 0, False, "acceleration")
+    assert stats.left_to_generate == "no draft pays"
+    assert str(stats).startswith("left to plain generate, since no draft pays: 60 tokens in")
 
 
 def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,8 @@ def matchness_of(known: frozenset[int], plan: LayerPlan) -> float:
     return 1 - len(space().places(plan) - known) / len(space().blocks)
 
 
-def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule, ease: float = 1.0) -> float:
-    runs = replays([trace.eased(ease) for trace in traces], [rule], plan, COSTS, 25)
+def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule) -> float:
+    runs = replays(traces, [rule], plan, COSTS, 25)
     return COSTS.plain() / runs.seconds_per_token.item()
 
 
@@ -76,7 +76,7 @@ SHARES = ((CAREFUL, 0.9), (BOLD, 0.8))
 
 def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan = BOLD) -> None:
     """One round, with the share of drafted tokens that is accepted."""
-    search.watch(plan, 1, drafted, 1 + round(share * drafted))
+    search.watch(plan, drafted, round(share * drafted), 1 + round(share * drafted))
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
