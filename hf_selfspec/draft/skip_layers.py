@@ -107,7 +107,6 @@ class SkipLayers(DraftSource):
 
     @property
     def is_optional(self) -> bool:
-        """See :attr:`DraftSource.is_optional`: true with a search, which finds out whether there are layers to skip."""
         return self.search is not None
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:

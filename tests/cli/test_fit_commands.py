@@ -32,7 +32,6 @@ from transformers import (
 
 import hf_selfspec
 from helpers.calls import check_lossless
-from helpers.fitted import arguments, rows
 from helpers.models import VOCABULARY, tiny_llama
 from hf_selfspec import (
     EarlyExit,
@@ -41,7 +40,6 @@ from hf_selfspec import (
     ReducedHead,
     SelfSpec,
     SettingError,
-    fit_adapter,
     fit_reduced_head,
 )
 from hf_selfspec.cli import app, main
@@ -390,16 +388,3 @@ def test_heads_that_reach_nothing(files: dict[str, Path], capsys: pytest.Capture
     assert heads.about["figures"]["drafts accepted at best"] < 0.5
     with pytest.raises(SettingError, match="is more than these exit heads reach"):
         SelfSpec.dssd(heads, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"num_train_epochs": 0}, "num_train_epochs must be a finite number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate must be a finite number of at least 0"),
-    ],
-)
-def test_arguments_that_would_not_train(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=rf"fit_adapter\(args\): {words}"):
-        fit_adapter(tiny_llama(), None, rows(19), args=arguments(tmp_path, **changed), output_dir=tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -30,9 +30,13 @@ CALIBRATION = {
     "metric": "entropy",
     "epsilons": [0.5, 0.9],
     "tokens": 40,
-    "thresholds": {"entropy": [[-1.0, None], [-2.5, -0.1]], "margin": [[0.1, 0.2], [0.3, None]]},
-    "acceptance": {"entropy": [0.6, None], "margin": [0.5, 0.95]},
-    "auc": {"entropy": [0.7, None], "margin": [0.8, 0.9]},
+    "thresholds": {
+        "entropy": [[-1.0, None], [-2.5, -0.1]],
+        "probability": [[0.2, 0.4], [0.6, 0.7]],
+        "margin": [[0.1, 0.2], [0.3, None]],
+    },
+    "acceptance": {"entropy": [0.6, None], "probability": [None, None], "margin": [0.5, 0.95]},
+    "auc": {"entropy": [0.7, None], "probability": [0.6, 0.5], "margin": [0.8, 0.9]},
 }
 PARTS: dict[type[DraftModule], Callable[[], DraftModule]] = {
     Adapter: lambda: Adapter(2, 64, 4, about=about(tiny_llama(), {"steps": 3}, {"last loss": 1.5})),
@@ -55,7 +59,7 @@ def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) 
 CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
     (Adapter, ("about",), "junk", r"Adapter\(about\) must be a dict"),
     (Adapter, ("about", "figures"), "good", r"Adapter\(about\)\['figures'\] must be a dict"),
-    (Adapter, ("about", "fingerprint", "num_layers"), "6", r"\['fingerprint'\]\.num_layers must be a whole number"),
+    (Adapter, ("about", "fingerprint", "num_layers"), "6", r"\['fingerprint'\] must have .* a whole number"),
     (Adapter, ("colour",), "red", "colour"),
     (Adapter, ("hidden_size",), 128, r"cut short or changed .*size mismatch for .*\[64\].*\[128\]"),
     (Adapter, ("rope_theta",), math.nan, "config.json .*a number that is not finite"),
@@ -67,7 +71,6 @@ CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
     (ExitHeads, ("about", "calibration"), "high", r"\['calibration'\] is not one that"),
     (ExitHeads, ("about", "calibration", "metric"), "luck", r"\['calibration'\] is not one that"),
     (ExitHeads, ("about", "calibration", "thresholds", "entropy", 1, 0), "x", r"\['calibration'\] is not one that"),
-    (ExitHeads, ("about", "calibration", "acceptance", "margin", 0), 1.5, r"\['calibration'\] is not one that"),
     (LinearProbe, ("do_sample",), "yes", r"LinearProbe\(do_sample\) must be True or False, got 'yes'"),
 ]
 
@@ -99,9 +102,9 @@ def no_numbers(folder: Path) -> None:
     [
         (cut_short, "cut short or changed"),
         (no_numbers, "weights that are not finite: norm.weight"),
-        (lambda folder: (folder / "config.json").write_text("[]"), r"config\.json is not a saved"),
-        (lambda folder: (folder / "config.json").write_text('{"exit_layer": 2,'), r"config\.json is not a saved"),
-        (lambda folder: (folder / "config.json").write_text("[" * 600), r"config\.json is not a saved"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds no saved adapter"),
+        (lambda folder: (folder / "config.json").write_text('{"exit_layer": 2,'), "holds no saved adapter"),
+        (lambda folder: (folder / "config.json").write_text("[" * 600), "holds no saved adapter"),
     ],
 )
 def test_damaged_files(tmp_path: Path, damage: Callable[[Path], Any], words: str) -> None:
@@ -141,12 +144,6 @@ def test_parts_come_back(kind: type[DraftModule], tmp_path: Path, capsys: pytest
     for name in ("config.json", "model.safetensors", "README.md"):
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert capsys.readouterr().out == ""
-
-
-def test_heads_of_an_earlier_version_can_be_calibrated_again(tmp_path: Path) -> None:
-    changed(tmp_path, PARTS[ExitHeads](), ("about", "calibration", "thresholds"), [[1.0], [2.0]])
-    with pytest.raises(SettingError, match="were not calibrated by 'entropy': calibrate them"):
-        ExitHeads.load(tmp_path).thresholds(0.9)
 
 
 def test_tables_of_all_kinds(tmp_path: Path) -> None:

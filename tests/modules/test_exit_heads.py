@@ -95,9 +95,6 @@ def test_calibrations() -> None:
         heads.draft_thresholds(0.7, "entropy")
     with pytest.raises(SettingError, match="must be one of"):
         heads.thresholds(0.5, "variance")
-    del found["thresholds"]["margin"]
-    with pytest.raises(SettingError, match="were not calibrated by 'margin'"):
-        heads.thresholds(0.5, "margin")
     figures = figures_of(calibrate(texts, [0.4]))
     assert figures == {"ROC AUC of probability": 1.0, "ROC AUC of margin": 1.0, "ROC AUC of entropy": 0.0} | {
         "drafts accepted at best": 0.666
@@ -307,8 +304,6 @@ def test_mistakes(tmp_path: Path) -> None:
     heads, shared = heads_of(model, 0.5), build("gemma3n_text")
     limits = heads.about["calibration"]["thresholds"]
     heads.about = {"calibration": calibrated(limits, 0.8979)}
-    known = {"metric": "entropy", "epsilons": [0.9], "thresholds": [[1]]}  # of an earlier version
-    earlier = ExitHeads([2], 64, 97, about={"calibration": known})
 
     def generate(other: Any, given: ExitHeads, epsilon: float = 0.8) -> Any:
         return other.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(given, epsilon))
@@ -316,8 +311,6 @@ def test_mistakes(tmp_path: Path) -> None:
     for wrong, error, words in (
         (lambda: SelfSpec.dssd(ExitHeads([2], 64, 97)), SettingError, "have no thresholds"),
         (lambda: SelfSpec.dssd(heads), SettingError, r"epsilon=0\.9 is more than .* reach: .* at best 0\.897 of"),
-        (lambda: SelfSpec.dssd(earlier), SettingError, "were not calibrated by 'entropy': calibrate them"),
-        (lambda: SelfSpec.early_exit_only(heads=earlier), SettingError, "were not calibrated by 'entropy'"),
         (lambda: SelfSpec.early_exit_only(heads=heads, epsilon=0.95), SettingError, r"epsilon=0\.95 is above"),
         (lambda: SelfSpec.dssd(3), SettingTypeError, "must be ExitHeads or the path of a saved one"),
         (lambda: SelfSpec.early_exit_only(), SettingError, "give one of the two"),

@@ -81,22 +81,14 @@ def test_short_fits_are_measured_ten_times(
     assert len(seen) == 10
 
 
-@pytest.mark.every_run("12")
-@pytest.mark.parametrize("killed_at", [7, 12])
-def test_a_fit_that_resumes_knows_the_fastest_weights(
-    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And how often it has not become faster."""
     seen = speeds(monkeypatch, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
     kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20, "patience": 4}
 
     class Killed(TrainerCallback):
         def on_step_begin(self, args: Any, state: TrainerState, control: Any, **options: Any) -> None:
-            if state.global_step == killed_at:
-                raise KeyboardInterrupt
-
-        def on_train_end(self, *given: Any, **options: Any) -> None:
-            if killed_at == 12:
+            if state.global_step == 7:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -157,10 +149,10 @@ def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     model = tiny_llama()
     Clock(monkeypatch, model)
     part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
-    part.__dict__["_copies"] = {"device": "stale"}
+    stale = part.on(torch.device("meta"))
     assert SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(part, True) == {"speedup": pytest.approx(2.0)}
     assert part.training
-    assert "_copies" not in part.__dict__
+    assert part.on(torch.device("meta")) is not stale
     assert model.generation_config is usual
 
 
@@ -169,9 +161,10 @@ def test_a_part_that_cannot_draft_has_no_speed() -> None:
         raise TypeError("of its own")
 
     known = SpeedupEvaluator(tiny_llama(), TEXT, refuse)
-    assert known.metrics(LinearProbe(EXIT, 64), in_training=True) == {"speedup": 0.0}
     with pytest.warns(UserWarning, match="probe: its speed could not be measured"):
         assert known.metrics(LinearProbe(EXIT, 64)) == {}
+    with pytest.warns(UserWarning, match="probe: its speed could not be measured"):
+        assert known.metrics(LinearProbe(EXIT, 64), in_training=True) == {"speedup": 0.0}
 
 
 def test_parts_are_compared_to_the_model_alone() -> None:
