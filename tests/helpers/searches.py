@@ -16,10 +16,9 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.search import estimates
+from hf_selfspec.search import trials
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
 
@@ -167,6 +166,6 @@ def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan =
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
-    for _ in range(estimates._WATCHED // 16):
+    for _ in range(trials._WATCHED // 16):
         draft(search, share)
     search.begin_window()
