@@ -126,7 +126,6 @@ class ControlledDrafter(FixedDrafter):
                 drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        stats.plan = self._target.full_plan.picture()
         for drafter in self.others.values():
             drafter.report(stats)
 

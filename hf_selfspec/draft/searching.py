@@ -12,8 +12,7 @@ from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
-from ..search.on_the_fly import Search, usual_ratio
-from ..search.proposers import SkipSpace, closest_layers
+from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
@@ -93,7 +92,6 @@ class SearchingDraft(LookingDraft):
         if self._waited < _RESTED and self._rests:
             return
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
-        self._others_drafted, self._waited = False, 0
 
     @property
     def _rests(self) -> bool:
@@ -121,7 +119,7 @@ class SearchingDraft(LookingDraft):
             if draft is None:
                 search.generated += sum(new)
             else:
-                self._watch(new, verdicts, draft, (begun - self._begun) / max(self._waited, 1))
+                self._watch(new, verdicts, draft, (begun - self._begun) / self._waited)
             if self._last_logits is not None:
                 if search.is_over:
                     self._last_logits.forget()
@@ -132,7 +130,7 @@ class SearchingDraft(LookingDraft):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
-        self._begun = self.target.clock()
+        self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
         search.search_seconds += self._begun - begun
 
     def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:

@@ -108,7 +108,6 @@ class Exits:
         changes.enter_context(self.anatomy.stack.register_forward_hook(self._end))
 
     def detach(self) -> None:
-        """Removes the hooks and releases all states."""
         self._changes.close()
         self.release()
 

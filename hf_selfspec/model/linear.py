@@ -111,7 +111,6 @@ class LinearAutotuner:
         return way
 
     def known(self, count: int, weight: torch.Tensor) -> Way | None:
-        """Returns the chosen way, ``None`` before the first use."""
         return self._found.get(_key(count, weight))
 
     def _timed(self, input: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:

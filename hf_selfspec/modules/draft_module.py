@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ..learned.files import folder_written_whole, path_of, read_json, reported
-from ..model.fingerprint import SHOWN, Fingerprint
+from ..model.fingerprint import Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 # Copies of modules on other devices.
@@ -145,7 +145,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise SettingError(
                 f"{name} holds no saved {cls.kind}, or one whose {CONFIG} or {WEIGHTS} was cut short or changed "
-                f"({' '.join(str(error).split())}). Fit and save it again."
+                f"({brief(error)}). Fit and save it again."
             ) from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
@@ -186,7 +186,7 @@ def _object(name: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {repr(value)[:SHOWN]}.")
+        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {brief(repr(value))}.")
     return value
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..errors import SettingError, SettingTypeError
-from ..model.fingerprint import SHOWN
+from ..errors import SettingError, SettingTypeError, brief
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
 from .draft_module import DraftModule
@@ -108,7 +107,7 @@ class ExitHeads(DraftModule):
         if not is_right:
             raise SettingError(
                 f"{name}['calibration'] is not one that calibrate_exit_heads has written for {len(self.layers)} heads, "
-                f"got {repr(found)[:SHOWN]}."
+                f"got {brief(repr(found))}."
             )
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:

@@ -215,7 +215,7 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
         return processor
 
     def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
-        processor.rows[0]._masks.clear()
+        processor.rows[0]._known.clear()
         return processor.rows[0].mask(list(text), ()).tolist()
 
     expected = []
@@ -544,9 +544,9 @@ def test_wrong_registrations_are_refused_before_any_forward(registered: None, mo
         raise AssertionError("no forward is to run")
 
     monkeypatch.setattr(decoding, "prefill", prefill)
-    with pytest.raises(SettingTypeError, match=r"takes a class"):
+    with pytest.raises(SettingTypeError, match=r"takes a class of logits processors"):
         hf_selfspec.register_grammar(Own(TABLE), lambda processor, ids: [])
-    with pytest.raises(SettingTypeError, match=r"register_grammar\(Own, adapter\)"):
+    with pytest.raises(SettingTypeError, match=r"register_grammar\(kind, adapter\) takes .* and \[\]"):
         hf_selfspec.register_grammar(Own, [])
     for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: [], lambda processor, ids: 1):
         hf_selfspec.register_grammar(Own, wrong)

@@ -26,10 +26,9 @@ from hf_selfspec import (
 )
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.estimates import Scores, estimate
-from hf_selfspec.search.on_the_fly import usual_ratio
-from hf_selfspec.search.proposers import SkipSpace, closest_layers
+from hf_selfspec.search.proposers import SkipSpace, closest_layers, usual_ratio
 from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.search.trials import Scores, estimate
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

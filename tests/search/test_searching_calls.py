@@ -31,7 +31,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace
 
 pytestmark = pytest.mark.usefixtures("no_grad")

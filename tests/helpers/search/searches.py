@@ -8,10 +8,9 @@ import numpy as np
 
 from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search import estimates
+from hf_selfspec.search import trials
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.on_the_fly import Search
-from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search.proposers import Search, SkipSpace
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
 
@@ -80,6 +79,6 @@ def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan =
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
-    for _ in range(estimates._WATCHED // 16):
+    for _ in range(trials._WATCHED // 16):
         draft(search, share)
     search.begin_window()
