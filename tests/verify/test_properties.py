@@ -15,7 +15,6 @@ from helpers.verification import orders, outcomes
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
 from hf_selfspec.model.prompt import Prompt
-from hf_selfspec.model.transfer import _together
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
 from hf_selfspec.verify.stopping import Stopper
@@ -122,10 +121,16 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
     assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
+# Texts and prompts ---------------------------------------------------------------------------------------------------
 
 
-# Prompts -------------------------------------------------------------------------------------------------------------
+def test_tokens_before_the_ends_of_rows() -> None:
+    """A row with fewer tokens, here behind three of padding, starts at its first one."""
+    text = Text.of(torch.arange(10, 20).view(2, 5), [0, -3], 8)
+    text.append([[1, 2], [3]])
+    starts, tokens = text.tokens_before(list(text.last_slots()), 3, [0, 0])
+    assert starts == [3, 0]
+    assert (tokens[0].tolist(), tokens[1, :2].tolist()) == ([13, 14, 1], [18, 19])
 
 
 @st.composite
@@ -173,26 +178,6 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
                 column for column in [*range(width), *range(width, 2 * width + 3)] if column >= width or row[column]
             ]
             assert coordinates == [column - columns[0] for column in columns[: width + 3]]
-
-
-# Numbers of rows -----------------------------------------------------------------------------------------------------
-
-
-TENSORS = st.one_of(
-    st.lists(st.integers(-(2**62), 2**62), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.long)),
-    st.lists(st.integers(-9, 9), max_size=6).map(lambda values: torch.tensor([values], dtype=torch.int32)),
-    st.lists(st.booleans(), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.bool)),
-    st.lists(st.floats(width=32), max_size=6).map(lambda values: torch.tensor([[values]], dtype=torch.float32)),
-)
-
-
-@quick(80)
-@given(tensors=st.lists(TENSORS, min_size=1, max_size=4))
-def test_numbers_that_are_brought_together_are_the_same(tensors: list[torch.Tensor]) -> None:
-    """Bit for bit, with their kinds and shapes."""
-    for found, before in zip(_together(tensors), tensors, strict=True):
-        torch.testing.assert_close(found, before, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(found.signbit(), before.signbit())
 
 
 # Matches -------------------------------------------------------------------------------------------------------------
