@@ -12,8 +12,7 @@ from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
-from ..search.on_the_fly import Search, usual_ratio
-from ..search.proposers import SkipSpace, closest_layers
+from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats

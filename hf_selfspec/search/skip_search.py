@@ -16,11 +16,9 @@ from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
 from .costs import ForwardCosts, Pace, Stopwatch
-from .estimates import Feedback
-from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from .proposers import SkipSpace, first_sizes, next_set, next_sizes, other_ratio
+from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_set, next_sizes, other_ratio
 from .replay import Rule, Trace
-from .trials import Records, Trial
+from .trials import Feedback, Records, Trial
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
@@ -179,9 +177,11 @@ class SkipSearch(Findings):
         """Whether the search ends after a trial; where it is only done with sets of one ratio, it begins another."""
         settings, matchness = self.settings, self.choice.matchness
         is_good = matchness > settings.target_matchness and len(self._records.sets[self.best].trials) >= _CONFIRMED
+        # Where sizes are compared, only a set of the present one may end the search by matching well.
+        has_size = not self._finds_closest and len(self.space.places(self.best)) == self.space.count(self._ratio)
         if self.steps >= settings.max_steps:
             return True
-        if self._since_better < settings.patience and not (is_good and self._may_end_with_best()):
+        if self._since_better < settings.patience and not (is_good and (has_size or not self.auto)):
             return False
         if self.auto and not self._finds_closest:
             ratio = other_ratio(self._ratio, matchness, settings.target_matchness)
@@ -190,11 +190,6 @@ class SkipSearch(Findings):
                 self._searched.add(ratio)
                 return False
         return True
-
-    def _may_end_with_best(self) -> bool:
-        """Whether a set that matches well ends the search: where sizes are compared, only one of the present size."""
-        has_size = len(self.space.places(self.best)) == self.space.count(self._ratio)
-        return not self.auto or (has_size and not self._finds_closest)
 
     def time(self, rounds: Sequence[float] = ()) -> None:
         """Takes in the timings of a text, see :meth:`Stopwatch.complete`."""

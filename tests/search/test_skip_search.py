@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.search.searches import (
+from helpers.searches import (
     BOLD,
     CAREFUL,
     SHARES,
@@ -18,7 +18,7 @@ from helpers.search.searches import (
 )
 from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.on_the_fly import OnTheFlySearch, Search
+from hf_selfspec.search.proposers import OnTheFlySearch, Search
 from hf_selfspec.search.skip_search import SkipSearch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
