@@ -43,8 +43,8 @@ from hf_selfspec import (
     fit_reduced_head,
 )
 from hf_selfspec.cli import app, main
+from hf_selfspec.cli.fit import fits
 from hf_selfspec.data.texts import texts
-from hf_selfspec.train import FITS
 from hf_selfspec.train.fit import Fit
 from hf_selfspec.validation import Option
 
@@ -100,7 +100,7 @@ def test_command_line(
         assert torch.equal(ReducedHead.load(files["out"]).tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("kind", FITS)
+@pytest.mark.parametrize("kind", fits())
 def test_settings_are_declared_once(kind: type[Fit[Any]]) -> None:
     """The function of a fit takes them all, and its command those that have an option."""
     names = [field.name for field in fields(kind)]
