@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain_linear
 
+from helpers.models import tiny_llama
 from hf_selfspec.model import linear
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_forwards, is_served
+from hf_selfspec.model.target import Target
 
 
 class FakeMachine:
@@ -143,6 +147,24 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
     assert served
 
 
+def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, served = tiny_llama(layers=2), []
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
+    way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
+    target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
+    tokens = torch.tensor([[5, 6, 7]])
+    with target.prepared():
+        target.step(tokens, [0]).logits.sum().backward()
+        assert not served
+        with torch.no_grad():
+            target.step(tokens, [0])
+            served.clear()  # the first forward times the ways
+            target.step(tokens, [0])
+    assert len(served) == 2 * 7 + 1
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+
+
 @pytest.mark.parametrize("shape", [(800,), (3, 800), (2, 4, 800), (1, 0, 800), (2, 40, 800)])
 def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's and our own are linear layers; the other ways serve few tokens without gradients alone."""
@@ -156,11 +178,12 @@ def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.Monk
         served.clear()
         with torch.no_grad():
             torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
-        assert bool(served) == (0 < input.numel() <= 32 * 800)
-        served.clear()
+        assert layer is forward or bool(served) == (0 < input.numel() <= 32 * 800)
+    served.clear()
+    for layer in (own, plain):
         layer(input).sum().backward()
-        assert not served
     torch.testing.assert_close(own.weight.grad, plain.weight.grad)
+    assert not served
 
 
 def test_compiled_layers_of_our_own_are_one_graph() -> None:
