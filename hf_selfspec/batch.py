@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -228,3 +228,7 @@ class Verdict:
         self.tokens.append(token)
         self.nodes.append(node)
         self.sources.append(source)
+
+    def up_to(self, last: int) -> Verdict:
+        """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""
+        return replace(self, nodes=[node if node <= last else -1 for node in self.nodes])

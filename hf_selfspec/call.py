@@ -52,6 +52,7 @@ FIRST_SLOTS = 1024
 class Call:
     """What ``generate`` has prepared, as it passes it to a callable that decodes (``custom_generate``)."""
 
+    anatomy: Anatomy
     model: PreTrainedModel
     input_ids: torch.LongTensor
     logits_processor: LogitsProcessorList
@@ -70,10 +71,6 @@ class Call:
     def has_own_cache(self) -> bool:
         """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
-
-    @cached_property
-    def anatomy(self) -> Anatomy:
-        return Anatomy.of(self.model)
 
     @cached_property
     def stopper(self) -> Stopper:
@@ -283,6 +280,7 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     """Decodes a prepared call by transformers' own loop."""
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
+    del options["anatomy"]
     begun = perf_counter()
     with without_checkpointing(call.model):
         output = type(call.model)._sample(options.pop("model"), **options)
@@ -299,7 +297,6 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     stats.timeline = [(tokens, seconds)]
     for found in knowledge.all_findings():
         if found.is_idle:
-            found.add_idle_call(tokens, seconds)
             found.report(stats)
     knowledge.knowledge.add_call(stats)
     return output

@@ -106,6 +106,7 @@ class Decoder:
         self.stats.draft_steps = self.draft.steps
         self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started
+        self.stats.plan = self.target.full_plan.picture()
         self.draft.report(self.stats)
         return ids
 

@@ -47,8 +47,8 @@ class NumericalError(SelfSpecError, RuntimeError):
     """The model returned NaN or infinite logits, so no token can be chosen."""
 
 
-def brief(error: Exception) -> str:
-    """Returns a library's error as one short line."""
+def brief(error: object) -> str:
+    """Returns a library's error, or a wrong value, as one short line."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 

@@ -28,7 +28,7 @@ from .errors import SettingError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .lookup.observing import observe
-from .model.anatomy import causal_lm
+from .model.anatomy import Anatomy, causal_lm
 from .refusals import check_options
 from .search.choice import ExitChoice, SkipChoice
 from .search.skip_search import SkipSearch
@@ -285,7 +285,7 @@ class SelfSpec(Settings):
     ) -> Any:
         """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
         check_options(model, generation_config)
-        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        prepared = (Anatomy.of(model), model, input_ids, logits_processor, stopping_criteria, generation_config)
         return serve(Call(*prepared, synced_gpus, streamer, model_kwargs), self)
 
 

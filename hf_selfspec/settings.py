@@ -25,7 +25,7 @@ from .learned.saving import Kind
 from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.probe import LinearProbe
-from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from .search.proposers import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .validation import MOST_DRAFT, check_count

@@ -89,7 +89,6 @@ class CandidateDraft(FixedDrafter):
         self._requests: list[tuple[int, int, int] | None] = [None] * len(generators)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """Drafts after each row's last token; see :meth:`PartialDraft.propose`."""
         rows: list[torch.Tensor] = []
         logits: list[torch.Tensor | None] = []
         for row, most in enumerate(max_new):
@@ -187,7 +186,7 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
         return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), None if draft.q is None else draft.q.log()
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to learn: which blocks run is fixed."""
+        pass
 
 
 def standalone_draft(

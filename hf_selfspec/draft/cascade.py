@@ -45,7 +45,6 @@ class Cascade(DraftSource):
 
     @property
     def takes_forwards(self) -> bool:
-        """See :attr:`DraftSource.takes_forwards`: free drafts take none."""
         return False
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:

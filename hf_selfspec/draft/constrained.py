@@ -40,11 +40,7 @@ class ConstrainedDrafter(FixedDrafter):
             drafter.observe(text, verdicts, logits)
         else:
             lasts = [own.size if own.is_tree else length for length in own.lengths]
-            accepted = [
-                replace(verdict, nodes=[node if node <= last else -1 for node in verdict.nodes])
-                for verdict, last in zip(verdicts, lasts, strict=True)
-            ]
-            drafter.update(text, accepted, logits)
+            drafter.update(text, [one.up_to(last) for one, last in zip(verdicts, lasts, strict=True)], logits)
         self.steps, self.needs_ended_rows = drafter.steps, drafter.needs_ended_rows
 
     def finish(self, text: Text) -> None:

@@ -105,13 +105,7 @@ class ControlledDrafter(FixedDrafter):
         if self.free is not None:
             self.free.learn(text, verdicts, self._tops)
         seconds = perf_counter() - self._target.compile_seconds - self._begun
-        own = verdicts
-        if self._used in self.others:
-            # Accepted free tokens do not count for this source.
-            own = [
-                replace(verdict, nodes=[node if node <= self._size else -1 for node in verdict.nodes])
-                for verdict in verdicts
-            ]
+        own = [verdict.up_to(self._size) for verdict in verdicts] if self._used in self.others else verdicts
         for name, drafter in self.others.items():
             if name == self._used:
                 drafter.update(text, own, logits)
@@ -132,7 +126,6 @@ class ControlledDrafter(FixedDrafter):
                 drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        stats.plan = self._target.full_plan.picture()
         for drafter in self.others.values():
             drafter.report(stats)
 

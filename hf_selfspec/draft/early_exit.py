@@ -17,7 +17,6 @@ from ..modules.draft_module import DraftModule, module_of
 from ..modules.lora import DraftLora
 from ..modules.reduced_head import ReducedHead
 from ..search.choice import ExitChoice
-from ..stats import GenerationStats
 from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_exit
 from .partial import PartialDraft
@@ -195,17 +194,7 @@ class EarlyExitOnly(DraftSource):
         return DraftBlocks(self.whole_model(anatomy))
 
     def start(self, session: Session) -> Drafter:
-        return _NoDraft(self.whole_model(session.anatomy))
-
-
-class _NoDraft(FixedDrafter):
-    """Drafts nothing: each step generates one token with the blocks that stand in for the whole model."""
-
-    def __init__(self, plan: LayerPlan) -> None:
-        self._plan = plan
-
-    def report(self, stats: GenerationStats) -> None:
-        stats.plan = self._plan.picture()
+        return FixedDrafter()
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:

@@ -131,7 +131,6 @@ class HeadsDraft(PartialDraft):
         )
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds the exits at which tokens were drafted."""
         super().report(stats)
         stats.exit_layers = self.exits
 

@@ -11,7 +11,6 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
-from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree
 from ..lookup.findings import LookupFindings
 from ..lookup.likeliest import tops_of
@@ -45,7 +44,6 @@ class FreeDrafts:
         session.target.cache.reserve(max_nodes + 1)
 
     def read(self, text: Text) -> None:
-        """Reads the prompts."""
         if self._rows:
             return
         slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
@@ -74,22 +72,17 @@ class FreeDrafts:
         rows = sum(count > 0 for count in max_new)
         costs, pace = self.controller.curve.costs, self.controller.curve.pace
         begun = [seed.tree for seed in seeds] if seeds is not None else [TokenTree()] * len(max_new)
+        guides = [self._constraint.at(text, row) if self._constraint and n else None for row, n in enumerate(max_new)]
         with self.findings.lock:
             trees = [
-                known.propose(
-                    costs, pace / rows, min(count, self._max_draft), self._branching, tree, self._guide(text, row)
-                )
+                known.propose(costs, pace / rows, min(count, self._max_draft), self._branching, tree, guide)
                 if count
                 else tree
-                for row, (known, count, tree) in enumerate(zip(self._rows, max_new, begun, strict=True))
+                for known, count, tree, guide in zip(self._rows, max_new, begun, guides, strict=True)
             ]
         sizes, bound = [len(tree) for tree in begun], self._max_nodes
         most = self._together(trees, sizes) if rows > 1 else bound
         return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
-
-    def _guide(self, text: Text, row: int) -> Spot | None:
-        """What grammars allow after a row's text."""
-        return self._constraint.at(text, row) if self._constraint else None
 
     def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int]) -> int:
         """How many free nodes per row pay where all rows are verified together, as wide as the largest tree."""
@@ -145,7 +138,6 @@ class FreeDrafts:
         return new
 
     def finish(self, text: Text) -> None:
-        """Puts the texts into the store."""
         self.read(text)
         self.findings.end([row.own.tokens for row in self._rows])
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from ..control.controller import Controller
 from ..control.costs import SIZES
-from ..errors import UnsupportedOptionError
 from ..learned.saving import register
 from ..lookup.findings import LookupFindings
-from ..model.anatomy import Anatomy
 from ..validation import check_count
 from .controlled import ControlledDrafter, controller_of
 from .free import FreeDrafts
-from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from .source import Drafter, DraftSource, Session
 
 # How many tokens of earlier texts are kept.
 _STORED, _MOST_STORED = 65_536, 2**20
@@ -58,18 +56,6 @@ class Lookup(DraftSource):
     def findings(self, vocabulary: int) -> LookupFindings:
         """Empty findings for a model with ``vocabulary`` tokens."""
         return LookupFindings(self.stored_tokens, vocabulary)
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`.
-
-        Raises:
-            UnsupportedOptionError: always.
-        """
-        raise UnsupportedOptionError(
-            f"{self!r} cannot be exported: free drafts come from texts and not from a model. Serving engines have such "
-            'drafts of their own (vLLM: {"method": "ngram"}, SGLang: --speculative-algorithm NGRAM); for a checkpoint '
-            "export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
-        )
 
     def free_drafts(self, session: Session, controller: Controller) -> FreeDrafts:
         """The drafts of one generation."""

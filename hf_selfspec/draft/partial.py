@@ -87,17 +87,10 @@ class PartialDraft(FixedDrafter):
             if bound is not None:
                 waiting = [self._add(grown, step, logits, bound)]
                 continue
-            # A draft that overflows (float16) predicts nothing; the full model continues from there.
-            sound, logits = self._sound(grown, logits)
+            scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
+            sound, logits, scores = self._sound(grown, logits, scores)
             if not any(grown.drafting):
                 break
-            scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
-            if not self.scorer.prefix_free:
-                # Nor does one for which processors forbid everything.
-                allowed, scores = self._sound(grown, scores)
-                sound = allowed if sound is None or allowed is None else sound & allowed
-                if not any(grown.drafting):
-                    break
             width = 1
             if self.limits.tree is not None:
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
@@ -134,20 +127,27 @@ class PartialDraft(FixedDrafter):
         grown.end([is_low or ends for is_low, ends in zip(are_low, has_ended, strict=True)])
         return picks
 
-    def _sound(self, grown: GrowingDraft, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Which rows of ``values`` ``[b, v]`` a token can be chosen from, and the values, made finite where needed.
+    def _sound(
+        self, grown: GrowingDraft, logits: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Which rows' scores ``[b, v]`` a token can be chosen from; logits and scores, made finite where needed.
 
-        On a CPU the drafts of other rows end at once. Elsewhere that would have to wait, so ``[b]`` of them is returned
-        for a later read, or ``None`` if there is none: then the full model rejects junk.
+        None can where the draft overflows (float16), or where processors forbid everything; the full model continues
+        from there. On a CPU the drafts of these rows end at once. Elsewhere that would have to wait, so ``[b]`` of them
+        is returned for a later read, or ``None`` if there is none: then the full model rejects junk.
         """
-        if values.device.type == "cpu":
-            sound = torch.isfinite(values.amax(-1)).tolist()
-            grown.only(sound)
-            return None, values if all(sound) else values.nan_to_num()
-        if self._length_is_fixed and self.limits.tree is None:
-            return None, values
-        highest = values.amax(-1)
-        return highest - highest == 0, values.nan_to_num()
+        on_cpu, sound = scores.device.type == "cpu", None
+        if not on_cpu and self._length_is_fixed and self.limits.tree is None:
+            return None, logits, scores
+        highest = scores.amax(-1)
+        if on_cpu:
+            grown.only(finite := torch.isfinite(highest).tolist())
+            if all(finite):
+                return None, logits, scores
+        else:
+            sound = highest - highest == 0
+        whole = scores.nan_to_num()
+        return sound, whole if scores is logits else logits.nan_to_num(), whole
 
     @property
     def _length_is_fixed(self) -> bool:
@@ -210,14 +210,12 @@ class PartialDraft(FixedDrafter):
         return self._running[1]
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tells the stop rule how many drafted tokens were accepted."""
         if any(self._drafted):
             accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
             self._rule(text.batch_size).update(self._drafted, accepted)
             self._drafted = []
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds which blocks run."""
         stats.plan = self.plan.picture()
 
 

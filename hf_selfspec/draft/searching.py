@@ -12,8 +12,7 @@ from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
-from ..search.on_the_fly import Search, usual_ratio
-from ..search.proposers import SkipSpace, closest_layers
+from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
@@ -27,6 +26,8 @@ _TIMINGS = 2
 _TREE = 2.0
 # Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
 _SOON, _LEAST = 32, 8
+# Rounds at a time of which a search is told that has no time to try anything.
+_RESTED = 8
 
 
 class SearchingDraft(LookingDraft):
@@ -45,11 +46,11 @@ class SearchingDraft(LookingDraft):
         super().__init__(session, start, self._window)
         self._stop, self._chooses, self._tree = session.stop, chooses_stop, session.tree
         self._round_seconds = session.round_seconds
-        space = SkipSpace.of(session.anatomy)
-        share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
-        rules = rules_for(None if chooses_stop else session.stop, session.max_draft)
 
         def make(other: SkipSearch | None) -> SkipSearch:
+            space = SkipSpace.of(session.anatomy)
+            share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
+            rules = rules_for(None if chooses_stop else session.stop, session.max_draft)
             best = start if other is None else other.best
             return SkipSearch(search, space, share, best, ratio == "auto", rules, session.max_draft)
 
@@ -62,6 +63,7 @@ class SearchingDraft(LookingDraft):
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
         self._begun = self.target.clock()
+        self._waited, self._others_drafted = 0, False  # rounds since the search was told of any, and in one of these
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
         self.target.cache.look_back(max(search.context_window, MANY))
         self._use_best()
@@ -78,15 +80,34 @@ class SearchingDraft(LookingDraft):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Reports the accepted tokens to the search, and tries sets as far as its budget allows."""
         super().update(text, verdicts, logits)
+        self._waited = 1
         self._learn(text, verdicts, logits, self._proposed)
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """As :meth:`update`, after a round in which another source drafted, or none."""
-        self._learn(text, verdicts, logits, None if logits.shape[1] > 1 else Draft.none(text))
+        self._waited += 1
+        self._others_drafted |= logits.shape[1] > 1
+        if self._lengths is None:
+            self._lengths = [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]
+        if self._waited < _RESTED and self._rests:
+            return
+        self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
+
+    @property
+    def _rests(self) -> bool:
+        """Whether nothing drafts, and logits are not needed yet, since there is no time to try a set for a while."""
+        if self.search.choice.drafts or self._budget.share >= 1.0:
+            return False
+        if self._last_logits is None:
+            return True
+        if 2 * self._budget.left >= self._pace.seconds(_LEAST):
+            return False
+        self._last_logits.forget()
+        return True
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
         search = self.search
-        if search.is_idle and self._looked > 0 and max(text.lengths) <= self._looked + self._window:
+        if search.is_idle:
             if self._last_logits is not None:
                 self._last_logits.forget()
             return
@@ -98,11 +119,9 @@ class SearchingDraft(LookingDraft):
             if draft is None:
                 search.generated += sum(new)
             else:
-                self._watch(new, verdicts, draft, begun - self._begun)
-            if not search.auto:  # otherwise nothing drafts before it was tried
-                self._find_closest(text)
+                self._watch(new, verdicts, draft, (begun - self._begun) / self._waited)
             if self._last_logits is not None:
-                if search.is_over and search.choice.drafts:
+                if search.is_over:
                     self._last_logits.forget()
                 else:
                     self._last_logits.add(text, verdicts, logits)
@@ -111,21 +130,16 @@ class SearchingDraft(LookingDraft):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
-        self._begun = self.target.clock()
+        self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
         search.search_seconds += self._begun - begun
 
     def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
         """Reports a round to the search, with a draft of its own or without a draft."""
         rows = sum(count > 0 for count in new)
-        accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
+        # Tokens that other sources added to this draft do not count for it.
+        accepted = min(sum(new) - rows, sum(node >= 0 for verdict in verdicts for node in verdict.nodes))
         self.search.pace.add_round(seconds)
-        self.search.watch(
-            self.plan,
-            rows=rows,
-            drafted=sum(draft.lengths),
-            # Tokens that other sources added to this draft do not count for it; those of idle rounds were not reported.
-            tokens=min(sum(new), rows + accepted) if draft.size else sum(new),
-        )
+        self.search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
 
     def finish(self, text: Text) -> None:
         """Looks at the rest of the text, for searches that look at each token once."""

@@ -11,7 +11,7 @@ from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
 from ..search.choice import SkipChoice
-from ..search.on_the_fly import OnTheFlySearch, Search
+from ..search.proposers import OnTheFlySearch, Search
 from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_share
 from .partial import PartialDraft
@@ -107,7 +107,6 @@ class SkipLayers(DraftSource):
 
     @property
     def is_optional(self) -> bool:
-        """See :attr:`DraftSource.is_optional`: true with a search, which finds out whether there are layers to skip."""
         return self.search is not None
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:

@@ -194,16 +194,13 @@ class DraftBlocks:
     @classmethod
     def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:
         """The blocks that a probe or a search of the source ``name`` has chosen."""
-        advice = "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])"
-        if choice is None:
+        if choice is None or not choice.drafts:
+            model, pays = anatomy.model_name, "that pays on this machine"
+            found = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
             raise SettingError(
-                f"{name} has chosen no part of {anatomy.model_name} yet, so there is nothing to export. Generate with "
-                f"this SelfSpec first, use what hf_selfspec.tune returns, or {advice}."
-            )
-        if not choice.drafts:
-            raise SettingError(
-                f"{name} has found no part of {anatomy.model_name} whose drafts pay on this machine. Generate more "
-                f"with this SelfSpec, or {advice}."
+                f"{name} has {found}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
+                "what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
+                "SkipLayers(attention=[...], mlp=[...])."
             )
         return cls(choice.plan)
 
@@ -278,8 +275,8 @@ class DraftSource:
             SelfSpecError: there is no such part.
         """
         raise UnsupportedOptionError(
-            f"{self!r} cannot be exported: it drafts with more than layers of the model, but a checkpoint has nothing "
-            "else. Export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
+            f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
+            "nothing else. Export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
         )
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:

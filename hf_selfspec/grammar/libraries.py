@@ -60,12 +60,10 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
     Raises:
         SettingTypeError: ``kind`` is not a class, or ``adapter`` is not a function.
     """
-    if not isinstance(kind, type):
-        raise SettingTypeError(f"register_grammar(kind) takes a class of logits processors, got {kind!r}.")
-    if not callable(adapter):
+    if not isinstance(kind, type) or not callable(adapter):
         raise SettingTypeError(
-            f"register_grammar({kind.__name__}, adapter) takes a function of (processor, input_ids) that returns a "
-            f"grammar for each row, got {adapter!r}."
+            "register_grammar(kind, adapter) takes a class of logits processors and a function of (processor, "
+            f"input_ids) that returns a grammar for each row, got {kind!r} and {adapter!r}."
         )
     _registered[kind] = adapter
 
@@ -107,7 +105,8 @@ class _Matching:
 
     library: str
 
-    def __init__(self) -> None:
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
         self._steps: list[int | None] = []  # ``None`` for tokens that the matcher ignored
 
     @property
@@ -116,7 +115,6 @@ class _Matching:
         return [token for token in self._steps if token is not None]
 
     def advance(self, token: int) -> None:
-        """Advances by the next token."""
         took = self.take(token)
         if took is False:
             raise UnsupportedOptionError(
@@ -128,7 +126,6 @@ class _Matching:
         self._steps.append(token if took else None)
 
     def rollback(self, count: int) -> None:
-        """Rolls back the last ``count`` tokens."""
         back = sum(token is not None for token in self._steps[-count:])
         del self._steps[-count:]
         if back:
@@ -140,22 +137,20 @@ class _Matching:
 
     def take_back(self, count: int) -> None:
         """Takes back the last ``count`` tokens that were consumed, which are no longer among :attr:`taken`."""
-        raise NotImplementedError
+        self.matcher.rollback(count)
 
 
 class XGrammar(_Matching):
-    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask.
+    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask; ``texts`` are those of all tokens.
 
-    Args:
-        matcher, bitmask, row: see above.
-        texts: the texts of all tokens; if empty, :meth:`expected` returns ``None``.
+    Without texts :meth:`expected` returns ``None``.
     """
 
     library = "xgrammar"
 
     def __init__(self, matcher: Any, bitmask: torch.Tensor, row: int, texts: Sequence[bytes] = ()) -> None:
-        super().__init__()
-        self.matcher, self.bitmask, self.row, self.texts = matcher, bitmask, row, texts
+        super().__init__(matcher)
+        self.bitmask, self.row, self.texts = bitmask, row, texts
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """The mask as xgrammar's processor applies it: after the end it stays as it was before the last token."""
@@ -182,21 +177,13 @@ class XGrammar(_Matching):
     def take(self, token: int) -> bool | None:
         return None if self.matcher.is_terminated() else bool(self.matcher.accept_token(token))
 
-    def take_back(self, count: int) -> None:
-        self.matcher.rollback(count)
-
 
 class LLGuidance(_Matching):
     """An ``LLMatcher`` of llguidance."""
 
     library = "llguidance"
 
-    def __init__(self, matcher: Any) -> None:
-        super().__init__()
-        self.matcher = matcher
-
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """The mask as processors of llguidance apply it."""
         words = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
         return _unpacked(words, vocabulary, beyond=False)
 
@@ -206,9 +193,6 @@ class LLGuidance(_Matching):
         # Unlike ``consume_token`` this leaves the matcher as it is where the token is not allowed.
         return bool(self.matcher.try_consume_tokens([token]))
 
-    def take_back(self, count: int) -> None:
-        self.matcher.rollback(count)
-
 
 class OutlinesCore(_Matching):
     """One of a list of ``Guide`` objects of outlines-core, and its ``Index``."""
@@ -216,24 +200,18 @@ class OutlinesCore(_Matching):
     library = "outlines-core"
 
     def __init__(self, guides: list[Any], row: int, index: Any) -> None:
-        super().__init__()
+        super().__init__(guides[row])
         self.guides, self.row, self.index = guides, row, index
-        # A guide that continues a text cannot be reset to where it began here, so a copy is kept.
-        self.begun = copy.copy(guides[row]) if guides[row].get_allowed_rollback() else None
-
-    @property
-    def guide(self) -> Any:
-        return self.guides[self.row]
+        self.begun = copy.copy(self.matcher)  # a guide goes back only so far
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """The mask as the processor of outlines-core applies it."""
         words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32, device="cpu")
-        self.guide.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
+        self.matcher.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
         return _unpacked(words, vocabulary, beyond=False)
 
     def expected(self) -> int | None:
         """The token that leads furthest: to the state that the most other tokens reach with one token more."""
-        ends = self._ends(self.guide.get_state())
+        ends = self._ends(self.matcher.get_state())
         before: Counter[int] = Counter()
         for end in set(ends.values()):
             before.update(set(self._ends(end).values()) - {end})
@@ -248,21 +226,18 @@ class OutlinesCore(_Matching):
         return {token: end for token, end in ends.items() if end is not None}
 
     def take(self, token: int) -> bool | None:
-        if not self.guide.accepts_tokens([token]):
-            return None if self.guide.is_finished() else False
-        self.guide.advance(token, return_tokens=False)
+        if not self.matcher.accepts_tokens([token]):
+            return None if self.matcher.is_finished() else False
+        self.matcher.advance(token, return_tokens=False)
         return True
 
     def take_back(self, count: int) -> None:
-        if count <= self.guide.get_allowed_rollback():
-            self.guide.rollback_state(count)
+        if count <= self.matcher.get_allowed_rollback():
+            self.matcher.rollback_state(count)
             return
-        if self.begun is None:
-            self.guide.reset()
-        else:
-            self.guides[self.row] = copy.copy(self.begun)
+        self.matcher = self.guides[self.row] = copy.copy(self.begun)
         for token in self.taken:
-            self.guide.advance(token, return_tokens=False)
+            self.matcher.advance(token, return_tokens=False)
 
 
 def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> Sequence[XGrammar]:

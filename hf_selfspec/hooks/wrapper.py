@@ -68,7 +68,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) -> dict[str, Any]:
     """The arguments that make ``generate`` decode with a ``SelfSpec``; raises if it cannot serve this call."""
-    Anatomy.of(model)
+    anatomy = Anatomy.of(model)
     config = named.get("generation_config")
     if isinstance(config, GenerationConfig):
         config = copy.copy(config)
@@ -96,7 +96,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     def decode(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
     ) -> Any:
-        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
         return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE

@@ -32,9 +32,6 @@ class Findings:
         """Whether the next call can skip drafting and does not need to look at its text."""
         return False
 
-    def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Records a call that did neither."""
-
     def report(self, stats: GenerationStats) -> None:
         """Adds what is known to the statistics of a call."""
 

@@ -95,11 +95,6 @@ class Knowledge:
         found = self.latest(model, lambda one: hasattr(one, "choice") and isinstance(one.choice, kind))
         return None if found is None else found.choice
 
-    def load(self, path: Path, model: PreTrainedModel) -> None:
-        """Starts from what a file holds, which must be for ``model``."""
-        self.saved = saving.read(path)
-        self.check(model)
-
     def check(self, model: PreTrainedModel) -> None:
         """Checks that what was read from a file belongs to ``model``."""
         saved = self.saved

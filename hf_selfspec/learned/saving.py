@@ -226,7 +226,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except SelfSpecError as error:
         raise SettingError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         why = str(error) if type(error) is ValueError else repr(error)
         raise SettingError(
             f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import base64
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from threading import RLock
@@ -36,7 +37,8 @@ def _write_rest() -> None:
 class LookupFindings(TextFindings):
     """Successors of token pairs, earlier texts, and how often each kind of evidence is right.
 
-    ``lock`` is held while they are used. A file with tokens beyond ``vocabulary`` is rejected.
+    ``rates`` are by kind of call, such as greedy or sampled; ``lock`` is held while findings are used. A file with
+    tokens beyond ``vocabulary`` is rejected.
     """
 
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
@@ -44,13 +46,9 @@ class LookupFindings(TextFindings):
         self.successors = Successors(most_pairs)
         self.store = SuffixIndex(most_stored)
         self._most_stored, self._vocabulary = most_stored, vocabulary
-        self._rates: dict[str, Rates] = {}
+        self.rates = defaultdict[str, Rates](Rates)
         self._texts = 0
         self._written = -_WRITTEN
-
-    def rates(self, kind: str) -> Rates:
-        """How often each source was right in one kind of call, such as greedy or sampled."""
-        return self._rates.setdefault(kind, Rates())
 
     def next_text(self) -> int:
         """The number of a new text."""
@@ -110,7 +108,7 @@ class LookupFindings(TextFindings):
         with self.lock:
             self.successors.forget()
             self.store = SuffixIndex(self._most_stored)
-            self._rates.clear()
+            self.rates.clear()
 
     def state(self) -> dict[str, Any]:
         """What is known, as JSON values."""
@@ -119,7 +117,7 @@ class LookupFindings(TextFindings):
                 # Texts could be reconstructed from these, so they are left out where texts are not kept.
                 "successors": (self.successors if self._most_stored else Successors()).state(),
                 "store": np.array(self.store.tokens, np.int32),
-                "rates": {kind: rates.state() for kind, rates in self._rates.items()},
+                "rates": {kind: rates.state() for kind, rates in self.rates.items()},
             }
             return {"known": _packed(known)}
 
@@ -146,7 +144,7 @@ class LookupFindings(TextFindings):
         rates = {kind: Rates.of(one) for kind, one in known["rates"].items()}
         with self.lock:
             self.successors.restore(known["successors"])
-            self.store, self._rates = store, rates
+            self.store, self.rates = store, defaultdict(Rates, rates)
 
     def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
         """The knowledge in the state of another or an earlier process, with tokens of this model alone."""

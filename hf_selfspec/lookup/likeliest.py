@@ -19,19 +19,14 @@ def likeliest(logits: torch.Tensor) -> Pending:
     """The most likely next tokens, and their probabilities, ``[b, t, 8]`` each, from logits ``[b, t, v]``."""
     # Probabilities of all tokens would be as large as the logits, and a GPU launches kernels for each piece.
     pieces = logits.split(_PIECE, dim=1) if logits.device.type == "cpu" else (logits,)
-    shares, tokens = (torch.cat(found, dim=1) for found in zip(*map(_most_probable, pieces), strict=True))
-    return Pending(tokens, shares)
+    largest = (_largest(piece.softmax(-1)) for piece in pieces)
+    shares, tokens = (torch.cat(found, dim=1) for found in zip(*largest, strict=True))
+    return Pending(tokens, shares.nan_to_num(nan=0.0))  # logits that overflow (float16) carry no information
 
 
 def tops_of(found: Pending) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
     """What :func:`likeliest` found for each row and node."""
     return [list(zip(*pair, strict=True)) for pair in zip(*found.lists(), strict=True)]
-
-
-def _most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the probabilities of the most likely next tokens, and these tokens."""
-    shares, tokens = _largest(logits.softmax(-1))
-    return shares.nan_to_num(nan=0.0), tokens  # logits that overflow (float16) carry no information
 
 
 def _largest(shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

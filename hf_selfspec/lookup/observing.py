@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model.patching import evaluating
-from . import LookupRow
 from .findings import LookupFindings
 from .likeliest import likeliest, tops_of
 
@@ -31,8 +32,9 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
                 tops += tops_of(likeliest(output.logits.float()))[0]
-            row = LookupRow(findings)
             with findings.lock:
-                row.read(ids, tops)
-            findings.end([row.own.tokens])
+                text = findings.next_text()
+                for pair, top in zip(pairwise(ids), tops[1:], strict=True):
+                    findings.successors.see(pair, *top, text)
+            findings.end([ids])
         findings.write()

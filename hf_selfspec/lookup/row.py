@@ -25,7 +25,7 @@ class LookupRow:
     def __init__(self, findings: LookupFindings, kind: str = "") -> None:
         self.findings = findings
         self.own = SuffixIndex()
-        self._rates = findings.rates(kind)
+        self._rates = findings.rates[kind]
         self._text = findings.next_text()
         self._expected = self._accepted = 0.0
         self._predicted: list[Offer] = []
@@ -94,12 +94,3 @@ class LookupRow:
             if befores[node] >= 0 and tops[node][0]:
                 self.findings.successors.see((befores[node], tokens[node]), *tops[node], self._text)
         self.own.extend(emitted)
-
-    def read(self, tokens: Sequence[int], tops: Sequence[Top]) -> None:
-        """Appends a text that the model has read, with the model's likeliest tokens after each of its tokens."""
-        before = self.own.tokens[-1] if self.own.tokens else SEPARATOR
-        for token, top in zip(tokens, tops, strict=True):
-            if before >= 0:
-                self.findings.successors.see((before, token), *top, self._text)
-            before = token
-        self.own.extend(tokens)

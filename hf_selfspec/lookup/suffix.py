@@ -46,9 +46,6 @@ class SuffixIndex:
         # Keys of the last one, two and three tokens; negative, and so never found, where a separator is among them.
         self._last = (SEPARATOR, SEPARATOR, SEPARATOR)
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def extend(self, tokens: Iterable[int]) -> None:
         """Appends tokens, ``SEPARATOR`` among them where one text ends and another begins."""
         known, earlier = self.tokens, self._earlier
@@ -65,7 +62,9 @@ class SuffixIndex:
             position += 1
         self._last = single, pair, triple
         if self.most is not None and position > self.most:
-            self._drop(position - self.most // 2)
+            kept = known[position - self.most // 2 :]
+            SuffixIndex.__init__(self, self.most)
+            self.extend(kept)
 
     def knows_end_of(self, other: SuffixIndex) -> bool:
         """Whether the last three tokens of ``other`` occur and go on here."""
@@ -106,12 +105,6 @@ class SuffixIndex:
         alike = continuations.count(known[where])
         support = SHARED if alike > 1 else LONE if alike == len(continuations) else CONTESTED
         return Match(longest, where, support)
-
-    def _drop(self, count: int) -> None:
-        """Forgets the first ``count`` tokens."""
-        kept = self.tokens[count:]
-        SuffixIndex.__init__(self, self.most)
-        self.extend(kept)
 
 
 def texts_of(tokens: Sequence[int]) -> list[Sequence[int]]:

@@ -6,8 +6,9 @@ written against :class:`Anatomy` and never against a model class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch.nn as nn
@@ -17,18 +18,12 @@ from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .modules import forward_parameters
 from .recurrences import SERVED
 
-_ATTENTION_NAMES = (
+_ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
 )  # fmt: skip
-_MLP_NAMES = (
-    ("mlp",),
-    ("feed_forward",),
-    ("ffn",),
-    ("block_sparse_moe",),
-    ("moe",),
-    ("fc1", "fc2"),
-    ("intermediate", "output"),
-)
+_MLP_NAMES: Sequence[tuple[str, ...]] = (
+    ("mlp",), ("feed_forward",), ("ffn",), ("block_sparse_moe",), ("moe",), ("fc1", "fc2"), ("intermediate", "output"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,13 +160,12 @@ class Anatomy:
         has_places = has_places or (is_recurrent and "cache_params" in forward_parameters(model))
         names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
         attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
+        names = _MLP_NAMES if architecture.mlp is None else [architecture.mlp]
         return cls(
             model_name=name,
             layers=layers,
             attention=attention,
-            mlp=tuple(
-                _find_blocks(layer, _MLP_NAMES if architecture.mlp is None else [architecture.mlp]) for layer in layers
-            ),
+            mlp=tuple(_find_blocks(layer, names) for layer in layers),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
             stack=_find_stack(model, layers),
             kv_sources=kv_sources,
@@ -198,11 +192,8 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
 
 def max_positions(text_config: Any) -> int | None:
     """Returns the length of the texts that a model was made for, ``None`` if its config does not give it."""
-    for name in ("max_position_embeddings", "max_seq_len"):
-        limit = getattr(text_config, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
-    return None
+    limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, ...]:
@@ -237,9 +228,8 @@ def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
 
 
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    found: Any = layer
-    for name in path.split("."):
-        found = getattr(found, name, None)
+    start: Any = layer
+    found = reduce(lambda module, name: getattr(module, name, None), path.split("."), start)
     return found if isinstance(found, nn.Module) else None
 
 

@@ -149,11 +149,8 @@ def served_attention() -> list[str]:
 
     Those of the kernels hub are registered by the names of their repositories once a model uses them.
     """
-    names = list(ALL_MASK_ATTENTION_FUNCTIONS)
-    # "paged|..." needs a paged cache.
-    return [
-        name for name in names if name in ("eager", "sdpa", "flex_attention") or ("flash" in name and "|" not in name)
-    ]
+    usual, names = ("eager", "sdpa", "flex_attention"), list(ALL_MASK_ATTENTION_FUNCTIONS)
+    return [name for name in names if name in usual or ("flash" in name and "|" not in name)]  # "paged|..." is another
 
 
 def speculative_attention() -> AbstractContextManager[None]:

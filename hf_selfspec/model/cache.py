@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from .layout import TreeLayout
 from .recurrences import SERVED
-from .recurrences.recurrence import Recurrence
 from .recurrences.states import StateLayer, StateLog, StateUpdate
 from .traceable import ChangingNumber, Place, size_for, step_above
 from .transfer import RowNumbers, upload
@@ -106,12 +105,6 @@ class _SpeculativeLayer(CacheLayerMixin):
 class _RecurrentLayer(_SpeculativeLayer, StateLayer):
     """Recurrent states of one layer, with keys and values if it has attention, too."""
 
-    def __init__(
-        self, cache: SpeculativeCache, number_of_states: int, recurrence: type[Recurrence] | None, name: str
-    ) -> None:
-        super().__init__(cache)
-        self.init_states(number_of_states, recurrence, name)
-
 
 class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs."""
@@ -131,7 +124,8 @@ class SpeculativeCache(Cache):
 
     @property
     def _logs(self) -> list[StateLog]:
-        return [log for layer in self.layers if isinstance(layer, _RecurrentLayer) for log in layer.logs()]
+        layers = self.layers if self.has_states else []
+        return [log for layer in layers if isinstance(layer, _RecurrentLayer) for log in layer.logs()]
 
     def look_back(self, slots: int) -> None:
         """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
@@ -178,7 +172,6 @@ class SpeculativeCache(Cache):
 
     @property
     def _written(self) -> list[Any]:
-        """The layers with keys and values."""
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
@@ -306,7 +299,8 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
         cache.has_states, recurrence = True, SERVED[model.config.model_type]
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                cache.layers[index] = _RecurrentLayer(cache, layer.number_of_states, recurrence, type(model).__name__)
+                cache.layers[index] = states = _RecurrentLayer(cache)
+                states.init_states(layer.number_of_states, recurrence, type(model).__name__)
     return cache
 
 

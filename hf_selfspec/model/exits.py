@@ -64,6 +64,7 @@ class Exits:
         states: ``[len(chosen), b, s, d]`` inputs of the head at each chosen exit in the last forward, ``None`` before
             the first forward and where nothing was chosen.
         final: ``[b, s, d]`` input of the head for the whole model in that forward.
+        left: the states as they left each chosen layer, before the final norm.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -72,7 +73,7 @@ class Exits:
         self.chosen: tuple[int, ...] = ()
         self.states: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
-        self._kept: dict[int, torch.Tensor] = {}
+        self.left: dict[int, torch.Tensor] = {}
         self._output: Any = None  # of the stack in the last forward that was observed
         self._autocast: Autocast | None = None  # that was on in it
         self._changes = InstanceForwards()
@@ -107,13 +108,12 @@ class Exits:
         changes.enter_context(self.anatomy.stack.register_forward_hook(self._end))
 
     def detach(self) -> None:
-        """Removes the hooks and releases all states."""
         self._changes.close()
         self.release()
 
     def release(self) -> None:
         self.states = self.final = self._output = None
-        self._kept.clear()
+        self.left.clear()
 
     def head_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that :meth:`head` currently uses (sharded training swaps them)."""
@@ -124,11 +124,6 @@ class Exits:
             if parameter.requires_grad and not name.startswith(f"{inside}.")
         }
         return list(found.values())
-
-    @property
-    def has_seen(self) -> bool:
-        """Whether a forward was observed, as :meth:`head` needs it."""
-        return self._output is not None
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
@@ -171,10 +166,10 @@ class Exits:
                 return None
             hidden = output[0] if isinstance(output, tuple) else output
             if layer in self.chosen:
-                self._kept[layer] = hidden
+                self.left[layer] = hidden
             if not last:
                 return None
-            kept = (self._kept[layer].to(hidden.device) for layer in self.chosen)  # layers may be spread over devices
+            kept = (self.left[layer].to(hidden.device) for layer in self.chosen)  # layers may be spread over devices
             joined = torch.cat([hidden, *kept], dim=BATCH_DIM)
             return (joined, *output[1:]) if isinstance(output, tuple) else joined
 
@@ -191,7 +186,6 @@ class Exits:
                 f"{list(joined.shape)} for {parts} exits), so its exits cannot be brought to its head."
             )
         b = joined.shape[0] // parts
-        self._kept.clear()
         self.states, self.final = joined[b:].unflatten(0, (parts - 1, b)), joined[:b]
         output = with_states(output, self.final)
         if not isinstance(output, tuple) and output.get("hidden_states") is not None:

@@ -64,7 +64,6 @@ def _by_size(
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """A config and those of all parts."""
     yield config
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:

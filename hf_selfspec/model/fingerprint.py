@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import SettingError
-from ..validation import check_count
+from ..errors import SettingError, brief
 from .anatomy import Anatomy
 
 _SAMPLES = 8
-# How many characters of a wrong value a message repeats.
-SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -30,20 +27,14 @@ class Fingerprint:
 
     @classmethod
     def read(cls, state: object, name: str) -> Fingerprint:
-        """Reads a fingerprint from a file."""
-        known = [field.name for field in fields(cls)]
-        if not isinstance(state, dict):
-            raise SettingError(f"{name} must have the fields {', '.join(known)}, got {repr(state)[:SHOWN]}.")
-        if odd := sorted(set(known) ^ set(state), key=str):
-            what = "has no" if odd[0] in known else "has an unknown"
-            raise SettingError(f"{name} {what} field {odd[0]!r}; its fields are {', '.join(known)}.")
-        found = cls(**state)
-        check_count(f"{name}.num_layers", found.num_layers)
-        for field in ("model", "shapes", "weights"):
-            value = state[field]
-            if not isinstance(value, str) and not (field == "weights" and value is None):
-                raise SettingError(f"{name}.{field} must be a text, got {repr(value)[:SHOWN]}.")
-        return found
+        kinds = {"model": str, "num_layers": int, "shapes": str, "weights": str | None}
+        given = state if isinstance(state, dict) else {}
+        if given.keys() != kinds.keys() or not all(isinstance(given[field], kind) for field, kind in kinds.items()):
+            raise SettingError(
+                f"{name} must have the texts `model`, `shapes` and `weights` (or null), and a whole number "
+                f"`num_layers`, got {brief(repr(state))}."
+            )
+        return cls(**given)
 
     @classmethod
     def of_decoder(cls, model: PreTrainedModel) -> Fingerprint:
@@ -75,7 +66,6 @@ class Fingerprint:
 
     @property
     def name(self) -> str:
-        """A name for folders."""
         return f"{self.model}-{self.num_layers}-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 

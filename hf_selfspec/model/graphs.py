@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
-from ..errors import SettingError, warn_once
+from ..errors import SettingError, brief, warn_once
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
 
@@ -43,45 +43,24 @@ _PLACES = 2
 _PLAIN = (bool, int, float, str, type(None))
 
 Run = Callable[..., Sequence[torch.Tensor]]
+What = Callable[[], str]  # returns what a graph is of, for messages
 Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
 
-class _ReadWriteLock:
-    """Lets graphs run concurrently but be made one at a time: torch's tracer changes process-wide state."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = self._waiting = 0
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Runs at the same time as others that use this method."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting)
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Runs while nothing else does."""
-        with self._changed:
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: not self._running)
-                yield
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
+# Graphs of a CPU run concurrently, so many at a time. But graphs are made one at a time, while none runs, since torch's
+# tracer changes process-wide state, and those of a GPU run one at a time.
+_AT_ONCE = 16
+_running, _one = threading.Semaphore(_AT_ONCE), threading.Lock()
 
 
-_turns = _ReadWriteLock()
+@contextmanager
+def _making() -> Iterator[None]:
+    with _one, ExitStack() as stack:
+        for _ in range(_AT_ONCE):
+            stack.enter_context(_running)
+        yield
 
 
 @dataclass
@@ -130,10 +109,10 @@ class Graphs:
     def count(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
+    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
         """Returns the graph of ``function`` for the shapes of ``inputs``, ``None`` as long as there is none.
 
-        ``key`` is what the graph depends on besides its inputs, ``what`` describes it in messages.
+        ``key`` is what the graph depends on besides its inputs.
         """
         with self._lock:
             if key in self._graphs or self.refused:
@@ -154,7 +133,7 @@ class Graphs:
                 self._new.clear()
             self._are_slower()
 
-    def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
+    def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
         if not self.count:
             _logger.warning(
                 f"{self.whose}: making compiled graphs, one for each shape that recurs; each takes a second to a "
@@ -162,29 +141,29 @@ class Graphs:
             )
         began = perf_counter()
         try:
-            with _turns.alone():
+            with _making():
                 run = self._compiled(function, inputs)
         except torch.OutOfMemoryError:
             raise
         except NoGraphError as error:
-            _logger.info(f"{self.whose}: no graph of {what}: {error}.")
+            _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
             self._graphs[key] = None
             return None
         except (AssertionError, RuntimeError, TypeError) as error:
             self.refuse(error)
             return None
         self._new.append(perf_counter() - began)
-        _logger.info(f"{self.whose}: graph of {what}: {self._new[-1]:.1f} s.")
-        graph = self._graphs[key] = Graph(run, what, _clock_of(inputs[0].device))
+        graph = self._graphs[key] = Graph(run, what(), _clock_of(inputs[0].device))
+        _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
 
     def refuse(self, error: Exception) -> None:
         """Makes and uses no more graphs after an error of torch's compiler."""
-        self.refused = _first_line(error)
+        self.refused = brief(error)
         self._graphs.clear()
         warn_once(
-            f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forward: "
-            f"{self.refused} The output is the same."
+            f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forwards "
+            f"({self.refused}). The output is the same."
         )
 
     def _are_slower(self) -> bool:
@@ -217,7 +196,7 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
     """A clock that waits for a device, so that it measures more than launches there."""
 
     def settled() -> float:
-        with _turns.together():  # a wait would end the recording of a CUDA graph in another thread
+        with _one:  # a wait would end the recording of a CUDA graph in another thread
             wait_for(device)
         return perf_counter()
 
@@ -229,14 +208,13 @@ def _options(config: CompileConfig) -> dict[str, Any]:
 
 
 def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Runs while no graph is being made."""
-    with _turns.together():
+    with _running:
         return run(*inputs)
 
 
 def _copied(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
     """Runs alone and copies the results, since the next run of any CUDA graph overwrites them."""
-    with _turns.alone():
+    with _one:
         torch.compiler.cudagraph_mark_step_begin()
         return [value.clone() for value in run(*inputs)]
 
@@ -286,11 +264,9 @@ def _constant(value: Any) -> Hashable | None:
         return (value,)
     if isinstance(value, torch.Tensor):
         return id(value), value.data_ptr()
-    if type(value) in (list, tuple):
-        return tuple(map(_constant, value))
     if type(value) is dict:
-        return tuple((str(name), _constant(one)) for name, one in value.items())
-    return None
+        value = list(value.items())
+    return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
 
 
 def _check(config: CompileConfig) -> None:
@@ -298,12 +274,6 @@ def _check(config: CompileConfig) -> None:
         torch.compile(torch.nn.Identity(), **_options(config))
     except (RuntimeError, TypeError) as error:
         raise SettingError(
-            f"torch.compile does not take {config!r}: {_first_line(error)} Pass SelfSpec(compile=True), or change the "
+            f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "
             "CompileConfig."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of a message, as a sentence."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".") + "."

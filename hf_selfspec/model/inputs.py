@@ -152,10 +152,6 @@ class DecodeInputs:
             offsets = offsets.index_select(_ROW_DIM, torch.tensor(rows, device=slots.device))
         return offsets + slots
 
-    def marks_of(self, count: int) -> dict[str, torch.Tensor]:
-        """Returns the marks of ``count`` tokens, each ``[b, count]``."""
-        return {name: mark.expand(-1, count) for name, mark in self.marks.items()}
-
 
 class _NoOutput(dict[str, Any]):
     """Stands for a model's output before its first forward: every attribute is ``None``."""
@@ -165,9 +161,8 @@ class _NoOutput(dict[str, Any]):
 
 
 def _is_same(value: Any, given: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
-        return value is given
-    return value.shape == given.shape and torch.equal(value, given.to(value.device))
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor)
+    return torch.equal(value, given.to(value.device)) if are_tensors else value is given
 
 
 @dataclass(frozen=True)

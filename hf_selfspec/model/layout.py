@@ -130,7 +130,6 @@ class Feed:
     counts: Sequence[int] | None = None  # for a prefill the number of real tokens in each row
 
     def positions(self) -> torch.Tensor:
-        """The position of each token, ``[b, s]``."""
         (b, s), device = self.tokens.shape[:2], self.tokens.device
         if self.nodes is None:
             return self.starts.onwards(s, device).expand(b, s)
@@ -159,7 +158,6 @@ class ActiveRows:
         return values.new_zeros(shape).index_copy_(_ROW_DIM, self._index(values.device), values)
 
     def _index(self, device: torch.device) -> torch.Tensor:
-        """The indices on a device, uploaded once."""
         if device not in self._indices:
             self._indices[device] = upload(self.kept, device)
         return self._indices[device]

@@ -15,7 +15,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TypeGuard
 
@@ -111,7 +111,6 @@ class LinearAutotuner:
         return way
 
     def known(self, count: int, weight: torch.Tensor) -> Way | None:
-        """Returns the chosen way, ``None`` before the first use."""
         return self._found.get(_key(count, weight))
 
     def _timed(self, input: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
@@ -161,6 +160,9 @@ _installed = SharedChange()
 
 def few_token_linears(model: nn.Module, is_active: Callable[[], bool]) -> AbstractContextManager[None]:
     """Returns a context in which the linear layers of ``model`` are faster for few tokens, see :func:`is_served`."""
+    first = next(model.parameters())
+    if not first.is_cpu or first.dtype is torch.bfloat16:
+        return nullcontext()  # without looking at each layer
 
     def install(forwards: InstanceForwards) -> None:
         for module, forward in few_token_forwards(all_modules(model), is_active):

@@ -85,11 +85,16 @@ class ForwardPass:
             self.passed = self.passed.union(range(self.start), range(stop, num_layers))
 
     @property
+    def functions(self) -> tuple[Any, ...]:
+        """What is called in the forward."""
+        return self.after_layer, self.stop_fn, self.head_input_fn, self.head_rows
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
-        functions = (self.after_layer, self.stop_fn, self.head_input_fn, self.head_rows)
-        whole = self.plan.is_whole and not self.passed and self.capture < 0 and self.state is None
-        return whole and self.ends is None and functions == (None,) * 4
+        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.deltas
+        is_kept = self.capture >= 0 or self.state is not None or self.ends is not None
+        return not is_part and not is_kept and self.functions == (None,) * 4
 
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
         """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
@@ -125,13 +130,10 @@ def _install(anatomy: Anatomy, model: nn.Module, forwards: InstanceForwards) -> 
         forwards.replace(layer, _layer_forward(layer, index, arity, is_last=index == anatomy.num_layers - 1))
         attention, mlp = anatomy.attention[index], anatomy.mlp[index]
         if attention is not None:
-            forwards.set(
-                attention, "forward", _block_forward(attention, index, arity, "skipped_attention", silent=True)
-            )
+            forwards.replace(attention, _block_forward(attention, index, arity, "skipped_attention", silent=True))
         for module in mlp:
-            forwards.set(
-                module, "forward", _block_forward(module, index, arity, "skipped_mlp", silent=module is mlp[-1])
-            )
+            silent = module is mlp[-1]
+            forwards.replace(module, _block_forward(module, index, arity, "skipped_mlp", silent))
 
 
 def _stack_forward(stack: nn.Module) -> Forward:

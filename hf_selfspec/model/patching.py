@@ -25,7 +25,6 @@ class PerThread(threading.local, Generic[_T]):
 
     @contextmanager
     def during(self, value: _T | None) -> Iterator[None]:
-        """Sets the value of this thread, and the one before afterwards."""
         before, self.now = self.now, value
         try:
             yield
@@ -50,7 +49,6 @@ class InstanceForwards(ExitStack):
         self.put(owner.__dict__, name, value)
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
-        """Sets an entry of a mapping."""
         self.callback(_put_back, values, name, values.get(name, _MISSING))
         values[name] = value
 

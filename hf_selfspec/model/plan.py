@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 import torch.nn as nn
 
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from .anatomy import Anatomy
 
 
@@ -30,15 +30,6 @@ class LayerPlan:
     skipped_mlp: frozenset[int] = frozenset()
     deltas: LoraDeltas | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("skipped_attention", "skipped_mlp"):
-            wrong = sorted(index for index in getattr(self, name) if not 0 <= index < self.num_layers)
-            if wrong:
-                raise SettingError(
-                    f"{name.removeprefix('skipped_')} block {wrong[0]} does not exist: the model has "
-                    f"{self.num_layers} layers, 0 to {self.num_layers - 1}."
-                )
-
     @classmethod
     def early_exit(cls, num_layers: int, layer: int, deltas: LoraDeltas | None = None) -> LayerPlan:
         """The plan that runs layers ``0 .. layer-1``."""
@@ -52,12 +43,7 @@ class LayerPlan:
 
     @cached_property
     def skipped_layers(self) -> frozenset[int]:
-        """The layers of which nothing runs."""
         return self.skipped_attention & self.skipped_mlp
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.skipped_attention and not self.skipped_mlp and self.deltas is None
 
     @property
     def first_altered(self) -> int:

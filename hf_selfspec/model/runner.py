@@ -81,8 +81,7 @@ class GraphRunner:
         target, tokens, nodes = self.target, feed.tokens, feed.nodes
         whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]
-        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.deltas)
-        is_changed = any(change is not None for change in changes)
+        is_changed = (*run.functions, run.plan.deltas) != (None,) * 5
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
@@ -98,18 +97,15 @@ class GraphRunner:
             *buffers,
         ]
         key: Hashable = (
-            *(whole, nodes is not None, run.state is not None),
-            _modes(device),
-            target.autocast,
-            run.plan,
-            run.start,
-            run.stop,
-            run.capture,
-            run.chooses,
+            *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast),
+            *(run.plan, run.start, run.stop, run.capture, run.chooses),
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
         )
-        shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
-        what = f"{shape}, layers {run.plan.picture()}"
+
+        def what() -> str:
+            shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
+            return f"{shape}, layers {run.plan.picture()}"
+
         begun = perf_counter()
         graph = self.graphs.find(key, partial(self._forward, run, nodes is not None), inputs, what)
         self.waited_seconds += perf_counter() - begun
@@ -189,22 +185,12 @@ def _needs_addresses(device: torch.device) -> bool:
 def _modes(device: torch.device) -> Hashable:
     """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return (
-        autocast,
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        _matmul_precision(),
-    )
-
-
-def _matmul_precision() -> Hashable:
-    """How float32 matrices are multiplied. Torch's older name for it is an error once one of the newer ones was set."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        return torch.get_float32_matmul_precision()  # torch before 2.9
-    return tuple(getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn"))
+    modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    # Before torch 2.9 float32 matrices had one precision, whose function is an error once a newer one was set.
+    is_old = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    of_backends = (getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn"))
+    precision = torch.get_float32_matmul_precision() if is_old else tuple(one.fp32_precision for one in of_backends)
+    return autocast, modes, torch.get_num_threads(), torch.get_default_dtype(), precision
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:

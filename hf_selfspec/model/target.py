@@ -285,7 +285,7 @@ class Target:
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = run.keep
         kwargs.update(self.following.extra)
-        kwargs.update(self.following.marks_of(s))
+        kwargs.update((name, mark.expand(-1, s)) for name, mark in self.following.marks.items())
         states = turns() if self.anatomy.is_recurrent else nullcontext()
         begun = perf_counter()
         with within(self.autocast), obeying(run), at_positions(spec), states:

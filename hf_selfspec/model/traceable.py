@@ -20,10 +20,6 @@ _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 tracing = PerThread[bool]()  # whether this thread runs a forward to trace it, with tensors that have no values
 
 
-class NotTraceableError(RuntimeError):
-    """A forward reads a number that changes from round to round."""
-
-
 class NoGraphError(RuntimeError):
     """A forward of this shape is better without a graph; others can be graphs."""
 
@@ -32,14 +28,9 @@ class ChangingNumber:
     """A number that a graph must not hold: whatever is computed with it ends the trace."""
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise NotTraceableError("the forward computes with the number of tokens in the cache")
+        raise RuntimeError("the forward computes with the number of tokens in the cache")
 
-    def __eq__(self, other: object) -> bool:
-        self._refuse(other)
-
-    def __ne__(self, other: object) -> bool:
-        self._refuse(other)
-
+    __eq__ = __ne__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __floordiv__ = __mod__ = __truediv__ = __int__ = __index__ = __float__ = __bool__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse

@@ -74,15 +74,10 @@ def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
         return found[: len(tensors)]
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
-    return [tensor.tolist() for tensor in _together(tensors)]
-
-
-def _together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies tensors of one device to the host as bytes, in one transfer."""
     in_bytes = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
-    pieces = torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes])
+    pieces = zip(torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes]), tensors, strict=True)
     # A number starts at a multiple of its size.
-    return [piece.clone().view(like.dtype).view(like.shape) for piece, like in zip(pieces, tensors, strict=True)]
+    return [piece.clone().view(like.dtype).view(like.shape).tolist() for piece, like in pieces]
 
 
 class RowNumbers(tuple[int, ...]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ..learned.files import folder_written_whole, path_of, read_json, reported
-from ..model.fingerprint import SHOWN, Fingerprint
+from ..model.fingerprint import Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
-_copying = threading.RLock()
+# Copies of modules on other devices.
+_copies = weakref.WeakKeyDictionary[nn.Module, dict[torch.device, Any]]()
 _M = TypeVar("_M", bound="DraftModule")
 
 
@@ -45,7 +46,6 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @property
     def about(self) -> dict[str, Any]:
-        """The model that the module belongs to, the recipe and the figures, see the class."""
         found: dict[str, Any] = self.__dict__["_about"]
         return found
 
@@ -61,30 +61,24 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         self.__dict__["_about"] = found
         self.__dict__["_hub_mixin_config"] = {**self.__dict__["_hub_mixin_config"], "about": known}
 
-    def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        """Checks entries that only one kind of module has."""
+    def _check_about(self, name: str, known: dict[str, Any]) -> None: ...
 
     def on(self, device: torch.device) -> Self:
         """Returns the module itself if it is on that device already, otherwise a copy there, which is made once."""
         if next(self.parameters()).device == device:
             return self
-        with _copying:
-            copies: dict[torch.device, Self] = self.__dict__.pop("_copies", {})
-            try:
-                if device not in copies:
-                    copies[device] = copy.deepcopy(self).to(device)
-                return copies[device]
-            finally:
-                self.__dict__["_copies"] = copies
+        copies = _copies.setdefault(self, {})
+        if device not in copies:
+            copies[device] = copy.deepcopy(self).to(device)
+        found: Self = copies[device]
+        return found
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""
-        with _copying:
-            self.__dict__.pop("_copies", None)
+        _copies.pop(self, None)
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -104,7 +98,6 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         return str(known[1])
 
     def extra_repr(self) -> str:
-        """What tells the module from others of its kind."""
         return self.digest
 
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
@@ -141,23 +134,19 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         """
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (_file(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
-        damaged = f"is not a saved {cls.kind}, or was cut short or changed"
-        try:
-            config = read_json(config_file)
-            if not isinstance(config, dict):
-                raise ValueError(f"it holds {repr(config)[:SHOWN]}")
-        except ValueError as error:
-            raise SettingError(f"{config_file} {damaged} ({error}). Fit and save it again.") from error
         try:
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
-                module = cls(**config)
+                module = cls(**read_json(config_file))
             # Copies, since the file may change.
             tensors = {key: value.clone() for key, value in load_file(weights_file).items()}
             module.load_state_dict(tensors, assign=True)
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
-        except (SafetensorError, OSError, RuntimeError, TypeError) as error:
-            raise SettingError(f"{name} {damaged} ({' '.join(str(error).split())}). Fit and save it again.") from error
+        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise SettingError(
+                f"{name} holds no saved {cls.kind}, or one whose {CONFIG} or {WEIGHTS} was cut short or changed "
+                f"({brief(error)}). Fit and save it again."
+            ) from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
@@ -197,7 +186,7 @@ def _object(name: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {repr(value)[:SHOWN]}.")
+        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {brief(repr(value))}.")
     return value
 
 
@@ -217,7 +206,7 @@ def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is saved with the weights, in a form that JSON can hold."""
+    """Returns what is saved with the weights."""
     fingerprint = Fingerprint.of_decoder(model)
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 

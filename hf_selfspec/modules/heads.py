@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 
-from ..errors import SettingError, SettingTypeError
-from ..model.fingerprint import SHOWN
+from ..errors import SettingError, SettingTypeError, brief
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
 from .draft_module import DraftModule
@@ -26,10 +27,6 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def _top(logits: torch.Tensor) -> torch.Tensor:
-    return logits.softmax(-1).amax(-1)
-
-
 def _margin(logits: torch.Tensor) -> torch.Tensor:
     first, second = logits.softmax(-1).topk(2, -1).values.unbind(-1)
     return first - second
@@ -38,7 +35,7 @@ def _margin(logits: torch.Tensor) -> torch.Tensor:
 # The confidence of a distribution, from logits [..., v]; higher is surer, so the entropy is negated.
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "entropy": lambda logits: -entropy(logits),
-    "probability": _top,
+    "probability": lambda logits: logits.softmax(-1).amax(-1),
     "margin": _margin,
 }
 
@@ -99,8 +96,19 @@ class ExitHeads(DraftModule):
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        if known.get("calibration"):
-            _check_calibration(f"{name}['calibration']", known["calibration"], len(self.layers))
+        if not (found := known.get("calibration")):
+            return
+        try:
+            rates, limits = [found["epsilons"], *found["acceptance"].values()], found["thresholds"]
+            rows = np.array([*rates, *chain(*(limits[metric] for metric in METRICS))], dtype=float)  # of one length
+            is_right = {found["metric"], *limits} == METRICS.keys() and len(rows) == 4 + 3 * len(self.layers)
+        except (TypeError, KeyError, ValueError, AttributeError):
+            is_right = False
+        if not is_right:
+            raise SettingError(
+                f"{name}['calibration'] is not one that calibrate_exit_heads has written for {len(self.layers)} heads, "
+                f"got {brief(repr(found))}."
+            )
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` logits of a head for the states ``[..., d]`` that left the layers before it."""
@@ -110,7 +118,6 @@ class ExitHeads(DraftModule):
 
     @property
     def metric(self) -> str:
-        """The metric of confidence that is used by default."""
         return str(self._calibration["metric"])
 
     @property
@@ -168,43 +175,13 @@ class ExitHeads(DraftModule):
 
     def _by_metric(self, table: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)
-        found = self._calibration.get(table, {})
-        chosen = metric or self.metric
-        if not isinstance(found, dict) or chosen not in found:
-            raise SettingError(
-                f"these exit heads were not calibrated by {chosen!r}: calibrate them, see calibrate_exit_heads."
-            )
-        return list(found[chosen])
+        return list(self._calibration[table][metric or self.metric])
 
 
 def check_metric(name: str, metric: str | None) -> None:
     """Raises if there is no such metric of confidence."""
     if metric is not None and (not isinstance(metric, str) or metric not in METRICS):
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
-
-
-def _check_calibration(name: str, found: Any, heads: int) -> None:
-    """Raises if ``found`` does not have the form that :func:`calibrate` returns for ``heads`` heads."""
-    try:
-        epsilons, tables = found["epsilons"], [found.get(name, {}) for name in ("thresholds", "acceptance")]
-        # A list of thresholds was written by an earlier version; such heads have to be calibrated again.
-        by_metric, acceptance = ({} if isinstance(table, list) else table for table in tables)
-        rates = [epsilons, *acceptance.values()]
-        rows = [*rates, *(row for by_head in by_metric.values() for row in by_head)]
-        is_right = (
-            {found["metric"], *acceptance, *by_metric} <= METRICS.keys()
-            and epsilons == sorted(set(epsilons))
-            and all(len(by_head) == heads for by_head in by_metric.values())
-            and all(isinstance(row, list) and len(row) == len(epsilons) for row in rows)
-            and all(math.isfinite(value) for row in rows for value in row if value is not None)
-            and all(0 <= value <= 1 for row in rates for value in row if value is not None)
-        )
-    except (TypeError, KeyError, AttributeError):
-        is_right = False
-    if not is_right:
-        raise SettingError(
-            f"{name} is not one that calibrate_exit_heads has written for {heads} heads, got {repr(found)[:SHOWN]}."
-        )
 
 
 # What heads predict along one text: by metric the confidence [K, n], and whether they are right [K, n].
@@ -244,11 +221,7 @@ def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float 
 
 
 def drafts(sure: list[bool], right: list[bool], most: int) -> tuple[int, int]:
-    """Simulates drafting a text from its second token on; returns how many tokens are drafted and accepted.
-
-    A draft of up to ``most`` tokens continues as long as tokens are sure, even past wrong ones, after which it is
-    assumed to follow the text. After the accepted tokens comes one of the whole model.
-    """
+    """Simulates drafting a text, up to ``most`` tokens at once; returns how many tokens are drafted and accepted."""
     drafted = accepted = 0
     start = 1  # the first token comes from the prefill
     while start < len(sure):
@@ -269,7 +242,6 @@ def _roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
 
 
 def _mean_auc(auc: dict[str, list[float | None]]) -> dict[str, float]:
-    """The mean over heads by metric, of those that were measured."""
     known = {name: [value for value in values if value is not None] for name, values in auc.items()}
     return {name: mean(values) for name, values in known.items() if values}
 

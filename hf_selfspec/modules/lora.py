@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class DraftLora(DraftModule):
         self.exit_layer, self.rank, self.about = exit_layer, rank, about
         self.shapes = tuple(_shape(found, exit_layer) for found in shapes)
         if not self.shapes:
-            raise SettingError("DraftLora(shapes) names no linear layer: give at least one.")
+            raise SettingError("DraftLora(shapes) names no linear layer. If the model has none, fit an adapter.")
         self.down = nn.ParameterList([nn.Linear(width, rank, bias=False).weight for _, width, _ in self.shapes])
         self.up = nn.ParameterList([nn.Linear(rank, out, bias=False).weight for _, _, out in self.shapes])
         for up in self.up:
@@ -85,7 +86,7 @@ class DraftLora(DraftModule):
             is_plain = weight.is_floating_point() and weight.element_size() > 1  # not quantised
             dtype = weight.dtype if is_plain else own.up[index].dtype
             down, up = (matrix.to(weight.device, dtype) for matrix in (own.down[index], _SCALE * own.up[index]))
-            found[module] = _delta(down, up)
+            found[module] = partial(_added, down, up)
         return LoraDeltas(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 
@@ -98,24 +99,20 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _delta(down: torch.Tensor, up: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    def add(input: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.linear(input.to(down.dtype), down), up)
-
-    return add
+def _added(down: torch.Tensor, up: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.linear(input.to(down.dtype), down), up)
 
 
 def _shape(found: Any, exit_layer: int) -> Shape:
     """One entry of ``shapes``, as JSON holds it; raises for anything else."""
-    is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 3
-    if not is_list or not isinstance(found[0], str):
+    if not isinstance(found, Sequence) or len(found) != 3 or not isinstance(found[0], str):
         raise SettingTypeError(f"DraftLora(shapes) must hold [name, width of input, width of output], got {found!r}.")
     name, width, out = found
-    layer, dot, path = name.partition(".")
-    if not layer.isdigit() or not dot or not path or int(layer) >= exit_layer:
+    layer, _, path = name.partition(".")
+    if not layer.isdigit() or not path or int(layer) >= exit_layer:
         raise SettingError(
             f"DraftLora(shapes) names {name!r}: names are like '0.mlp.up_proj', with a layer below {exit_layer}."
         )
-    check_count(f"DraftLora(shapes): width of the input of {name!r}", width, most=MOST_WIDTH)
-    check_count(f"DraftLora(shapes): width of the output of {name!r}", out, most=MOST_WIDTH)
+    for value in (width, out):
+        check_count(f"DraftLora(shapes): a width of {name!r}", value, most=MOST_WIDTH)
     return name, width, out

@@ -51,7 +51,6 @@ class ReducedHead(DraftModule):
         return head
 
     def extra_repr(self) -> str:
-        """The number of tokens, and a short hash of their ids."""
         digest = hashlib.sha256(self.tokens.cpu().numpy().tobytes()).hexdigest()[:8]
         return f"{len(self.tokens)} of {self.vocabulary} tokens, {digest}"
 

@@ -160,13 +160,8 @@ class Stopwatch:
                 times.append(seconds_of(run, ids.device, target.clock))
         return True
 
-    def complete(self, rounds: Sequence[float] = (), anew: bool = False) -> ForwardCosts:
-        """Ends the times of a text, with the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed.
-
-        With ``anew``, earlier times no longer count.
-        """
-        if anew:
-            self.seconds = {name: times[self._before.get(name, 0) :] for name, times in self.seconds.items()}
+    def complete(self, rounds: Sequence[float] = ()) -> ForwardCosts:
+        """Ends the times of a text, with the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed."""
         self.texts += 1
         self._before = {name: len(times) for name, times in self.seconds.items()}
         self.found = replace(self.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))

@@ -45,10 +45,6 @@ class Trace:
     def tokens(self) -> int:
         return self.accept.size
 
-    def eased(self, factor: float) -> Trace:
-        """The trace with acceptance probabilities scaled by ``factor``, at most 1."""
-        return Trace(np.minimum(self.accept * factor, 1.0), self.confidence) if factor != 1.0 else self
-
     def part(self, row: int, start: int, end: int) -> Trace:
         """The positions from ``start`` to before ``end`` of one row."""
         return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])

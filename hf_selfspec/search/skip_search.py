@@ -16,27 +16,20 @@ from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
 from .costs import ForwardCosts, Pace, Stopwatch
-from .estimates import Feedback
-from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from .proposers import SkipSpace, first_sizes, next_set, next_sizes, other_ratio
+from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_set, next_sizes, other_ratio
 from .replay import Rule, Trace
-from .trials import Records, Trial
+from .trials import Feedback, Records, Trial
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
-# How many trials of a set are kept once the search is over, and how many are kept for plots.
-_KEPT, _LOGGED = 16, 1024
+# How many trials are kept for plots.
+_LOGGED = 1024
 # How many of the best sets are tried again on each new window.
 _TRIED_AGAIN = 3
 # On how many windows a set has to be good enough to end the search.
 _CONFIRMED = 3
-# Windows after which a set that does not pay is tried once more.
-_IDLE = 16
 # Number of texts on which forwards are timed in a search, and of trials between them.
 _TIMED_TEXTS, _TIMED_AFTER = 2, 4
-# A search for the closest layers whose best set of all sizes stays below this expected speed-up in two windows is given
-# up. One set is still tried again every 16 windows.
-_HOPELESS = 0.9
 
 
 class SkipSearch(Findings):
@@ -66,32 +59,24 @@ class SkipSearch(Findings):
         self.choice = self._untried(start)
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # best sets, from which step on
-        self.generated = self._idle_tokens = 0  # tokens of these calls
+        self.generated = 0  # tokens of these calls
         self.search_seconds = 0.0  # of trials in these calls
         self.timings, self.pace = Stopwatch(*space.timed_plans()), Pace()
         self._lock = threading.Lock()
         self._start_over()
-        # Sets to try in this window before new ones; a number stands for the closest set of so many layers.
-        self._queue: list[LayerPlan | int] = [start]
-        self._starts_closest = self._finds_closest  # the closest layers of the first text replace ``start``
 
     def _start_over(self) -> None:
         costs = self.timings.found if self.auto else None
         self._records = Records(self.space, self._rules, self._max_draft, costs, by_size=self._finds_closest)
         self._feedback = Feedback()
-        self._expected_rate, self._has_drafted = 0.0, False
-        self.window = self.steps = self._since_better = self._last_retry = 0
-        self.is_over = self._starts_closest = False
-        self._queue = []
+        self.window = self.steps = self._since_better = 0
+        self.is_over = False
+        # Sets to try in this window before new ones; a number stands for the closest set of so many layers.
+        self._queue: list[LayerPlan | int] = [] if self._finds_closest else [self.best]
         # For OnTheFlySearch: the ratio of new sets, and all that were searched.
         self._ratio, self._searched = self._first_ratio, {self._first_ratio}
         self._rng = np.random.default_rng(getattr(self.settings, "seed", 0))
-        # For ClosestLayers: the number of layers of the first set, the closest sets on this text, and its windows.
-        self._layers = len(self.space.whole_layers)
-        self._size = max(1, round(self._first_ratio * self._layers))
-        self._sizes = first_sizes(self._layers) if self.auto else [self._size]
-        self._closest: list[LayerPlan] = []
-        self._windows = 0
+        self._closest: list[LayerPlan] = []  # for ClosestLayers: the closest sets on this text
 
     @property
     def best(self) -> LayerPlan:
@@ -108,38 +93,31 @@ class SkipSearch(Findings):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no draft pays and nothing will be tried in the next window."""
-        has_tries = not self.is_over or self._queue or self.window + 1 >= self._last_retry + _IDLE
-        return not (self.choice.drafts or has_tries)
+        """Whether the search has ended without a draft that pays, by timings of this process."""
+        return self.is_over and not self.choice.drafts and not self.wants_timings
 
     @property
     def wants_timings(self) -> bool:
-        """Whether forwards should be timed on this text: at first, after some trials, and when a set is tried again."""
+        """Whether forwards should be timed on this text: at first and after some trials; once where a file ended it."""
         count = self.timings.texts
-        if self.is_over:
-            return self.auto and (bool(self._queue) or not count)
-        return self.auto and count < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * count
+        most = 1 if self.is_over else _TIMED_TEXTS
+        return self.auto and count < most and self.steps >= _TIMED_AFTER * count
 
     @property
     def wants_closest(self) -> int:
         """How many of the layers closest to the whole model the next set needs, 0 if it needs no such sets."""
-        if self._closest or not (self._starts_closest or (self._queue and isinstance(self._queue[0], int))):
+        if self._closest or not (self._queue and isinstance(self._queue[0], int)):
             return 0
-        return max(size for size in [*self._queue, *self._sizes[-1:]] if isinstance(size, int))
+        return max(size for size in self._queue if isinstance(size, int))
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
     def see_closest(self, plans: list[LayerPlan]) -> None:
-        """Takes the closest sets of 1, 2, ... layers for the current text; the first ones begin to draft."""
+        """Takes the closest sets of 1, 2, ... layers for the current text."""
         with self._lock:
             self._closest = plans
-            if self._starts_closest:
-                self._starts_closest = False
-                first = plans[min(self._size, len(plans)) - 1]
-                self._queue = [first, *(one for one in self._queue if isinstance(one, int))]
-                self._lead(self._untried(first))
 
     def propose(self) -> LayerPlan | None:
         """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window."""
@@ -157,71 +135,54 @@ class SkipSearch(Findings):
         """Starts a window of new text, on which the sets that look best will be tried."""
         with self._lock:
             self.window += 1
-            if not self.is_over and any(isinstance(size, int) for size in self._queue):
+            if any(isinstance(size, int) for size in self._queue):
                 return
-            has_paid = self.choice.drafts
-            if self.best in self._records.sets:
-                self._choose()
             leaders = self._records.leaders()
-            if self.is_over and not self._begins_again(has_paid):
-                return
-            if not self._has_drafted:
-                self._feedback = Feedback()  # without drafts nothing would correct it
-            self._has_drafted = False
+            if self.is_over:
+                if not self._feedback.has_become_hard():
+                    return
+                self._start_over()
             again = _TRIED_AGAIN if self.settings.tries_each_round or not self.steps else 1
-            self._queue = list(leaders[:again] or [self.best])
+            self._queue = list(leaders[:again]) or self._queue
             if self._finds_closest:
-                self._queue += self._sizes_of_window()
+                self._closest = []
+                self._queue += self._sizes()
 
-    def _begins_again(self, has_paid: bool) -> bool:
-        """Starts over where text has become hard; else a set that does not pay may be tried once more."""
-        retry_is_due = not self.choice.drafts and self.window >= self._last_retry + _IDLE
-        if self._feedback.has_become_hard() or (has_paid and retry_is_due):
-            self._start_over()
-            return True
-        if retry_is_due:
-            self._queue, self._last_retry = [self.best], self.window
-            self._feedback = Feedback()  # whether it pays now does not depend on earlier drafts
-        return False
-
-    def _sizes_of_window(self) -> list[int]:
+    def _sizes(self) -> list[int]:
         """On the first text sizes of all kinds, from the sets that were found for the first one; then two."""
-        self._windows += 1
-        if self._windows > 1:
-            self._closest = []
-            if self.auto:
-                self._size = len(self.best.skipped_layers) or self._size
-                target = self.settings.target_matchness
-                self._sizes = next_sizes(self._layers, self._size, self.choice.matchness, target, self._windows)
-        return self._sizes
+        layers = len(self.space.whole_layers)
+        usual = max(1, round(self._first_ratio * layers))
+        if not self.auto:
+            return [usual]
+        if not self.steps:
+            return first_sizes(layers)
+        best = len(self.best.skipped_layers) or usual
+        return next_sizes(layers, best, self.choice.matchness, self.settings.target_matchness, self.window)
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
         """Records a trial: what ``plan`` predicts where the text's tokens are known."""
         with self._lock:
             trial = Trial(plan, tuple(traces), self.window, self.generated)
             self.trials.append(trial)
-            self._records.add(trial, _KEPT if self.is_over else None)
+            self._records.add(trial)
             is_better = self._choose()
-            self._starts_closest = False
             self.steps += 1
             self._since_better = 0 if is_better else self._since_better + 1
             if self._is_done():
-                self.is_over, self._queue, self._last_retry = True, [], self.window
+                self.is_over, self._queue = True, []
         if self.changed is not None:
             self.changed()
 
     def _is_done(self) -> bool:
         """Whether the search ends after a trial; where it is only done with sets of one ratio, it begins another."""
-        settings, choice = self.settings, self.choice
-        record, matchness = self._records.sets.get(self.best), choice.matchness
-        is_good = matchness > settings.target_matchness and record is not None and len(record.trials) >= _CONFIRMED
-        is_stuck = self._since_better >= settings.patience or (is_good and self._may_end_with_best())
+        settings, matchness = self.settings, self.choice.matchness
+        is_good = matchness > settings.target_matchness and len(self._records.sets[self.best].trials) >= _CONFIRMED
+        # Where sizes are compared, only a set of the present one may end the search by matching well.
+        has_size = not self._finds_closest and len(self.space.places(self.best)) == self.space.count(self._ratio)
         if self.steps >= settings.max_steps:
             return True
-        if not is_stuck:
-            speedup = choice.expected_speedup
-            has_tried_all = self.auto and self._windows > 1 and not any(isinstance(one, int) for one in self._queue)
-            return self._finds_closest and has_tried_all and speedup is not None and speedup < _HOPELESS
+        if self._since_better < settings.patience and not (is_good and (has_size or not self.auto)):
+            return False
         if self.auto and not self._finds_closest:
             ratio = other_ratio(self._ratio, matchness, settings.target_matchness)
             if ratio not in self._searched:
@@ -230,41 +191,24 @@ class SkipSearch(Findings):
                 return False
         return True
 
-    def _may_end_with_best(self) -> bool:
-        """Whether a set that matches well ends the search: where sizes are compared, only one of the present size."""
-        if not self.auto or self._finds_closest:
-            return not self.auto
-        return len(self.space.places(self.best)) == self.space.count(self._ratio)
-
     def time(self, rounds: Sequence[float] = ()) -> None:
         """Takes in the timings of a text, see :meth:`Stopwatch.complete`."""
         with self._lock:
-            # Once a search is over, the machine may be a different or busier one.
-            costs = self.timings.complete(rounds, anew=self.is_over)
+            costs = self.timings.complete(rounds)
             if self.auto:
                 self._records.use(costs)
             if self._records.sets:
                 self._choose()
 
-    def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Records a call that neither drafted nor tried anything."""
-        with self._lock:
-            self.generated += tokens
-            windows, self._idle_tokens = divmod(self._idle_tokens + tokens, self.settings.context_window)
-            self.window += windows
-            self._feedback = Feedback()
+    def watch(self, plan: LayerPlan, drafted: int, accepted: int, tokens: int) -> None:
+        """Records a round in which ``plan`` drafted, and the tokens that it has brought.
 
-    def watch(self, plan: LayerPlan, rows: int, drafted: int, tokens: int) -> None:
-        """Records a round in which ``plan`` drafted; without that, each of the rows would have gained one token.
-
-        How often drafts are accepted, compared with what the trials predicted, shows how hard the text is. If it has
-        become much harder, the search starts over (SWIFT's dynamic streams, Figure 7).
+        If much less is accepted than when the search ended, it starts over (SWIFT's dynamic streams, Figure 7).
         """
         with self._lock:
             self.generated += tokens
-            self._has_drafted = self._has_drafted or drafted > 0
-            if plan == self.best and drafted and self._expected_rate:
-                self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows)
+            if plan == self.best:
+                self._feedback.add(drafted, accepted)
 
     def _untried(self, plan: LayerPlan, matchness: float = 0.0) -> SkipChoice:
         """The choice of a set without costs: where speed decides, it drafts only once that is known to pay."""
@@ -272,21 +216,13 @@ class SkipSearch(Findings):
 
     def _choose(self) -> bool:
         """Switches to the best set, and returns whether it is a new one. Once the search is over, the set is kept."""
-        worth = self._records.worth()
-        best = self.best if self.is_over else max(worth, key=lambda plan: worth[plan])
-        if self._records.costs is None:
-            self._expected_rate = worth[best]
-            return self._lead(self._untried(best, worth[best]))
-        choice, self._expected_rate = self._records.choice(best, self._feedback.ease)
-        return self._lead(choice)
-
-    def _lead(self, choice: SkipChoice) -> bool:
-        is_new = choice.plan != self.choice.plan
-        self.choice = choice
-        if is_new:
+        worth, before = self._records.worth(), self.best
+        best = before if self.is_over else max(worth, key=lambda plan: worth[plan])
+        self.choice = self._records.choice(best) or self._untried(best, worth[best])
+        if best != before:
             self._feedback = Feedback()
-            self.found.append((len(self.trials), choice.plan))
-        return is_new
+            self.found.append((len(self.trials), best))
+        return best != before
 
     def state(self) -> dict[str, Any]:
         with self._lock:
@@ -314,5 +250,7 @@ class SkipSearch(Findings):
             self._start_over()
             for trial in trials:
                 self._records.add(trial)
-            window = max((trial.window for trial in trials), default=0)
-            self.steps, self.is_over, self.window, self._last_retry = len(trials), is_over, window, window
+            self.steps, self.is_over = len(trials), is_over
+            if is_over:
+                self._queue = []
+            self.window = max((trial.window for trial in trials), default=0)

@@ -1,11 +1,12 @@
-"""Trials of sets of skipped blocks on windows of text, and the estimated value of each set."""
+"""Trials of sets of skipped blocks on windows of text, the estimated score of each set, and how its drafts fare."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,14 +14,29 @@ from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import SkipChoice, pays
 from .costs import ForwardCosts
-from .estimates import Estimates, Scores, estimate, estimate_by_size
 from .proposers import SkipSpace
 from .replay import Replays, Rule, Trace, replays
 
 # Number of tokens of one of SWIFT's windows, which has the weight 1.
 _WINDOW = 32
-# How many trials are replayed again when text has become harder or easier.
-_REPLAYED = 4
+# Weight of the prior (no effect) against the trials, for each block and for each window of text: the variance of the
+# noise divided by that of effects. For a block it counts like one trial, for a window hardly: texts differ freely.
+_NO_EFFECT, _USUAL_TEXT = 1.0, 1e-3
+# After trials on this many windows of text a set's own scores weigh as much as what other sets suggest. Among many sets
+# some score high by luck.
+_DOUBT = 4.0
+# A set whose expected score is this far below the best has the weight 1/e, provided that the effective number of trials
+# is then at least this: more than the 60 effects of a model with 32 layers. Otherwise the scale grows by this factor.
+_NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
+# Weights follow from expected scores and these from weights, so both are computed alternately.
+_ROUNDS = 3
+# Degrees of freedom that each effect uses up, less than one since it is shrunk towards 0; also the least share of the
+# trials that remains.
+_DEGREES = 0.3
+# Text has become hard if, over this many drafted tokens, less than this share of the usual number is accepted. The
+# share has a standard error of at most 0.031: if half of the tokens are usually accepted, that is more than five of
+# them.
+_WATCHED, _FAR_BELOW = 256, 0.65
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,6 @@ class SetRecord:
     trials: list[Trial] = field(default_factory=list)
     runs: list[Replays] = field(default_factory=list)
     rule: int = 0
-    eased: tuple[float, Replays] | None = None  # replays of the last trials at another acceptance
 
     @property
     def matchness(self) -> float:
@@ -86,33 +101,34 @@ class Records:
         self.sets: dict[LayerPlan, SetRecord] = {}
         self._space, self._rules, self._max_draft = space, rules, max_draft
         self._estimates: Estimates | None = None
-        self._worth: dict[LayerPlan, float] | None = None
 
-    def add(self, trial: Trial, keep: int | None = None) -> None:
-        """Adds a trial, and forgets the oldest ones of its set if it has more than ``keep``."""
-        record = self.sets.setdefault(trial.plan, SetRecord(self._space.row(trial.plan)))
+    def add(self, trial: Trial) -> None:
+        record = self.sets.setdefault(trial.plan, SetRecord(self._row(trial.plan)))
         record.trials.append(trial)
         if self.costs is not None:
-            record.runs.append(self._replay([trial]))
-        if keep is not None:
-            del record.trials[:-keep], record.runs[:-keep]
+            record.runs.append(self._replay(trial))
         self._compare_rules(record)
+
+    def _row(self, plan: LayerPlan) -> np.ndarray:
+        """What estimates go by: the blocks that a set skips, or their share in tenths, where few sets are tried."""
+        if not self._by_size:
+            return self._space.row(plan)
+        return np.eye(11)[round(10 * len(self._space.places(plan)) / len(self._space.blocks))]
 
     def use(self, costs: ForwardCosts) -> None:
         """Compares sets by their speed-up with these costs from now on."""
         self.costs = costs
         for record in self.sets.values():
-            record.runs = [self._replay([trial]) for trial in record.trials]
+            record.runs = [self._replay(trial) for trial in record.trials]
             self._compare_rules(record)
 
     def _compare_rules(self, record: SetRecord) -> None:
         record.rule = Replays.total(record.runs).fastest if record.runs else 0
-        record.eased = self._estimates = self._worth = None
+        self._estimates = None
 
-    def _replay(self, trials: Sequence[Trial], ease: float = 1.0) -> Replays:
+    def _replay(self, trial: Trial) -> Replays:
         assert self.costs is not None
-        traces = [trace.eased(ease) for trial in trials for trace in trial.traces]
-        return replays(traces, self._rules, trials[0].plan, self.costs, self._max_draft)
+        return replays(trial.traces, self._rules, trial.plan, self.costs, self._max_draft)
 
     def estimates(self) -> Estimates:
         """The estimated scores by blocks, kept until there is a new trial."""
@@ -122,40 +138,23 @@ class Records:
 
     def worth(self) -> dict[LayerPlan, float]:
         """The estimated speed-up, or matchness, of each set on average text."""
-        if self._worth is None and self.sets:
-            scores = self._estimated_by_size() if self._by_size else self.estimates().sets
-            found = scores if self.costs is None else np.exp(scores)
-            self._worth = dict(zip(self.sets, found.tolist(), strict=True))
-        return self._worth or {}
-
-    def _estimated_by_size(self) -> np.ndarray:
-        """Estimates for the closest layers, of which few sets are tried."""
-        sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in self.sets])
-        near = 2 * max(1, round(len(self._space.blocks) / 20))
-        return estimate_by_size(self._scores(), sizes, near)
+        if not self.sets:
+            return {}
+        scores = self.estimates().sets
+        found = scores if self.costs is None else np.exp(scores)
+        return dict(zip(self.sets, found.tolist(), strict=True))
 
     def leaders(self) -> list[LayerPlan]:
         worth = self.worth()
         return sorted(worth, key=lambda plan: -worth[plan])
 
-    def choice(self, plan: LayerPlan, ease: float) -> tuple[SkipChoice, float]:
-        """A set with its fastest rule if tokens are accepted ``ease`` times as often as in its trials.
-
-        Returns with it the acceptance rate that the trials predicted for its rule.
-        """
+    def choice(self, plan: LayerPlan) -> SkipChoice | None:
+        """A set with its fastest rule, ``None`` without costs."""
         record = self.sets[plan]
-        recent = Replays.total(record.runs[-_REPLAYED:])
-        if record.eased is None or record.eased[0] != ease:
-            eased = recent if ease == 1.0 else self._replay(record.trials[-_REPLAYED:], ease)
-            record.eased = ease, eased
-        run = record.eased[1]
-        rule = run.fastest
-        # The last trials, replayed with the acceptance seen in drafting, show how to correct the estimate.
-        usual = Replays.total(record.runs).seconds_per_token[record.rule]
-        speedup = self.worth()[plan] * float(usual / run.seconds_per_token[rule])
-        rate = float(run.acceptance_rate[rule])
-        choice = SkipChoice(plan, pays(speedup), self._rules[rule], speedup, rate, record.matchness)
-        return choice, float(recent.acceptance_rate[rule])
+        if self.costs is None:
+            return None
+        speedup, rate = self.worth()[plan], float(Replays.total(record.runs).acceptance_rate[record.rule])
+        return SkipChoice(plan, pays(speedup), self._rules[record.rule], speedup, rate, record.matchness)
 
     def _scores(self) -> Scores:
         rows = [
@@ -184,3 +183,105 @@ def _shares(values: list[float]) -> np.ndarray:
 
 def _short(values: np.ndarray) -> list[float]:
     return [round(value, 4) for value in values.tolist()]
+
+
+class Scores(NamedTuple):
+    """The scores of all trials ``[n]``, how much text each covered, and the indices of its set and its window.
+
+    ``blocks`` ``[sets, blocks]`` is 1 for the blocks that each set skips.
+    """
+
+    blocks: np.ndarray
+    values: np.ndarray
+    weights: np.ndarray
+    sets: np.ndarray
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimated scores of sets ``[sets]`` on average text, and the effects of skipping each block ``[blocks]``.
+
+    ``doubt`` ``[blocks, blocks]`` is a square root of the effects' covariance.
+    """
+
+    sets: np.ndarray
+    effects: np.ndarray
+    doubt: np.ndarray
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        """Samples effects ``[blocks]`` from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
+        return np.asarray(self.effects + self.doubt @ rng.standard_normal(len(self.effects)))
+
+
+def estimate(scores: Scores) -> Estimates:
+    """Fits scores as a function of the skipped blocks and of the window of text.
+
+    The model is ``s = level + x' beta + b(window) + noise / sqrt(weight)``, with ``x`` the skipped blocks and a normal
+    prior around 0 for ``beta``: Bayesian linear regression. Its posterior mean is ``A^-1 X' W s`` and its covariance
+    ``noise A^-1`` with ``A = X' W X + _NO_EFFECT I``; the windows are eliminated from both first (the Schur complement
+    of their diagonal block), since there may be many. The residual is a set's own effect, shrunk towards 0: the best
+    linear unbiased prediction (Robinson 1991, "That BLUP is a good thing").
+
+    Effects are additive only among sets that are about as good, so trials near the best count most: a trial's weight is
+    multiplied by ``exp((expected - best) / scale)``, with a scale at which the effective number of trials
+    ``(sum w)^2 / sum w^2`` (Kish 1965) is large enough.
+    """
+    blocks, values, weights, sets, windows = scores
+    rows, width = blocks[sets], blocks.shape[1]
+    near = np.ones(len(values))
+    for _ in range(_ROUNDS):
+        counted = weights * near
+        middle, level = np.average(rows, axis=0, weights=counted), np.average(values, weights=counted)
+        skipped, above = rows - middle, values - level
+        per_window = np.bincount(windows, counted) + _USUAL_TEXT
+        in_window = np.zeros((len(per_window), width))
+        np.add.at(in_window, windows, skipped * counted[:, None])
+        score_in_window = np.bincount(windows, counted * above)
+        normal = (skipped * counted[:, None]).T @ skipped + _NO_EFFECT * np.eye(width)
+        inverse = np.linalg.inv(normal - in_window.T @ (in_window / per_window[:, None]))
+        effects = inverse @ (skipped.T @ (counted * above) - in_window.T @ (score_in_window / per_window))
+        text = (score_in_window - in_window @ effects) / per_window
+        near = _nearness(skipped @ effects)
+    left = above - skipped @ effects - text[windows]
+    total = counted.sum()
+    noise = (counted * left**2).sum() / max(total - _DEGREES * width, _DEGREES * total)
+    own = np.bincount(sets, weights * left) / (np.bincount(sets, weights) + _DOUBT)
+    usual = level + np.average(text[windows], weights=weights)
+    doubt = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))
+    return Estimates(usual + (blocks - middle) @ effects + own, effects, doubt)
+
+
+def _nearness(suggested: np.ndarray) -> np.ndarray:
+    """The weights ``[n]`` of trials with these expected scores, 1 for the best."""
+    below, scale = suggested - suggested.max(), _NEAR
+    while True:
+        near = np.exp(below / scale)
+        if near.sum() ** 2 / (near**2).sum() >= min(_LEAST, 0.9 * len(near)):
+            return np.asarray(near)
+        scale *= _WIDER
+
+
+class Feedback:
+    """How many of the last drafted tokens were accepted."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[int, int]] = deque(maxlen=_WATCHED)
+        self._usual: float | None = None
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Records a round."""
+        if drafted:
+            self._rounds.append((drafted, accepted))
+
+    def has_become_hard(self) -> bool:
+        """Whether drafts are accepted much less often than at the first call of this method."""
+        drafted = sum(count for count, _ in self._rounds)
+        if drafted < _WATCHED:
+            return False
+        while drafted - self._rounds[0][0] >= _WATCHED:
+            drafted -= self._rounds.popleft()[0]
+        share = sum(accepted for _, accepted in self._rounds) / drafted
+        if self._usual is None:
+            self._usual = share
+        return share < _FAR_BELOW * self._usual

@@ -30,8 +30,7 @@ from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import check_count
 from ..verify.tree import Tree
-from .on_the_fly import ClosestLayers
-from .proposers import SkipSpace
+from .proposers import ClosestLayers, SkipSpace
 from .replay import rules
 
 # The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,7 +127,11 @@ class EarlyExitLoss(ModelCallback):
         self.scale = scale
         self.curriculum = curriculum
         self.self_distillation = self_distillation
-        self.layers = None if layers is None else _exit_layers(layers)
+        if layers is not None and (not isinstance(layers, Collection) or not layers):
+            raise SettingTypeError(f"EarlyExitLoss(layers) must be a list of exit layers, or None, got {layers!r}.")
+        for layer in layers or ():
+            check_count("EarlyExitLoss(layers): an exit layer", layer)
+        self.layers = None if layers is None else frozenset(layers)
 
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
@@ -188,14 +192,3 @@ class EarlyExitLoss(ModelCallback):
         if total == 0:  # the one layer of a model that has no other
             return {num_layers - 1: 1.0}
         return {layer: weight / total for layer, weight in scales.items()}
-
-
-def _exit_layers(layers: object) -> frozenset[int]:
-    found = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else ()
-    if not found or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in found):
-        raise SettingTypeError(f"EarlyExitLoss(layers) must be a list of exit layers, or None for all, got {layers!r}.")
-    if min(found) < 1:
-        raise SettingError(
-            f"EarlyExitLoss(layers={list(found)}): exit layers start at 1, which is the exit after the first layer."
-        )
-    return frozenset(found)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
-from ..model.patching import InstanceForwards
 from .trainer import TrainingRun
 
 # The label of positions without a target, as in transformers.
@@ -26,9 +24,8 @@ _IGNORED = -100
 class ExitTraining(TrainingRun):
     """The exits of one model while they are trained: hooks, the losses of each step, sums between logs.
 
-    The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. Of
-    what the model itself returns, only the cross entropy gets the last layer's weight: a router's auxiliary loss stays
-    as it is. With ``distils``, exits learn the distribution of the last layer instead of the labels.
+    The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. With
+    ``distils``, exits learn the distribution of the last layer instead of the labels.
     """
 
     def __init__(
@@ -39,10 +36,10 @@ class ExitTraining(TrainingRun):
         distils: bool,
     ) -> None:
         self.model, self.exits, self._weights_of, self._distils = model, exits, weights, distils
-        self._in_step = False
-        self._thread = threading.get_ident()
-        self._handles: list[RemovableHandle] = []
-        self._forwards = InstanceForwards()
+        self._in_step, self._thread = False, threading.get_ident()
+        self._hooks = ExitStack()
+        config = model.config.get_text_config(decoder=True)
+        self._balance = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
         precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         # [L, 2]: for each exit the summed loss since the last log, and the number of its tokens.
         self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=precise, device=model.device)
@@ -50,24 +47,18 @@ class ExitTraining(TrainingRun):
         self._last_weight = 1.0
         self._targets: torch.Tensor | None = None
         self._places: torch.Tensor | None = None
-        self._cross_entropy: torch.Tensor | None = None
         self._has_effect = False
 
     def attach(self, model: nn.Module) -> None:
         self.exits.attach()
-        self._forwards.set(self.model, "_loss_function", self._noted(self.model.loss_function))
-        self._handles = [
-            model.register_forward_pre_hook(self._begin_batch, with_kwargs=True),
-            # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
-            # again when the gradient of the returned loss arrives, which is before the exits' backward.
-            model.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True),
-        ]
+        self._hooks.enter_context(model.register_forward_pre_hook(self._begin_batch, with_kwargs=True))
+        # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
+        # again when the gradient of the returned loss arrives, which is before the exits' backward.
+        self._hooks.enter_context(model.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True))
 
     def detach(self) -> None:
         self.exits.detach()
-        self._forwards.close()
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def begin_step(self, step: int, steps: int) -> None:
         weights = self._weights_of(step, steps, self.exits.anatomy.num_layers)
@@ -82,7 +73,7 @@ class ExitTraining(TrainingRun):
         self.exits.chosen = ()
         self.exits.release()
         self._in_step = False
-        self._targets = self._places = self._cross_entropy = None
+        self._targets = self._places = None
         if not self._has_effect:
             raise UnsupportedModelError(
                 f"EarlyExitLoss had no effect: no training forward went through the layers of "
@@ -101,25 +92,10 @@ class ExitTraining(TrainingRun):
         is_here = threading.get_ident() == self._thread
         return self._in_step and is_here and self.model.training and torch.is_grad_enabled()
 
-    def _noted(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The model's loss function, which keeps the cross entropy apart from what the model adds to it."""
-
-        @torch.compiler.disable(recursive=False)
-        @functools.wraps(original)
-        def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = original(*args, **kwargs)
-            if not self._trains():
-                return loss
-            self._cross_entropy = loss
-            return loss.clone()  # models add to it in place
-
-        return loss_function
-
     @torch.compiler.disable
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not self._trains():
             return
-        self._cross_entropy = None
         self._targets = _targets(kwargs)
         if self._weights:
             # A GPU's host waits for their number: here, where the Trainer has just waited for the last batch's loss.
@@ -127,7 +103,7 @@ class ExitTraining(TrainingRun):
 
     @torch.compiler.disable
     def _add_exits(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Makes the loss of the model's output ``Σ ẽ · CE``, plus what the model has added to its cross entropy.
+        """Makes the loss of the model's output ``Σ ẽ · CE``, plus a router's loss if the model has added that.
 
         TRL's trainers compute it as minus the sum of the tokens' ``log_probs``, if their models return these.
         """
@@ -142,7 +118,9 @@ class ExitTraining(TrainingRun):
                 output["log_probs"] = self._last_weight * known - earlier / known.numel()
             return output
         loss = output[0] if isinstance(output, tuple) else output["loss"]
-        last, self._cross_entropy = loss if self._cross_entropy is None else self._cross_entropy, None
+        balance = getattr(output, "aux_loss", None)
+        added = 0.0 if balance is None else self._balance * balance.to(loss.device)
+        last = loss - added
         # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
         given = kwargs.get("num_items_in_batch")
         count = tokens if given is None else given
@@ -151,14 +129,14 @@ class ExitTraining(TrainingRun):
         if not self._weights or self.exits.states is None:
             return output
         earlier = self._earlier(self.exits.states).to(last.device)
-        total = self._last_weight * last + (loss - last) + earlier / count
+        total = self._last_weight * last + added + earlier / count
         if isinstance(output, tuple):
             return (total, *output[1:])
         output["loss"] = total
         return output
 
     def _earlier(self, states: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the losses of the earlier exits, from what goes into the head, ``[k, b, s, d]``."""
+        """The weighted sum of the earlier exits' losses, from what goes into the head, ``[k, b, s, d]``."""
         targets, places = self._targets, self._places
         assert targets is not None
         assert places is not None
@@ -181,17 +159,13 @@ class ExitTraining(TrainingRun):
         )
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
             self._count(layer, loss, len(places))
-        total.register_hook(self._note_effect)
+        total.register_hook(lambda gradient: setattr(self, "_has_effect", True))
         found: torch.Tensor = total
         return found
 
     def _count(self, layer: int, loss: torch.Tensor, tokens: torch.Tensor | int) -> None:
-        """Adds the summed loss of an exit, 0 for the last, to what is logged."""
         self.table[layer - 1, 0] += loss.to(self.table)
         self.table[layer - 1, 1] += tokens if isinstance(tokens, int) else tokens.to(self.table)
-
-    def _note_effect(self, gradient: torch.Tensor) -> None:
-        self._has_effect = True
 
 
 def _targets(inputs: dict[str, Any]) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, Ty
 import torch
 import torch.nn as nn
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
@@ -24,14 +23,17 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_positive
+from ..validation import Option, check_count
 from .fit_trainer import (
+    GAIN,
     FitTrainer,
     SpeedupEvaluator,
     forget,
+    last_checkpoint,
     resumable_arguments,
     seeded,
     speed_figures,
+    stopping_early,
     training_arguments,
 )
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
@@ -61,8 +63,7 @@ class Fit(ABC, Generic[M]):
 
     output_dir: str | os.PathLike[str] | None = None
 
-    def check(self) -> None:
-        """Checks the settings alone."""
+    def check(self) -> None: ...
 
     def check_config(self, config: Any) -> None:
         """Checks the settings against the config of a model's text decoder."""
@@ -72,11 +73,9 @@ class Fit(ABC, Generic[M]):
         return PackedDataset(tokenizer, dataset, 1, self.function)
 
     @abstractmethod
-    def fit(self, model: Any, text: PackedDataset) -> M:
-        """Fits the module."""
+    def fit(self, model: Any, text: PackedDataset) -> M: ...
 
     def __call__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> M:
-        """Checks everything and fits."""
         inner = causal_lm(model, self.function)
         self.check()
         self.check_config(inner.config.get_text_config(decoder=True))
@@ -119,18 +118,16 @@ class TrainedFit(Fit[M]):
 
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
-        """The exit layers whose states the module reads, for a model with this config."""
+        """The layers whose states the module reads, for a model with this config."""
 
     @abstractmethod
-    def module(self, frozen: FrozenModel) -> M:
-        """Returns a new module, with the weights that it starts with."""
+    def module(self, frozen: FrozenModel) -> M: ...
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
         raise NotImplementedError
 
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        """Returns the loss, a scalar."""
         return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states).mean()
 
     def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
@@ -140,7 +137,7 @@ class TrainedFit(Fit[M]):
 
     @abstractmethod
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:
-        """Returns a function from the module to what drafts with it, ``None`` where it does not draft greedy text."""
+        """Returns a function from the module to what drafts with it, ``None`` if it cannot draft greedy text."""
 
     @abstractmethod
     def recipe(self, module: M) -> dict[str, Any]:
@@ -159,15 +156,8 @@ class TrainedFit(Fit[M]):
                     f"{name}(patience={self.patience}): several processes would not stop alike. Leave patience out."
                 )
         args: Any = self.args
-        if args is None:
-            return
-        if not isinstance(args, TrainingArguments):
+        if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-        rate = args.learning_rate
-        if not 0 <= rate < math.inf:
-            raise SettingError(f"{name}(args): learning_rate must be a finite number of at least 0, got {rate!r}.")
-        if args.max_steps <= 0:
-            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
@@ -198,14 +188,15 @@ class TrainedFit(Fit[M]):
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
-            trained = FitModule(module, frozen, self)
-            known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
+            chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
+            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience, GAIN)]
+            trained = FitModule(module, frozen, self, speedup)
             trainer = FitTrainer(
-                known, speedup, args, self.patience, folder,
-                model=trained, train_dataset=rows, eval_dataset=held_out, compute_metrics=trained.means,
-            )  # fmt: skip
-            begun = perf_counter()
-            trainer.train()
+                trained, chosen, default_data_collator, rows, held_out, compute_metrics=trained.means, callbacks=stops
+            )
+            known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
+            last, begun = last_checkpoint(args, known, rows.rows), perf_counter()
+            trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
             module.eval()
             wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
@@ -243,11 +234,13 @@ class TrainedFit(Fit[M]):
 class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
-    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any]) -> None:
+    def __init__(
+        self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speedup: SpeedupEvaluator
+    ) -> None:
         super().__init__()
         self.part = module  # the name in checkpoints
         self.names: tuple[str, ...] = ()
-        self._fit, self._frozen = fit, frozen
+        self._fit, self._frozen, self.speedup = fit, frozen, speedup
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -21,13 +20,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import (
-    EarlyStoppingCallback,
     GenerationConfig,
     PreTrainedModel,
     Trainer,
-    TrainerState,
     TrainingArguments,
-    default_data_collator,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
@@ -39,9 +35,6 @@ from ..learned.files import path_of, reported, write_json
 from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
-from .packing import PackedDataset
-
-_logger = logging.getLogger(__name__)
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
@@ -55,7 +48,7 @@ SAVE_STEPS = 100
 # Steps between two measurements with `patience`, unless the Trainer's arguments say, and their least number.
 _EVERY, _LOOKS = 100, 10
 # A smaller gain in speed may be chance.
-_GAIN = 0.02
+GAIN = 0.02
 # Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
 _ROWS, _TOKENS, _FEW = 4, 32, 8
 # Speeds in times of plain generate's: with the module, with free drafts, and with both.
@@ -63,48 +56,14 @@ _SPEEDS = ("speedup", "speedup_of_free_drafts", "speedup_with_free_drafts")
 
 
 class FitTrainer(Trainer):
-    """The stock Trainer, whose evaluations measure the module's speed-up too.
+    """The stock Trainer, whose evaluations measure the speed of generation with the module over plain ``generate``.
 
-    ``eval_speedup`` is the speed of generation with the module over plain ``generate``. It decides which weights are
-    kept, and when training ends: after ``patience`` evaluations in a row without a gain, or never for ``None``.
+    This ``eval_speedup`` decides with ``patience`` which weights are kept, and when training ends.
     """
 
-    def __init__(
-        self,
-        fit: str,  # what is fitted to what
-        speedup: SpeedupEvaluator,
-        args: TrainingArguments,
-        patience: int | None,
-        folder: str,  # a temporary one, for the best weights where the arguments save nothing
-        *,
-        train_dataset: PackedDataset,
-        **given: Any,
-    ) -> None:
-        super().__init__(
-            args=args if patience is None else _stopping_early(args, len(train_dataset), folder),
-            train_dataset=train_dataset,
-            data_collator=default_data_collator,
-            callbacks=[] if patience is None else [EarlyStoppingCallback(patience, _GAIN)],
-            **given,
-        )
-        self._speedup = speedup
-        self._resumes = last_checkpoint(args, fit, train_dataset.rows)
-
-    def train(self, *args: Any, **options: Any) -> Any:
-        """Trains, or resumes a fit that was stopped; after its last step, it only loads the weights."""
-        last = self._resumes
-        if last is None or not _has_ended(state := TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))):
-            return super().train(*args, resume_from_checkpoint=last, **options)
-        self.state = state
-        self._load_from_checkpoint(last)
-        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._load_best_model()
-        return None
-
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """As the stock one, with the speed-up among the metrics."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        speeds = self._speedup.metrics(self.model.part, in_training=self.is_in_train)
+        speeds = self.model.speedup.metrics(self.model.part, in_training=self.is_in_train)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in speeds.items()})
         return output
 
@@ -136,7 +95,7 @@ def resumable_arguments(output_dir: str | os.PathLike[str], device: torch.device
     return training_arguments(checkpoints_of(output_dir), device, **kept, **changed)
 
 
-def _stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
+def stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
     """The same arguments with an evaluation and a checkpoint from time to time, and the fastest weights at the end."""
     batch = given.train_batch_size * given.gradient_accumulation_steps * given.world_size
     steps = given.max_steps if given.max_steps > 0 else math.ceil(math.ceil(rows / batch) * given.num_train_epochs)
@@ -150,12 +109,6 @@ def _stopping_early(given: TrainingArguments, rows: int, folder: str) -> Trainin
     args.metric_for_best_model, args.greater_is_better, args.load_best_model_at_end = "speedup", True, True
     args.restore_callback_states_from_checkpoint = True
     return args
-
-
-def _has_ended(state: TrainerState) -> bool:
-    """Whether the training of a checkpoint was about to stop."""
-    control: dict[str, Any] = state.stateful_callbacks["TrainerControl"]
-    return bool(control["args"]["should_training_stop"])
 
 
 @contextmanager
@@ -172,23 +125,17 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
 
 
 def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -> None:
-    """Ends a fit, which the next one in that folder will not resume.
-
-    The main process removes the checkpoints, but those that the user has asked for.
-    """
+    """Ends a fit, which the next one will not resume; the user's own checkpoints stay."""
     if PartialState().is_main_process:
-        if args.output_dir is not None and args.save_strategy != "no":
+        if args.save_strategy != "no":
             Path(args.output_dir, _RECORD).unlink(missing_ok=True)
         if output_dir is not None:
             shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
 
 
 def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> str | None:
-    """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is.
-
-    Raises if the folder holds another fit: of another module or model (``fit``), text, or with other arguments.
-    """
-    if args.save_strategy == "no" or args.output_dir is None:
+    """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is."""
+    if args.save_strategy == "no":
         return None
     folder = Path(args.output_dir)
     wanted = {name: str(getattr(args, name)) for name in _DECIDING}
@@ -196,24 +143,19 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     record = folder / _RECORD
     with reported(folder), PartialState().main_process_first():
         if not record.exists():
-            write_json(record, wanted | {"earlier": _states(folder)})
+            write_json(record, wanted)
             return None
     found = json.loads(record.read_text(encoding="utf-8"))
-    earlier = found.pop("earlier", {})
-    other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    other = sorted(name for name in wanted if wanted[name] != found.get(name))
     if other:
         raise SettingError(
             f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
-    own = [folder / name for name, state in _states(folder).items() if earlier.get(name) != state]
-    return str(max(own, key=lambda path: (path / TRAINER_STATE_NAME).stat().st_mtime_ns)) if own else None
-
-
-def _states(folder: Path) -> dict[str, str]:
-    """The checkpoints in a folder, each with what its state hashes to."""
+    # The last thing that was written since: an earlier fit may have left checkpoints, too.
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    return {state.parent.name: hashlib.sha256(state.read_bytes()).hexdigest() for state in states}
+    last = max([record, *states], key=lambda file: file.stat().st_mtime_ns)
+    return None if last is record else str(last.parent)
 
 
 @contextmanager
@@ -234,10 +176,7 @@ def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
 
 
 class SpeedupEvaluator:
-    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``.
-
-    ``spec_of`` returns a ``SelfSpec`` that drafts with the module, ``None`` if it cannot draft greedy text.
-    """
+    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``."""
 
     def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[Any], SelfSpec | None]) -> None:
         self._model = model
@@ -247,19 +186,14 @@ class SpeedupEvaluator:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is text to continue."""
         return bool(self._prompts.numel()) and self._new > 1
 
     def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
-        """Speeds in times of plain ``generate``'s, also of and with free drafts; none where nothing can be measured.
-
-        In training only the ``speedup`` with the module, 0 if it cannot draft (yet).
-        """
+        """Speeds in times of plain ``generate``'s; in training only that with the module, 0 if it cannot draft yet."""
         if not self.has_text:
             return {}
         try:
             with evaluating(module):
-                module.forget_copies()  # of earlier weights on other devices
                 alone = self._spec_of(module)
                 if alone is None:
                     return {"speedup": 0.0} if in_training else {}
@@ -268,17 +202,13 @@ class SpeedupEvaluator:
                     specs += [SelfSpec.lookup(), replace(alone, draft=Cascade((Lookup(), alone.draft)))]
                 return dict(zip(_SPEEDS, self.measured(specs), strict=False))
         except Exception as error:  # whatever it is, hours of fitting are not lost to it
-            if in_training:
-                _logger.warning(f"{module.kind}: it cannot draft: {error}")
-                return {"speedup": 0.0}
             warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
-            return {}
+            return {"speedup": 0.0} if in_training else {}
         finally:
-            module.forget_copies()
+            module.forget_copies()  # which do not follow the weights
 
     @torch.no_grad()
     def measured(self, specs: list[SelfSpec]) -> list[float]:
-        """The speed of each, in times of plain ``generate``'s."""
         methods: list[dict[str, Any]] = [{"assistant": spec} for spec in (False, *specs)]  # plain first
         with greedily(self._model, self._new):
             for method in methods:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -42,9 +41,8 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class FrozenModel:
     """A model whose states at some exit layers are the data of a fit.
 
-    Inside :meth:`frozen`, it is in eval mode and gets no gradients. The states of each row of text, which are
-    ``(2 len(layers) + 1) s d`` values, are kept in ``cache_dir``, so that further epochs and fits on the same text need
-    no forward; where they would take more than ``cache_bytes`` in all, the model runs each time.
+    The states of each row of text, ``(2 len(layers) + 1) s d`` values, are kept in ``cache_dir``, so that further
+    epochs and fits need no forward; where they would take more than ``cache_bytes`` in all, the model runs each time.
     """
 
     def __init__(
@@ -65,18 +63,16 @@ class FrozenModel:
             if cache_dir is None:
                 raise SettingError(f"cache_bytes={cache_bytes} has no effect without cache_dir: leave it out.")
         self._folder: Path | None = None
-        # Each of several processes writes its share of the rows.
-        self._room = math.inf if cache_bytes is None else cache_bytes // PartialState().num_processes
         if cache_dir is not None:
-            self._folder = path_of(cache_dir) / _name(model, Fingerprint.of_decoder(model))
+            self._folder = path_of(cache_dir) / _name(model)
             with reported(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 held = sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
-                self._room -= held // PartialState().num_processes
+            # Each of several processes writes its share of the rows.
+            self._room = math.inf if cache_bytes is None else (cache_bytes - held) // PartialState().num_processes
 
     @property
     def device(self) -> torch.device:
-        """The device of the input ids."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
@@ -86,7 +82,6 @@ class FrozenModel:
 
     @property
     def vocabulary(self) -> int:
-        """``v`` of the logits."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -121,25 +116,19 @@ class FrozenModel:
         """Returns the model's states on ``ids`` ``[b, s]``, from the cache if they are there."""
         if self._folder is None:
             return self.run(ids)
-        ids, names = ids.to(self.device), {f"{kind}_{layer}" for layer in self.layers for kind in ("states", "exits")}
-        names.add("final")
         rows = [_read(self._file(row)) for row in ids]
-        missing = [index for index, row in enumerate(rows) if not names <= row.keys()]
+        missing = [index for index, row in enumerate(rows) if not row]
         if missing:
             new = self.run(ids[missing])
             for place, index in enumerate(missing):
-                states = {name: new[name][place] for name in names}
-                self._keep(self._file(ids[index]), rows[index], states)
-                rows[index] = states
-        elif not self.exits.has_seen:
+                rows[index] = {name: states[place] for name, states in new.items()}
+                self._keep(self._file(ids[index]), rows[index])
+        elif self.exits.final is None:  # the head has to see a forward
             self.run(ids[:1, :1])
-        return {"ids": ids} | {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in names}
+        return {name: torch.stack([row[name].to(self.device) for row in rows]) for name in rows[0]}
 
     def per_token(self, metric: Metric, head: Head, states: torch.Tensor, seen: HiddenStates) -> torch.Tensor:
-        """``[b s]`` values of ``metric`` from the logits of ``head`` for ``states`` and the whole model's.
-
-        This is done for a chunk of tokens at a time, and gradients flow through ``head``.
-        """
+        """``[b s]`` values of ``metric`` from the logits of ``head`` and the whole model's, in chunks of tokens."""
 
         def of(some: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -153,28 +142,23 @@ class FrozenModel:
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor) -> HiddenStates:
-        """Returns the model's states on ``ids`` ``[b, s]``, without the cache."""
-        ids = ids.to(self.device)
-        found: HiddenStates = {}
-        handles = [self.anatomy.layers[layer - 1].register_forward_hook(_hook(found, layer)) for layer in self.layers]
-        self.exits.chosen = self.layers
+        exits, ids = self.exits, ids.to(self.device)
+        exits.chosen = self.layers
         try:
             self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
         finally:
-            self.exits.chosen = ()
-            for handle in handles:
-                handle.remove()
-        if any(state.dim() != 3 for state in found.values()):
+            exits.chosen = ()
+        if any(state.dim() != 3 for state in exits.left.values()):
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
                 "be fitted."
             )
-        assert self.exits.states is not None
-        assert self.exits.final is not None
-        found |= {f"exits_{layer}": state for layer, state in zip(self.layers, self.exits.states, strict=True)}
-        return {
-            name: state.to(self.device) for name, state in (found | {"ids": ids, "final": self.exits.final}).items()
-        }
+        assert exits.states is not None
+        assert exits.final is not None
+        found = {"ids": ids, "final": exits.final}
+        for layer, state in zip(self.layers, exits.states, strict=True):
+            found |= {f"states_{layer}": exits.left[layer], f"exits_{layer}": state}
+        return {name: state.to(self.device) for name, state in found.items()}
 
     @torch.no_grad()
     def imitate_norm(self, norm: nn.RMSNorm, layer: int) -> None:
@@ -199,45 +183,35 @@ class FrozenModel:
     def _file(self, row: torch.Tensor) -> Path:
         """Where the states of a row are; those in an autocast are others."""
         assert self._folder is not None
-        kind, name = self.device.type, hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:32]
-        if torch.is_autocast_enabled(kind):
-            name += f"-{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
+        kind = self.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        name = hashlib.sha256(repr((row.tolist(), self.layers, precision)).encode()).hexdigest()[:32]
         return self._folder / f"{name}{_SUFFIX}"
 
-    def _keep(self, file: Path, before: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    def _keep(self, file: Path, found: HiddenStates) -> None:
         """Writes the states of a row, if there is room."""
-        size = sum(tensor.nbytes for name, tensor in found.items() if name not in before)
-        if size + _NAMES <= self._room:
-            tensors = before | {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+        size = _NAMES + sum(tensor.nbytes for tensor in found.values())
+        if size <= self._room:
             with reported(file), written_whole(file) as beside:
-                save_file(tensors, beside)
-            self._room -= size + _NAMES
+                save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, beside)
+            self._room -= size
 
 
-def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
+def _name(model: PreTrainedModel) -> str:
     """The name of a folder for the states of a model with its present weights, precision and active adapters."""
+    fingerprint = Fingerprint.of_decoder(model)
     if fingerprint.weights is None:
         raise SettingError(
             "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "
             "distinguished from another model's. Leave cache_dir out."
         )
-    adapters = [
-        (name, list(module.active_adapters), bool(module.disable_adapters))
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
-    ]
-    state = hashlib.sha256(repr((str(model.dtype), adapters)).encode()).hexdigest()[:8]
+    tuned = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    active = [(module.active_adapters, module.disable_adapters) for module in tuned]
+    state = hashlib.sha256(repr((model.dtype, active)).encode()).hexdigest()[:8]
     return f"{fingerprint.name}-{state}"
 
 
-def _hook(found: dict[str, torch.Tensor], layer: int) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        found[f"states_{layer}"] = output[0] if isinstance(output, tuple) else output
-
-    return hook
-
-
-def _read(file: Path) -> dict[str, torch.Tensor]:
+def _read(file: Path) -> HiddenStates:
     """The saved states of a row, none if the file is missing or was cut short."""
     try:
         return dict(load_file(file))

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import SettingError, SettingTypeError
+from ..errors import SettingError
 from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
@@ -128,8 +128,6 @@ class HeadsFit(TrainedFit[ExitHeads]):
     def exit_layers(self, config: Any) -> list[int]:
         count = config.num_hidden_layers
         chosen = default_layers(count, self.num_heads) or [1] if self.layers is None else list(self.layers)
-        if not chosen:
-            raise SettingError(f"{self.function}(layers) needs at least one exit layer, got {self.layers!r}.")
         for layer in chosen:
             check_exit(self.function, "layers", layer, count)
         return chosen
@@ -175,7 +173,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
 
     def recipe(self, module: ExitHeads) -> dict[str, Any]:
         shape = {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
-        return {**shape, "weight of labels": self.labels}
+        return shape | {"weight of labels": self.labels}
 
     def finish(self, module: ExitHeads, frozen: FrozenModel, held_out: torch.Tensor) -> None:
         _calibrate(self.function, module, frozen, held_out, self.epsilons, self.metric)
@@ -235,8 +233,6 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
     check_metric(name, metric)
     if block_size < 2:
         raise SettingError(f"{name}(block_size={block_size}) leaves the model nothing to write: give at least 2.")
-    if not isinstance(epsilons, Sequence):
-        raise SettingTypeError(f"{name}(epsilons) must be a list of accuracies, got {epsilons!r}.")
     for epsilon in epsilons:
         check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
     if not epsilons or list(epsilons) != sorted(set(epsilons)):

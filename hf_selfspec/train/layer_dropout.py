@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
-from ..model.patching import Forward, InstanceForwards, with_arity
+from ..model.patching import Forward, InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
 from .trainer import ModelCallback, TrainingRun
@@ -94,14 +94,13 @@ class LayerDropout(ModelCallback):
         return _Run(anatomy, args.seed, self.rates)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
-        """``p_{l,t}`` of all layers in step ``t`` of ``T``."""
         share = self.schedule(step, steps)
         check_share("LayerDropout(schedule)'s value", share, zero=True, one=True)
         return [self.p_max * share * layer_scale(layer, num_layers) for layer in range(num_layers)]
 
 
 class _Run(TrainingRun):
-    """The forwards that replace those of the layers during one training, and the samples that they drop."""
+    """The forwards in place of those of the layers during one training, and the samples that they drop."""
 
     def __init__(self, anatomy: Anatomy, seed: int, rates: Callable[[int, int, int], list[float]]) -> None:
         self.anatomy, self._seed, self._rates_of = anatomy, seed, rates
@@ -114,7 +113,7 @@ class _Run(TrainingRun):
         self._thread = threading.get_ident()
         # Whether a forward without gradients or of another thread calls the layers, and no backward that recomputes
         # them. Layers cannot tell: in checkpointing they run without gradients first, then in a backward's threads.
-        self._plain = threading.local()
+        self._plain = PerThread[bool]()
 
     def attach(self, model: Any) -> None:
         self._forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack.forward))
@@ -135,29 +134,24 @@ class _Run(TrainingRun):
     def _stack_forward(self, original: Forward) -> Forward:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread and torch.is_grad_enabled():
-                self._draw(args, kwargs)
+            if self._rates is not None and threading.get_ident() == self._thread and torch.is_grad_enabled():
+                self._draw(self._rates, args, kwargs)
                 return original(*args, **kwargs)
-            self._plain.running = True
-            try:
+            with self._plain.during(True):
                 return original(*args, **kwargs)
-            finally:
-                self._plain.running = False
 
         return forward
 
-    def _draw(self, args: Any, kwargs: dict[str, Any]) -> None:
+    def _draw(self, rates: np.ndarray, args: Any, kwargs: dict[str, Any]) -> None:
         """Decides for each layer which rows or packed sequences of this batch stay in it."""
-        if self._rates is None:
-            return
         named = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         first = next(value for value in named if isinstance(value, torch.Tensor))
         packed = _packed(first, kwargs)
         samples = first.shape[0] if packed is None else packed[0]
-        uniform = np.random.default_rng([self._seed, self._step]).random((self._samples + samples, len(self._rates)))
-        stays = uniform[self._samples :] >= self._rates
+        uniform = np.random.default_rng([self._seed, self._step]).random((self._samples + samples, len(rates)))
+        stays = uniform[self._samples :] >= rates
         self._samples += samples
-        self._kept = [None] * len(self._rates)
+        self._kept = [None] * len(rates)
         dropping = [layer for layer, column in enumerate(stays.T) if not column.all()]
         if not dropping:
             return
@@ -183,7 +177,7 @@ class _Run(TrainingRun):
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             kept = self._kept[index]
-            if kept is None or not layer.training or getattr(self._plain, "running", False):
+            if kept is None or not layer.training or self._plain.now:
                 return original(*args, **kwargs)
             inputs = dict(zip(positional, args, strict=False)) | kwargs
             hidden = inputs.pop("hidden_states")
@@ -207,7 +201,6 @@ class _Run(TrainingRun):
 
 
 def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The output of a layer with changed states."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 

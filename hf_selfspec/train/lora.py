@@ -69,14 +69,7 @@ class LoraFit(TrainedFit[DraftLora]):
     def module(self, frozen: FrozenModel) -> DraftLora:
         _check(frozen.anatomy)
         (exit_layer,) = frozen.layers
-        shapes = list(linear_layers(frozen.anatomy, exit_layer))
-        if not shapes:
-            raise UnsupportedModelError(
-                f"fit_draft_lora: no linear layer was found in the first {exit_layer} layers of "
-                f"{frozen.anatomy.model_name} (quantised by a library with layers of its own?). Fit to the model as it "
-                "was before, or fit an adapter: fit_adapter."
-            )
-        return DraftLora(exit_layer, self.rank, shapes)
+        return DraftLora(exit_layer, self.rank, list(linear_layers(frozen.anatomy, exit_layer)))
 
     def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
@@ -107,11 +100,7 @@ def linear_layers(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
 
 
 def _check(anatomy: Anatomy) -> None:
-    """Checks that some tokens of a row can go through the layers again, after keys and values of the others.
-
-    Raises:
-        UnsupportedModelError: they cannot.
-    """
+    """Checks that some tokens of a row can go through the layers again, after keys and values of the others."""
     taken = inspect.signature(type(anatomy.stack).forward).parameters
     if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not taken.keys() >= _TAKEN:
         raise UnsupportedModelError(
@@ -128,8 +117,8 @@ def _offset() -> int:
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
     """Returns what goes into the head as the first layers draft with LoRA, ``[b, s, d]`` for ids ``[b, s]``.
 
-    Each row is cut into windows, at another place in each call. In a window, a token reads keys and values of the
-    window from the layers with LoRA, and those of everything before it from the layers without.
+    In windows that begin elsewhere in each call, tokens read the window's keys and values from the layers with LoRA,
+    and those of everything before it from the layers without.
     """
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy

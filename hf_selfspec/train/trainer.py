@@ -15,16 +15,13 @@ from ..model.patching import InstanceForwards
 
 
 class TrainingRun:
-    """What a callback has attached to a model during one training."""
+    """What a callback has attached to a model (a causal LM, or PEFT's wrapper around one) during one training."""
 
-    def attach(self, model: Any) -> None:
-        """Attaches it to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
+    def attach(self, model: Any) -> None: ...
 
-    def detach(self) -> None:
-        """Leaves the model as it was."""
+    def detach(self) -> None: ...
 
-    def begin_step(self, step: int, steps: int) -> None:
-        """Prepares step ``t`` of ``T``."""
+    def begin_step(self, step: int, steps: int) -> None: ...
 
     def end_step(self) -> None:
         """Ends a step before the weights change."""
@@ -41,20 +38,17 @@ class ModelCallback(TrainerCallback):
     """
 
     _served = False
-    _run: TrainingRun | None = None
+    _run = TrainingRun()  # of the current training
 
     def check(self, trainer: Trainer) -> None:
         """Raises if this training is not supported; called before it begins."""
 
     def make_run(self, model: Any, args: TrainingArguments) -> TrainingRun:
-        """What to attach to a model."""
         raise NotImplementedError
 
     def detach(self) -> None:
-        """Removes what is attached, if anything is."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.detach()
+        run, self._run = self._run, TrainingRun()
+        run.detach()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -69,11 +63,9 @@ class ModelCallback(TrainerCallback):
         self._run.attach(model)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        assert self._run is not None
         self._run.begin_step(state.global_step, state.max_steps)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        assert self._run is not None
         self._run.end_step()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -100,8 +92,8 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain_log)
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs:
-                for run in (callback._run for callback in callbacks):
-                    logs.update({} if run is None else run.logs(self))
+                for callback in callbacks:
+                    logs.update(callback._run.logs(self))
             plain_log(logs, *args, **kwargs)
 
         try:

@@ -71,6 +71,9 @@ def always(self: Any, name: str, promised: float | None = None) -> bool:
     return name == FREE and self._rows > 0
 
 
+@pytest.mark.every_run(
+    "EPYC-(nothing repeats-1|begins to repeat-8)|Xeon-(open text|ends to repeat)-1|bfloat16-repeats-8|flat-mixed-1"
+)
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("table", TABLES)
@@ -100,6 +103,10 @@ def turns_bad(place: int) -> float:
     return bad(place) if place > TOKENS // 2 else good(place)
 
 
+@pytest.mark.every_run(
+    "Xeon-alone-(bad-None|turns_good-3.0)|Xeon-cascade-(good-None|turns_bad-3.0)"
+    "|flat-alone-(good-3.0|turns_bad-None)|flat-cascade-(bad-3.0|turns_good-None)"
+)
 @pytest.mark.parametrize("promised", [None, 3.0])
 @pytest.mark.parametrize("rate", [bad, good, turns_good, turns_bad], ids=lambda rate: rate.__name__)
 @pytest.mark.parametrize("free", [False, True], ids=["alone", "cascade"])
@@ -117,6 +124,7 @@ def test_drafts_of_layers(
     assert ours >= 0.97 * drafting
 
 
+@pytest.mark.every_run("(EPYC|bfloat16)-repeats|(Xeon|flat)-mixed")
 @pytest.mark.parametrize("kind", ["repeats", "mixed"])
 @pytest.mark.parametrize("table", TABLES)
 def test_wrong_first_prices_are_found(table: str, kind: str) -> None:
@@ -131,6 +139,7 @@ def test_wrong_first_prices_are_found(table: str, kind: str) -> None:
     assert speeds[0] >= 0.97 * speeds[1]
 
 
+@pytest.mark.every_run("EPYC-(0-layers|2-free drafts)|flat-(1-free drafts|3-layers|5-free drafts)")
 @pytest.mark.parametrize("free", [False, True], ids=["layers", "free drafts"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("table", ["EPYC", "flat"])
@@ -142,6 +151,13 @@ def test_one_disturbed_round_decides_nothing(table: str, number: int, free: bool
     assert replay.play(streams) >= 0.97
     replay.disturbed = {}
     assert replay.play(streams) >= 0.98
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_short_first_call_of_a_small_model(rows: int) -> None:
+    """Planning and learning take a quarter of a round, which is noticed before twelve of them."""
+    streams = [stream("nothing repeats", 48, seed) for seed in range(rows)]
+    assert Replay("EPYC", awake=0.25).play(streams) >= 0.975
 
 
 @pytest.mark.parametrize("table", TABLES)

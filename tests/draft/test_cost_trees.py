@@ -25,7 +25,7 @@ from hf_selfspec import (
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control import controller
 from hf_selfspec.draft.searching import SearchingDraft
-from hf_selfspec.search import choice, skip_search
+from hf_selfspec.search import choice
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.verify import walk
 
@@ -47,7 +47,6 @@ def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
     monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(controller, "LEAST_SPEEDUP", 0.0)
-    monkeypatch.setattr(skip_search, "_HOPELESS", 0.0)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -37,6 +36,7 @@ from hf_selfspec import (
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.draft import FixedDrafter
 from hf_selfspec.learned import saving
+from hf_selfspec.learned.findings import Findings
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory, start
 
@@ -97,19 +97,10 @@ class Reciting(FixedDrafter):
 
 
 @dataclass
-class Table:
-    """What the model predicted after each token the last time that it stood there; see ``Findings``."""
+class Table(Findings):
+    """What the model predicted after each token the last time that it stood there."""
 
     logits: dict[int, list[float]] = field(default_factory=dict)
-    changed: Callable[[], None] | None = None
-
-    is_idle = False
-
-    def rest(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def report(self, stats: GenerationStats) -> None:
-        pass
 
     def state(self) -> dict[str, Any]:
         return {"logits": [[token, *values] for token, values in self.logits.items()]}
@@ -142,7 +133,6 @@ class Recalling:
         self.vocabulary = session.vocabulary
         self.table = session.knowledge.of("recalled", lambda other: Table() if other is None else Table(other.logits))
         self.rule = start(self.limits.stop, session.num_rows, self.limits.longest, self.limits.memory)
-        self.ended = 0
         self._drafted: list[int] = []
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
@@ -173,9 +163,9 @@ class Recalling:
             if all(end for end, on in zip(ends, drafting, strict=True) if on):
                 break
         self._drafted = lengths
-        if not tokens:
-            return Draft.none(text)
-        return Draft(torch.stack(tokens, 1), lengths, q=torch.stack(qs, 1) if qs else None)
+        return (
+            Draft(torch.stack(tokens, 1), lengths, q=torch.stack(qs, 1) if qs else None) if tokens else Draft.none(text)
+        )
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         if any(self._drafted):
@@ -191,7 +181,7 @@ class Recalling:
                 self.table.logits[token] = logits[row, source].tolist()
 
     def finish(self, text: Text) -> None:
-        self.ended += 1
+        pass
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = f"{len(self.table.logits)} tokens recalled"
@@ -381,53 +371,34 @@ def test_findings_of_an_own_source_last(llama: LlamaForCausalLM, tmp_path: Path)
     assert assert_same(llama, spec, batch).drafted > 2 * early
 
 
-def test_a_name_that_nobody_registered(llama: LlamaForCausalLM, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_what_nobody_registered_is_neither_saved_nor_loaded(
+    llama: LlamaForCausalLM, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     cases = (
-        (Recited((3, 4)), None, "draft has the class 'Recited'"),
-        (EarlyExit(3), Alternating(), "stop has the class 'Alternating'"),
-        (Cascade([Lookup(), Recalled()]), None, "draft.sources has the class 'Recalled'"),
+        (
+            SelfSpec(Recited((3, 4))),
+            "draft has the class 'Recited'",
+            r"SelfSpec\(draft\) is Recited.*hf_selfspec.register",
+        ),
+        (SelfSpec(EarlyExit(3), Alternating()), "stop has the class 'Alternating'", r"SelfSpec\(stop\) is Alternating"),
+        (SelfSpec(Cascade([Lookup(), Recalled()])), "draft.sources has the class 'Recalled'", "is Recalled"),
     )
-    for place, (draft, stop, _) in enumerate(cases):
-        spec = SelfSpec(draft, stop)
+    for place, (spec, *_) in enumerate(cases):
         spec.save_pretrained(tmp_path / str(place))
     GenerationConfig(assistant=spec).save_pretrained(tmp_path / "config")
     request.getfixturevalue("unregistered")
-    for place, (_, _, words) in enumerate(cases):
+    for place, (spec, loading, writing) in enumerate(cases):
         with pytest.raises(SettingError) as raised:
             SelfSpec.from_pretrained(tmp_path / str(place))
-        for part in (str(tmp_path), words, "import the module that registers it (hf_selfspec.register) before loading"):
-            assert part in str(raised.value)
+        advice = "import the module that registers it (hf_selfspec.register) before loading"
+        assert all(part in str(raised.value) for part in (str(tmp_path), loading, advice))
+        with pytest.raises(SettingError, match=writing):
+            spec.save_pretrained(tmp_path / "unsaved")
+        llama.generate(**ROW, max_new_tokens=4, assistant=spec)
+    assert not (tmp_path / "unsaved").exists()
     config = GenerationConfig.from_pretrained(tmp_path / "config")
     with pytest.raises(SettingError, match="saved with an assistant that this version of hf_selfspec cannot use"):
         llama.generate(**ROW, generation_config=config)
-
-
-def test_what_is_not_registered_cannot_be_saved(llama: LlamaForCausalLM, unregistered: None, tmp_path: Path) -> None:
-    for spec, words in (
-        (SelfSpec(Recited((3, 4))), r"SelfSpec\(draft\) is Recited.*hf_selfspec.register"),
-        (SelfSpec(EarlyExit(3), Alternating()), r"SelfSpec\(stop\) is Alternating"),
-    ):
-        with pytest.raises(SettingError, match=words):
-            spec.save_pretrained(tmp_path)
-        llama.generate(**ROW, max_new_tokens=4, assistant=spec)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"stop": {"class": "Recited", "tokens": [3, 4]}}, "stop has the class 'Recited', which is not allowed there"),
-        ({"draft": {"class": "Recited", "words": [3, 4]}}, r"it sets draft.words.*tokens, length, lines"),
-    ],
-)
-def test_a_place_holds_what_was_registered_for_it(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    SelfSpec(Recited((3, 4))).save_pretrained(tmp_path)
-    path = tmp_path / "selfspec.json"
-    content = json.loads(path.read_text())
-    content["settings"].update(change)
-    path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match=words):
-        SelfSpec.from_pretrained(tmp_path)
 
 
 # A new source is one file --------------------------------------------------------------------------------------------
@@ -502,22 +473,18 @@ def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
 # What a source refuses -----------------------------------------------------------------------------------------------
 
 
-class Silent(DraftSource):
+class Silent(FixedDrafter, DraftSource):
     """Takes its time and then drafts nothing."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    asked = 0
 
     def start(self, session: Session) -> Drafter:
-        drafter, propose = FixedDrafter(), FixedDrafter.propose
+        return self
 
-        def asked(text: Text, max_new: list[int]) -> Draft:
-            self.asked += 1
-            sleep(0.02)
-            return propose(drafter, text, max_new)
-
-        drafter.propose = asked
-        return drafter
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        self.asked += 1
+        sleep(0.02)
+        return Draft.none(text)
 
 
 @pytest.mark.times_decide

@@ -308,7 +308,7 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     found = spec._knowledge.latest(llama, lambda one: isinstance(getattr(one, "choice", None), SkipChoice))
     plan = LayerPlan(6, frozenset({2, 3}), frozenset({3}))
     found.choice = SkipChoice(plan, False, None, 1.0, 0.5, 0.5)
-    with pytest.raises(SettingError, match="found no part of LlamaForCausalLM whose drafts pay"):
+    with pytest.raises(SettingError, match=r"found no part of LlamaForCausalLM that pays on this machine"):
         spec.export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
     found.choice = SkipChoice(plan, True, None, 1.5, 0.9, 0.9)
@@ -335,7 +335,7 @@ def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM
 # What is refused ------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
-    "lookup": (lambda model: Lookup(), UnsupportedOptionError, "free drafts come from texts"),
+    "lookup": (lambda model: Lookup(), UnsupportedOptionError, "does not draft with layers of the model alone"),
     "two sources": (
         lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=ClosestLayers())]),
         SettingError,

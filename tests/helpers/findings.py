@@ -18,7 +18,6 @@ SEARCHES = {
     "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0))),
     "clasp, over": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3, budget=1.0))),
     "swift": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
-    "swift, stop rule open": SelfSpec(SkipLayers(search=OnTheFlySearch(8, max_steps=6, budget=1.0))),
     "swift, ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
 }
 

@@ -48,15 +48,6 @@ class Stream:
     tops: list[tuple[list[int], list[float]]] = field(repr=False)
 
 
-class Watch:
-    """A clock that the replay moves."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class _Source(FixedDrafter):
     """Another source: right with a fixed probability for each token, at a price in plain rounds."""
 
@@ -66,7 +57,7 @@ class _Source(FixedDrafter):
         self.random = random.Random(1)
 
     def propose(self, text: Any, max_new: list[int]) -> Draft:
-        self.replay.watch.now += self.price
+        self.replay.now += self.price
         tokens, lengths = [], []
         for row, count in enumerate(max_new):
             done = self.replay.done[row]
@@ -77,21 +68,16 @@ class _Source(FixedDrafter):
             tokens.append([*drafted, *[0] * (self.length - len(drafted))])
         return Draft(torch.tensor(tokens), lengths) if any(lengths) else Draft.none(text)
 
-    def update(self, text: Any, verdicts: Any, logits: Any) -> None: ...
-
-    def finish(self, text: Any) -> None: ...
-
 
 class Replay:
     """Plays streams, as one batch, against the controller.
 
     Args:
         table: what forwards cost.
-        awake: what planning and learning of a round take, in plain rounds.
-        noise: the standard deviation of times.
         sources: for each other source its name, draft length, rate by position, price and promise.
         free: whether there are free drafts.
         on_cpu: whether the first guesses of costs are those for a CPU, by default as in the table.
+        awake: what planning and learning of a round take, in plain rounds.
 
     Attributes:
         disturbed: by number of the round, seconds for which something else kept the machine busy.
@@ -100,15 +86,14 @@ class Replay:
     def __init__(
         self,
         table: str,
-        awake: float = 0.04,
-        noise: float = 0.02,
         sources: Sequence[tuple[str, int, Callable[[int], float], float, float | None]] = (),
         free: bool = True,
         on_cpu: bool | None = None,
+        awake: float = 0.04,
     ) -> None:
         self.on_cpu = table != "flat" if on_cpu is None else on_cpu
-        self.table, self.awake, self.noise, self.sources, self.has_free = table, awake, noise, sources, free
-        self.watch, self.random = Watch(), random.Random(0)
+        self.table, self.sources, self.has_free, self.awake = table, sources, free, awake
+        self.now, self.random = 0.0, random.Random(0)
         self.found, self.texts = Measurements(), LookupFindings(65_536, 1 << 21)
         self.streams: Sequence[Stream] = ()
         self.active = SimpleNamespace(kept=[])
@@ -119,35 +104,25 @@ class Replay:
     def play(self, streams: Sequence[Stream]) -> float:
         """Tokens per second over all streams, divided by those without drafts; fills ``timeline`` (tokens, seconds)."""
         self.streams, self.done = streams, [0] * len(streams)
-        rows, begun, plain = len(streams), self.watch.now, 0.0
-        self.timeline = [(0, 0.0)]
+        begun, self.timeline = self.now, [(0, 0.0)]
         with self._patched():
             drafter = self._drafter()
-            while any(self._left(row) for row in range(rows)):
-                active = sum(self._left(row) > 0 for row in range(rows))
-                one = seconds_of(self.table, active)
+            while active := sum(self._left(row) > 0 for row in range(len(streams))):
                 self._round(drafter, active)
-                self.timeline.append((sum(self.done), self.watch.now - begun))
+                self.timeline.append((sum(self.done), self.now - begun))
             drafter.finish(self._text())
         # Without drafts all rows advance together.
-        for step in range(max(len(stream.new) for stream in streams)):
-            one = seconds_of(self.table, sum(len(stream.new) > step for stream in streams))
-            plain += one
-        return plain / (self.watch.now - begun)
+        steps = range(max(len(stream.new) for stream in streams))
+        plain = sum(seconds_of(self.table, sum(len(stream.new) > step for stream in streams)) for step in steps)
+        return plain / (self.now - begun)
 
     def _left(self, row: int) -> int:
         return len(self.streams[row].new) - self.done[row]
 
     def _text(self) -> Any:
         tokens = [[*s.prompt, *s.new[:done]] for s, done in zip(self.streams, self.done, strict=True)]
-        longest = max(map(len, tokens))
-        # The real text holds the ids; drafters read only the prompts.
-        return SimpleNamespace(
-            batch_size=len(tokens),
-            lengths=[len(row) for row in tokens],
-            base=[0] * len(tokens),
-            ids=_Ids(tokens, longest),
-        )
+        lengths = [len(row) for row in tokens]
+        return SimpleNamespace(batch_size=len(tokens), lengths=lengths, base=[0] * len(tokens), ids=_Ids(tokens))
 
     def _drafter(self) -> ControlledDrafter:
         session: Any = SimpleNamespace(
@@ -175,10 +150,10 @@ class Replay:
         self.active.kept = [row for row in range(len(self.streams)) if self._left(row)]
         max_new = [max(self._left(row) - 1, 0) for row in range(len(self.streams))]
         draft = drafter.propose(text, max_new)
-        self.watch.now += seconds_of(self.table, active * (draft.size + 1)) * max(self.random.gauss(1, self.noise), 0.5)
-        if drafter.knows_grammars:
-            self.watch.now += self.awake
-        self.watch.now += self.disturbed.get(len(self.timeline), 0.0)
+        self.now += seconds_of(self.table, active * (draft.size + 1)) * self.random.gauss(1, 0.02)
+        if drafter.knows_grammars:  # what planning and learning of a round take
+            self.now += self.awake
+        self.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)
         drafter.look(torch.zeros(0))
         for row, verdict in enumerate(verdicts):
@@ -193,22 +168,13 @@ class Replay:
             tokens: list[int] = []
             nodes: list[int] = []
             node, at = 0, self.done[row]
-            length = draft.lengths[row]
-            parents = (
-                draft.parents[row]
-                if draft.parents is not None
-                else [place if place < length else -1 for place in range(draft.size)]
-            )
             drafted = draft.tokens[row].tolist() if draft.size else []
-            while at < len(stream.new):
+            while node >= 0 and at < len(stream.new):
                 found[node] = stream.tops[at]
                 tokens.append(stream.new[at])
-                after = node
-                node = next((n + 1 for n, p in enumerate(parents) if p == after and drafted[n] == stream.new[at]), -1)
+                node = next((n for n in draft.children(row, node) if drafted[n - 1] == stream.new[at]), -1)
                 nodes.append(node)
                 at += 1
-                if node < 0:
-                    break
             verdicts.append(Verdict(tokens, nodes, False, []))
             tops.append(found)
         return verdicts, tops
@@ -217,21 +183,18 @@ class Replay:
     def _patched(self) -> Iterator[None]:
         def likeliest(logits: Any) -> Pending:
             found = Pending()
-            found.found = [
-                [[top[0] for top in row] for row in self._tops],
-                [[top[1] for top in row] for row in self._tops],
-            ]
+            found.found = [[[top[part] for top in row] for row in self._tops] for part in (0, 1)]
             return found
 
-        with patch.object(controlled, "perf_counter", self.watch), patch.object(controlled, "likeliest", likeliest):
+        with patch.multiple(controlled, perf_counter=lambda: self.now, likeliest=likeliest):
             yield
 
 
 class _Ids:
-    """The ids of all rows, without a tensor of each round."""
+    """The ids of all rows, without a tensor of each round: drafters read only the prompts."""
 
-    def __init__(self, rows: list[list[int]], longest: int) -> None:
-        self.rows, self.longest = rows, longest
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows, self.longest = rows, max(map(len, rows))
 
     def __getitem__(self, place: Any) -> torch.Tensor:
         return torch.zeros(len(self.rows), 0, dtype=torch.long)

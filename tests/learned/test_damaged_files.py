@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from hf_selfspec import (
     Adapter,
     EarlyExit,
     EarlyExitAdapter,
-    ExitHeads,
     ExitReport,
     FixedLength,
     LinearProbe,
@@ -44,29 +42,20 @@ def written(folder: Path, **settings: Any) -> Path:
 # What a file may set --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cache_dir", "task"])
-def test_a_file_does_not_choose_where_findings_are_written(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=f"{FILE}: it sets {name}, which a file cannot set. It may set draft, "):
-        SelfSpec.from_pretrained(written(tmp_path, **{name: str(tmp_path / "elsewhere")}))
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"draft": {"class": "EarlyExit", "layer": 3, "cache_dir": "/"}}, "it sets draft.cache_dir, which a file"),
+        ({"cache_dir": "/elsewhere"}, "it sets cache_dir, which a file cannot set. It may set draft, "),
         (
             {"draft": {"class": "SkipLayers", "search": {"class": "ClosestLayers", "folder": "/"}}},
             "it sets draft.search.folder, which a file cannot set. It may set context_window, max_steps",
         ),
         ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which is not"),
-        ({"draft": {"class": ["EarlyExit"]}}, "draft has the class .'EarlyExit'., which is not allowed there"),
         (
             {"stop": {"class": "ConfidenceThreshold", "confidence": {"class": "FixedLength", "num_tokens": 3}}},
             "stop.confidence has the class 'FixedLength', which is not allowed there",
         ),
         ({"max_draft": 10**6}, "max_draft. must be at most 1024, got 1000000"),
-        ({"tree": {"class": "TopKTree", "widths": [[1.0, 10**7]]}}, "k must be at most 256, got 10000000"),
     ],
 )
 def test_settings_are_of_our_classes_where_they_belong(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -75,18 +64,13 @@ def test_settings_are_of_our_classes_where_they_belong(settings: dict[str, Any],
     assert str(tmp_path / FILE) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "place", ["../adapter", "~/adapter", "https://example.com/a", None, r"\\a\b", r"/\a\b"], ids=repr
-)
+@pytest.mark.parametrize("place", ["../adapter", "~/adapter", "https://example.com/a", None, r"\\a\b"], ids=repr)
 def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: asked.append(path)))
-    drafts = [{"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}]
-    if place is not None:  # drafts have the whole head then
-        drafts.append({"class": "EarlyExit", "layer": 2, "head": place})
-    for draft in drafts:
+    for draft in ({"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}):
         with pytest.raises(SettingError, match="neither the whole path of a folder nor the name of a repository"):
             SelfSpec.from_pretrained(written(tmp_path, draft=draft))
     assert not asked
@@ -109,33 +93,12 @@ def test_parts_that_were_saved_go_on_loading(tmp_path: Path, monkeypatch: pytest
         assert SelfSpec.from_pretrained(tmp_path).draft.adapter == name
 
 
-@pytest.mark.parametrize("place", ["settings", "findings"])
-def test_numbers_and_nesting_that_no_file_of_ours_has(place: str, tmp_path: Path) -> None:
-    findings = [{"do_sample": False, "several_rows": False, "state": {"costs": "HERE"}}]
-    settings = SETTINGS | ({"stop": "HERE"} if place == "settings" else {})
-    content = {"format": 1, "settings": settings, "fingerprint": None}
-    text = json.dumps(content | {"findings": findings if place == "findings" else []})
-    deep = "[" * 600 + "]" * 600, '{"class":' * 300 + "1" + "}" * 300
-    for value in (*deep, "1" + "0" * 400, "NaN", "1e999"):
+def test_numbers_and_nesting_that_no_file_of_ours_has(tmp_path: Path) -> None:
+    text = (written(tmp_path, stop="HERE") / FILE).read_text()
+    for value in ("[" * 600 + "]" * 600, '{"class":' * 300 + "1" + "}" * 300, "1" + "0" * 400, "NaN", "1e999"):
         (tmp_path / FILE).write_text(text.replace('"HERE"', value))
-        with pytest.raises(SettingError, match=r"cut short or changed .it (is nested too deeply|has a number that)"):
+        with pytest.raises(SettingError, match=FILE):
             SelfSpec.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("fingerprint", "words"),
-    [
-        ({"num_layers": "many"}, "fingerprint.num_layers must be a whole number"),
-        ({"weights": 1.5}, "fingerprint.weights must be a text"),
-        ({"more": 1}, "fingerprint has an unknown field 'more'"),
-    ],
-)
-def test_fingerprints_that_are_none(fingerprint: dict[str, Any], words: str, tmp_path: Path) -> None:
-    content = json.loads((written(tmp_path) / FILE).read_text())
-    usual = {"model": "LlamaForCausalLM", "num_layers": 6, "shapes": "a", "weights": None}
-    (tmp_path / FILE).write_text(json.dumps(content | {"fingerprint": usual | fingerprint}))
-    with pytest.raises(SettingError, match=rf"{FILE}: .*{words}"):
-        SelfSpec.from_pretrained(tmp_path)
 
 
 def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +140,9 @@ def test_places_where_nothing_can_be_saved(part: Any, place: str, tmp_path: Path
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
-@pytest.mark.parametrize(
-    ("part", "at"),
-    [(ExitHeads([2], 64, 97), "_save_pretrained"), (LinearProbe(2, 64), "generate_model_card")],
-    ids=["weights", "card"],
-)
-def test_a_full_disk_leaves_the_part_that_was_there(
-    part: Any, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("at", ["_save_pretrained", "generate_model_card"])
+def test_a_full_disk_leaves_the_part_that_was_there(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part: Any = LinearProbe(2, 64)
     part.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(before) == ["README.md", "config.json", "model.safetensors"]
@@ -193,16 +151,13 @@ def test_a_full_disk_leaves_the_part_that_was_there(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(part), at, full)
+        patch.setattr(LinearProbe, at, full)
         with pytest.raises(SettingError, match=r"cannot be written \(No space left on device\)"):
             part.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     part.about = {"recipe": {"tokens": 3}}
     part.save_pretrained(tmp_path)
     assert "- tokens: 3" in (tmp_path / "README.md").read_text()
-
-
-# Pictures -------------------------------------------------------------------------------------------------------------
 
 
 def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
@@ -219,9 +174,6 @@ def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.PNG"]
 
 
-# Reading, and folders -------------------------------------------------------------------------------------------------
-
-
 def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "a.json").mkdir()
@@ -230,8 +182,6 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         "file/a": "cannot be a folder .Not a directory",
         "a" * 300: "too long",
     }
-    if os.path.isdir("/proc/self"):
-        places["/proc/x"] = "nothing can be written in /proc"  # which only seems writable
     for place, words in places.items():
         with pytest.raises(SettingError, match=rf"--out {re.escape(str(tmp_path / place))}: .*{words}"):
             check_folder("--out", tmp_path / place)

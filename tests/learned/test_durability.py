@@ -17,19 +17,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, endless, fresh, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import TESTS
 from hf_selfspec import (
     Cascade,
-    FixedLength,
-    GenerationStats,
+    EarlyExit,
     Lookup,
     SelfSpec,
     SettingError,
-    errors,
 )
 from hf_selfspec.lookup.findings import _write_rest
 
@@ -44,29 +41,22 @@ def llama() -> PreTrainedModel:
 # Whole or not at all -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "error"), [("json.dump", KeyboardInterrupt()), ("os.replace", OSError("disk full"))])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full")], ids=repr)
 def test_an_error_while_writing_leaves_the_old_file(
-    name: str, error: BaseException, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = fresh(SEARCHES["clasp, over"])
-    spec.save_pretrained(tmp_path)
+    SelfSpec().save_pretrained(tmp_path)
     before = (tmp_path / FILE).read_bytes()
-    generate(llama, prompt(), 40, assistant=spec)
 
     def broken(content: Any, file: Any, *rest: Any) -> None:
-        if name == "json.dump":
-            file.write('{"format": 1, "sett')
+        file.write('{"format": 1, "sett')
         raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(name, broken)
-        with pytest.raises(SettingError if isinstance(error, OSError) else type(error), match=r"disk full|^$"):
-            spec.save_pretrained(tmp_path)
+    monkeypatch.setattr(json, "dump", broken)
+    with pytest.raises(SettingError if isinstance(error, OSError) else type(error), match=r"disk full|^$"):
+        SelfSpec(EarlyExit(3)).save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert (tmp_path / FILE).read_bytes() == before
-    spec.save_pretrained(tmp_path)
-    assert (tmp_path / FILE).read_bytes() != before
-    assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
 
 
 # Imports once and is killed many times: each child generates until it is.
@@ -102,12 +92,8 @@ for turn in range(8):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked child; no os.fork here (Windows)")
 def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", KILLED, str(TESTS), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = [sys.executable, "-c", KILLED, str(TESTS), str(tmp_path)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert child.returncode == 0, child.stderr
     kept = [json.loads(line)["findings"][0]["state"] for line in child.stdout.splitlines() if line.startswith("{")]
     counts = [len(state["tries"]) for state in kept]
@@ -122,47 +108,28 @@ def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path) -> None:
     assert len(spec._knowledge.latest(model).trials) > counts[-1]
 
 
-# Interruptions -------------------------------------------------------------------------------------------------------
-
-
-class InterruptingStreamer(BaseStreamer):
-    """Interrupts with the ``at``-th token."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def put(self, value: torch.Tensor) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("name", ["clasp", "swift, ratio given"])
-def test_an_interruption_keeps_the_trials(name: str, llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = fresh(SEARCHES[name], cache_dir=tmp_path)
+def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
     generate(llama, prompt(), 30, assistant=spec)
     before, stats = spec._knowledge.latest(llama), spec.stats
     plans = [done.plan for done in before.trials]
-    assert before.is_over == (name != "clasp")
+
+    def interrupt(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] == 30:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
     with pytest.raises(KeyboardInterrupt):
-        generate(llama, prompt(seed=6), 30, assistant=spec, streamer=InterruptingStreamer(25))
+        generate(llama, prompt(seed=6), 30, assistant=spec, stopping_criteria=[interrupt])
     after = spec._knowledge.latest(llama)
     assert after is before
     assert [done.plan for done in after.trials][: len(plans)] == plans
-    assert (len(after.trials) > len(plans)) == (not before.is_over)
+    assert len(after.trials) > len(plans)
     assert spec.stats is stats
     (file,) = tmp_path.rglob("*.json")
     (kept,) = json.loads(file.read_text())["findings"]
     assert len(kept["state"]["tries"]) == len(after.trials)
-    assert all("forward" not in module.__dict__ for module in llama.modules())
     assert_lossless(llama, spec)
-    assert len(after.trials) >= len(kept["state"]["tries"])
-
-
-# The cache folder ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [SEARCHES["swift, ratio given"], SelfSpec.layerskip()], ids=["search", "probe"])
@@ -187,58 +154,40 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
 
     for model in (llama, tiny_llama(LAYERS, seed=1, factor=0.6)):
         assert use(model) == [0, 3]
-    for changes in ({"task": "code"}, {"max_draft": 9}, {"stop": FixedLength(2)}):
+    for changes in ({"task": "code"}, {"max_draft": 9}):
         assert use(llama, **changes) == [0, 3]
     assert use(copy.deepcopy(llama)) == [3, 3]
-    assert len(list(tmp_path.rglob("*.json"))) == 5
+    assert len(list(tmp_path.rglob("*.json"))) == 4
     assert len(list(tmp_path.rglob("code-*.json"))) == 1
-    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
     """A process that makes one kind of call leaves what another has found for others."""
-    for rows in (1, 2, 1, 2):
+    for rows in (1, 2, 1):
         spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
         generate(llama, prompt(rows), 40, assistant=spec)
     (file,) = tmp_path.rglob("*.json")
-    kept = json.loads(file.read_text())["findings"]
-    assert sorted((one["several_rows"], one["state"]["phase"]) for one in kept) == [
-        (False, "acceleration"),
-        (True, "acceleration"),
-    ]
+    assert sorted(one["several_rows"] for one in json.loads(file.read_text())["findings"]) == [False, True]
 
 
-@pytest.mark.parametrize("task", ["", "../a", "a\n", "a" * 51, 3])
+@pytest.mark.parametrize("task", ["", "../a", "a" * 51, 3])
 def test_bad_task_names(task: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
         SelfSpec(cache_dir=tmp_path, task=task)
 
 
-def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Puts something else in the place of a file."""
-
-    def replace(file: Path) -> None:
-        file.unlink()
-        make(file)
-
-    return replace
-
-
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "empty": lambda file: file.write_text(""),
-    "other findings": lambda file: file.write_text(
-        file.read_text().replace('"state": {', '"state": {"phase": 3}, "": {')
-    ),
-    "newer": lambda file: file.write_text(file.read_text().replace('"format": 1', '"format": 2')),
-    "folder": replaced(Path.mkdir),
-}
-if hasattr(os, "mkfifo"):
-    DAMAGES["pipe"] = replaced(os.mkfifo)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text(file.read_text().replace('"format": 1', '"format": 2')),
+        lambda file: [file.unlink(), file.mkdir()],
+    ],
+    ids=["newer", "folder"],
+)
 @pytest.mark.usefixtures("no_warnings_yet")
-def test_a_cache_file_that_cannot_be_used(damage: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_cache_file_that_cannot_be_used(
+    damage: Callable[[Path], Any], llama: PreTrainedModel, tmp_path: Path
+) -> None:
     """Findings begin anew, those of searches and those of texts; the file is kept, and there is one warning for it."""
     draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
 
@@ -252,7 +201,7 @@ def test_a_cache_file_that_cannot_be_used(damage: str, llama: PreTrainedModel, t
     files = sorted(tmp_path.rglob("*.json"))
     assert len(files) == 2
     for file in files:
-        DAMAGES[damage](file)
+        damage(file)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         used()
@@ -267,30 +216,14 @@ def test_a_cache_file_that_cannot_be_used(damage: str, llama: PreTrainedModel, t
     assert [file.exists() for file in kept] == ["lookup" not in file.name or file.is_dir() for file in kept]
 
 
-def test_a_file_is_damaged_while_it_is_used(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """What this process knows is written to a new file."""
-    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
-    generate(llama, prompt(), 8, assistant=spec)
-    (file,) = tmp_path.rglob("*.json")
-    file.write_text("{")
-    generate(llama, prompt(), 8, assistant=spec)
-    with pytest.warns(UserWarning, match="findings begin anew.*cut short or changed"):
-        _write_rest()
-    assert json.loads(file.read_text())["findings"]
-
-
 def test_a_call_writes_a_file_once(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     replace, sync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *paths: [written.append("replaced"), replace(*paths)])
     monkeypatch.setattr(os, "fsync", lambda file: [written.append("synced"), sync(file)])
-    spec = fresh(SEARCHES["swift"], cache_dir=tmp_path)
-    for count in (1, 2):
-        generate(llama, prompt(), 30, assistant=spec)
-        # What a power failure must not leave empty is on the disk before it takes the old one's place.
-        assert written == ["synced", "replaced"] * count
-    (kept,) = json.loads(next(tmp_path.rglob("*.json")).read_text())["findings"]
-    assert len(kept["state"]["tries"]) == len(spec._knowledge.latest(llama).trials) > 3
+    generate(llama, prompt(), 30, assistant=fresh(SEARCHES["swift"], cache_dir=tmp_path))
+    # What a power failure must not leave empty is on the disk before it takes the old one's place.
+    assert written == ["synced", "replaced"]
 
 
 def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -349,29 +282,6 @@ def test_the_memory_of_a_service_stays(tmp_path: Path) -> None:
     assert now - begun < 20, "MiB"
 
 
-def test_many_long_calls_are_kept_as_few_points() -> None:
-    """Each has a point of its timeline every 30 ms or so, of which a plot shows few."""
-    spec = SelfSpec()
-    timeline = [(3 * place, 0.03 * place) for place in range(1, 1001)]
-    for _ in range(3000):
-        spec._knowledge.add_call(GenerationStats(tokens=3000, total_seconds=30.0, timeline=timeline))
-    assert spec.stats is not None
-    assert spec.stats.timeline == timeline
-    kept = [len(call.timeline) for call in spec._knowledge.calls]
-    assert len(kept) >= 300
-    assert min(kept) >= 32
-    assert sum(kept) <= 40_000
-
-
-def test_warnings_that_differ_are_remembered_up_to_a_number(no_warnings_yet: None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(5000):
-            errors.warn_once(f"warning {number}")
-    assert len(errors._warned) <= 1024
-    errors.warn_once("warning 4999")  # would be an error
-
-
 # Models in training --------------------------------------------------------------------------------------------------
 
 
@@ -385,19 +295,15 @@ def test_a_file_is_for_the_weights_with_which_it_was_saved(tmp_path: Path) -> No
     """One beside each checkpoint of a training; what was loaded goes on in training."""
     model, spec = tiny_llama(8), SelfSpec()
     for step in ("first", "second"):
+        train_a_step(model)
         generate(model, prompt(), 12, assistant=spec)
         spec.save_pretrained(tmp_path / step, model)
-        train_a_step(model)
-    for parameter in model.parameters():
-        parameter.div_(1.01)
-    loaded = SelfSpec.from_pretrained(tmp_path / "second")
-    generate(model, prompt(), 12, assistant=loaded)
     with pytest.raises(SettingError, match="other weights"):
         generate(model, prompt(), 12, assistant=SelfSpec.from_pretrained(tmp_path / "first"))
+    loaded = SelfSpec.from_pretrained(tmp_path / "second")
+    generate(model, prompt(), 12, assistant=loaded)
     train_a_step(model)
     assert_lossless(model, loaded)
-    loaded.save_pretrained(tmp_path, model)
-    assert_lossless(model, SelfSpec.from_pretrained(tmp_path))
 
 
 def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warnings_yet: None) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,17 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
 from hf_selfspec import (
+    AdaptiveThreshold,
+    CalibratedEntropy,
+    Cascade,
     ClosestLayers,
     ConfidenceThreshold,
     CostTree,
     EarlyExit,
     FixedLength,
+    Lookup,
     OnTheFlySearch,
+    ProductThreshold,
     SelfSpec,
     SettingError,
     SettingTypeError,
@@ -42,22 +47,23 @@ def llama() -> PreTrainedModel:
     return tiny_llama(LAYERS, factor=0.6)
 
 
-SETTINGS = {
-    "default": SelfSpec(),
-    "exit": SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
-    "probe with a rule": SelfSpec.layerskip(stop=ConfidenceThreshold(0.6)),
-    "skip": SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
-    "swift": SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
-    "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
-}
-
-
 # Round trips ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_come_back(name: str, tmp_path: Path) -> None:
-    spec = fresh(SETTINGS[name])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SelfSpec(),
+        SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
+        SelfSpec.layerskip(stop=AdaptiveThreshold(ProductThreshold(0.6), 0.7)),
+        SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
+        SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
+        SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
+        SelfSpec(Cascade([Lookup(9), EarlyExit(2)]), CalibratedEntropy(0.3)),
+    ],
+    ids=["default", "exit", "probe", "skip", "swift", "clasp", "cascade"],
+)
+def test_settings_come_back(spec: SelfSpec, tmp_path: Path) -> None:
     spec.save_pretrained(tmp_path / "a" / "b")
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [FILE]
     loaded = SelfSpec.from_pretrained(tmp_path / "a" / "b")
@@ -65,7 +71,7 @@ def test_settings_come_back(name: str, tmp_path: Path) -> None:
     assert repr(loaded) == repr(spec)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("clasp", 1), ("swift", 1), ("swift, ratio given", 2)])
+@pytest.mark.parametrize(("name", "rows"), [("clasp", 1), ("swift, ratio given", 2)])
 def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name])
     generate(llama, prompt(rows), 40, assistant=spec)
@@ -79,23 +85,9 @@ def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedM
     again = loaded._knowledge.latest(llama)
     assert len(found.trials) >= 3
     kept = list(again.trials)[: len(found.trials)]
-    assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.trials)
     assert sorted(trial.matchness for trial in kept) == pytest.approx(sorted(found.history), abs=1e-4)
     assert again.timings.found == found.timings.found
     assert again.generated > found.generated
-
-
-def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Tries of before count towards its end."""
-    settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0, budget=1.0)
-    spec = SelfSpec(SkipLayers(search=settings))
-    generate(llama, prompt(), 20, assistant=spec)
-    assert 3 <= len(spec._knowledge.latest(llama).trials) < 20
-    spec.save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    while loaded.stats is None or loaded.stats.phase == "optimization":
-        generate(llama, prompt(), 30, assistant=loaded)
-    assert len(loaded._knowledge.latest(llama).trials) == 20
 
 
 def test_a_probes_choice_comes_back(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -124,76 +116,51 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
         choices.append(spec.choice(llama))
     assert choices[0] != choices[1]
     spec.save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(tmp_path)
     for options, choice in zip(({"do_sample": True}, {}), reversed(choices), strict=True):
+        loaded = SelfSpec.from_pretrained(tmp_path)
         generate(llama, prompt(), 2, assistant=loaded, **options)
         assert loaded.choice(llama) == choice
+        loaded.save_pretrained(tmp_path)  # with what it was not used for
     # A kind that was not met yet begins with the set of another.
     generate(llama, prompt(2), 2, assistant=loaded)
     assert loaded.stats.plan in {choice.plan.picture() for choice in choices}
     assert loaded.stats.phase == "optimization"
 
 
-def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Also the findings for kinds of calls that have not been made since, and without any call."""
-    spec = fresh(SEARCHES["clasp, over"])
-    for rows in (1, 2):
-        generate(llama, prompt(rows), 30, assistant=spec)
-    spec.save_pretrained(tmp_path / "first")
-    content = json.loads((tmp_path / "first" / FILE).read_text())
-    loaded = SelfSpec.from_pretrained(tmp_path / "first")
-    loaded.save_pretrained(tmp_path / "second")
-    assert json.loads((tmp_path / "second" / FILE).read_text()) == content
-    generate(llama, prompt(), 2, assistant=loaded)
-    loaded.save_pretrained(tmp_path / "third")
-    again = json.loads((tmp_path / "third" / FILE).read_text())["findings"]
-    sets = [{one["several_rows"]: one["state"]["set"] for one in found} for found in (again, content["findings"])]
-    assert sets[0] == sets[1]
-
-
-def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """They begin with what the file holds, and what one learns from then on stays its own."""
-    spec = fresh(SEARCHES["clasp, over"])
-    generate(llama, prompt(), 40, assistant=spec)
-    spec.save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    generate(llama, prompt(), 2, assistant=loaded)
-    twin = pickle.loads(pickle.dumps(loaded))
-    assert twin == loaded
-    assert twin.stats is None
-    assert begins_with(llama, twin) == (spec.choice(llama), "acceleration")
-    assert_lossless(llama, twin)
-    with pytest.raises(SettingError, match="other weights"):
-        generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
-
-
 def test_copies_share_what_is_learned(llama: PreTrainedModel) -> None:
     """A tool that copies its arguments for every batch goes on with the search of the batches before."""
     spec = fresh(SEARCHES["clasp"])
-    tried = []
     for copied in (copy.copy, copy.deepcopy):
         twin = copied(spec)
-        assert twin is not spec
         assert twin == spec
-        generate(llama, prompt(), 30, assistant=twin)
+        generate(llama, prompt(), 12, assistant=twin)
         assert twin.stats is spec.stats
-        tried.append(len(spec.stats.matchness))
-    assert 0 < tried[0] < tried[1]
-    assert twin.choice(llama) is spec.choice(llama)
+        assert twin.choice(llama) is spec.choice(llama)
 
 
 # Whose findings ------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def saved_in(folder: Path, spec: SelfSpec, model: PreTrainedModel) -> Path:
+    generate(model, prompt(), 40, assistant=spec)
+    spec.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished search of the Llama; its file is small."""
-    folder = tmp_path_factory.mktemp("saved")
-    spec = fresh(SEARCHES["clasp, over"], tree=CostTree())
-    with torch.no_grad():
-        generate(llama, prompt(), 40, assistant=spec)
-    spec.save_pretrained(folder)
-    return folder
+    return saved_in(tmp_path_factory.mktemp("saved"), fresh(SEARCHES["clasp, over"], tree=CostTree()), llama)
+
+
+def test_pickles_begin_with_what_the_file_holds(llama: PreTrainedModel, saved: Path) -> None:
+    loaded = SelfSpec.from_pretrained(saved)
+    generate(llama, prompt(), 2, assistant=loaded)
+    twin = pickle.loads(pickle.dumps(loaded))
+    assert twin == loaded
+    assert twin.stats is None
+    assert begins_with(llama, twin) == (loaded.choice(llama), "acceleration")
 
 
 @pytest.mark.parametrize(
@@ -204,28 +171,18 @@ def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
         (lambda: tiny_llama(LAYERS, vocabulary=98), "other names or shapes"),
         (lambda: tiny_gpt2(512), "a LlamaForCausalLM, not a GPT2LMHeadModel"),
     ],
-    ids=["weights", "depth", "shapes", "class"],
 )
 def test_another_model_is_refused_before_work(make: Callable[[], PreTrainedModel], words: str, saved: Path) -> None:
     model, loaded = make(), SelfSpec.from_pretrained(saved)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    forwards = []
-    handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
     with pytest.raises(SettingError, match=words) as error:
         generate(model, prompt(), 5, assistant=loaded)
-    handle.remove()
     assert str(saved / FILE) in str(error.value)
-    assert not forwards
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert_lossless(model, SelfSpec())
 
 
-def test_findings_are_not_saved_for_another_model(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
-    loaded = SelfSpec.from_pretrained(saved)
-    for _ in range(2):
-        with pytest.raises(SettingError, match="other weights"):
-            loaded.save_pretrained(tmp_path, tiny_llama(LAYERS, seed=1))
-        generate(llama, prompt(), 2, assistant=loaded)
+def test_findings_are_not_saved_for_another_model(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="other weights"):
+        SelfSpec.from_pretrained(saved).save_pretrained(tmp_path, tiny_llama(LAYERS, seed=1))
     assert not list(tmp_path.iterdir())
 
 
@@ -235,7 +192,6 @@ def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -
         generate(model, prompt(), 30, assistant=spec)
     with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):
         spec.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
     spec.save_pretrained(tmp_path, other)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert_lossless(other, loaded)
@@ -251,9 +207,7 @@ def test_a_peft_model(tmp_path: Path) -> None:
     def adapted(seed: int) -> Any:
         base = tiny_llama(LAYERS, factor=0.6)
         torch.manual_seed(seed)
-        settings = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-        )
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
         return peft.get_peft_model(base, settings).eval()
 
     model, spec = adapted(0), fresh(SEARCHES["clasp, over"])
@@ -264,8 +218,6 @@ def test_a_peft_model(tmp_path: Path) -> None:
     assert_lossless(same, loaded)
     with pytest.raises(SettingError, match="other weights"):
         generate(adapted(1), prompt(), 4, assistant=loaded)
-    with pytest.raises(SettingError, match="other names or shapes"):
-        generate(tiny_llama(LAYERS, factor=0.6), prompt(), 4, assistant=loaded)
 
 
 # Fingerprints --------------------------------------------------------------------------------------------------------
@@ -305,7 +257,7 @@ def assert_refused(path: Path, words: str = FILE) -> None:
 def test_files_that_are_something_else(saved: Path, tmp_path: Path) -> None:
     """One that was cut short anywhere, one of other content, none, and a folder in its place."""
     path, content = tmp_path / FILE, (saved / FILE).read_bytes()
-    ends = [*range(0, 40, 4), *range(40, len(content), max(1, len(content) // 30)), len(content) - 1]
+    ends = [*range(0, len(content), max(1, len(content) // 30)), len(content) - 1]
     for other in (*(content[:end] for end in ends), b"null", b"{}", b"\xff\xfe\x00", b"[" * 100_000):
         path.write_bytes(other)
         assert_refused(path, "cut short or changed")
@@ -317,9 +269,7 @@ def test_files_that_are_something_else(saved: Path, tmp_path: Path) -> None:
 def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Path:
     """A copy of the file with one value replaced."""
     content = json.loads((saved / FILE).read_text())
-    inner = content
-    for key in keys[:-1]:
-        inner = inner[key]
+    inner = reduce(operator.getitem, keys[:-1], content)
     inner[keys[-1]] = value
     (folder / FILE).write_text(json.dumps(content))
     return folder / FILE
@@ -329,9 +279,7 @@ def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Pat
     ("keys", "value", "words"),
     [
         (("format",), 2, "format 2.*reads format 1"),
-        (("settings", "draft", "class"), "SkipLayer", "SkipLayer"),
         (("settings", "draft", "search", "max_steps"), "many", "max_steps"),
-        (("settings", "stop"), "later", "later"),
         (("settings",), [], "settings"),
         (("fingerprint",), {}, "model"),
     ],
@@ -355,12 +303,7 @@ def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 @pytest.fixture(scope="module")
 def saved_probe(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the choice of a probe."""
-    folder = tmp_path_factory.mktemp("probe")
-    spec = SelfSpec.layerskip()
-    with torch.no_grad():
-        generate(llama, prompt(), 40, assistant=spec)
-    spec.save_pretrained(folder)
-    return folder
+    return saved_in(tmp_path_factory.mktemp("probe"), SelfSpec.layerskip(), llama)
 
 
 @pytest.mark.parametrize("value", [None, -1, [[0.5]]], ids=repr)
@@ -370,30 +313,21 @@ def test_findings_that_do_not_fit(
 ) -> None:
     """Whatever was changed: the output is that of the model, or one error names the file before any forward."""
     saved = request.getfixturevalue(kind)
-    content, refused = json.loads((saved / FILE).read_text()), 0
-    ids, plain = prompt(), generate(llama, prompt(), 3)
+    content, plain, refused = json.loads((saved / FILE).read_text()), generate(llama, prompt(), 3), 0
     forwards: list[int] = []
     handle = llama.register_forward_pre_hook(lambda *_: forwards.append(1))
-    try:
-        for keys in places(content["findings"], ("findings",)):
-            path = changed(saved, tmp_path, keys, value)
-            forwards.clear()
-            error: Exception | None = None
-            try:
-                found = generate(llama, ids, 3, assistant=SelfSpec.from_pretrained(tmp_path))
-            except Exception as raised:  # whatever it is: only ours is right, see below
-                error = raised
-            if error is None:
-                assert torch.equal(found, plain), keys
-                continue
-            refused += 1
-            assert isinstance(error, SettingError), keys
-            assert str(path) in str(error), keys
-            assert not forwards, keys
-    finally:
-        handle.remove()
+    for keys in places(content["findings"], ("findings",)):
+        path = changed(saved, tmp_path, keys, value)
+        forwards.clear()
+        try:
+            found, told = generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path)), ""
+        except SettingError as error:
+            found, told = plain, str(error)
+        refused += bool(told)
+        assert torch.equal(found, plain), keys
+        assert not told or (str(path) in told and not forwards), keys
+    handle.remove()
     assert refused > 5
-    assert all("forward" not in module.__dict__ for module in llama.modules())
 
 
 # What cannot be saved ------------------------------------------------------------------------------------------------
@@ -404,24 +338,14 @@ def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Te
     return torch.zeros(len(logits), dtype=torch.bool)
 
 
-class Own(CandidateGenerator):
-    """A user's own draft."""
-
-
-@dataclass(frozen=True)
-class OwnRule(ConfidenceThreshold):
-    """A user's own class of one of ours."""
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"stop": never}, r"SelfSpec\(stop\) is <function never"),
-        ({"stop": OwnRule()}, r"SelfSpec\(stop\) is OwnRule"),
-        ({"stop": type("FixedLength", (OwnRule,), {})()}, r"SelfSpec\(stop\) is "),
-        ({"draft": Own()}, r"SelfSpec\(draft\) is .*Own object"),
+        ({"stop": type("FixedLength", (ConfidenceThreshold,), {})()}, r"SelfSpec\(stop\) is "),
+        ({"draft": CandidateGenerator()}, r"SelfSpec\(draft\) is .*CandidateGenerator object"),
     ],
-    ids=["function", "subclass", "class of the same name", "generator"],
+    ids=["function", "class of the same name", "generator"],
 )
 def test_what_cannot_be_saved(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     words += ".*cannot be saved.*set it again after loading"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import gc
 import json
@@ -13,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -68,12 +66,31 @@ def stored(spec: SelfSpec, model: Any) -> list[int]:
     return findings(spec, model).store.tokens
 
 
+def known_in(folder: Path) -> list[LookupFindings]:
+    """What the files below a folder hold of texts."""
+    files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
+    states = [one["state"] for file in files for one in file["findings"] if "known" in one["state"]]
+    found = [LookupFindings() for _ in states]
+    for one, state in zip(found, states, strict=True):
+        one.restore(state)
+    return found
+
+
+def kept_texts(folder: Path) -> list[list[int]]:
+    return [list(text) for known in known_in(folder) for text in texts_of(known.store.tokens)]
+
+
+def has_texts(folder: Path) -> bool:
+    """Whether any file below holds tokens, or rates that were learned from them."""
+    states = [one.state()["known"] for one in known_in(folder)]
+    return any(state != LookupFindings().state()["known"] for state in states)
+
+
 # From call to call ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", [Lookup(), Cascade([Lookup(), EarlyExit(3)])], ids=["lookup", "cascade"])
-def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausalLM, draft: Any) -> None:
-    spec = SelfSpec(draft)
+def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec.lookup()
     first, second = call(llama, spec), call(llama, spec)
     assert second.accepted > 0.75 * NEW_TOKENS
     assert second.rounds < first.rounds / 2
@@ -100,20 +117,12 @@ def test_whole_texts_are_stored_and_no_padding(make: Callable[[], PreTrainedMode
     assert stored(spec, model) == expected
 
 
-def test_the_store_is_bounded(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec.lookup(stored_tokens=60)
-    for _ in range(3):
-        call(llama, spec, BATCH)
-    assert 30 <= len(stored(spec, llama)) <= 60
-
-
 def test_no_store(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     spec = SelfSpec(Lookup(stored_tokens=0), cache_dir=tmp_path)
     for _ in range(2):
         call(llama, spec)
     assert stored(spec, llama) == []
-    (file,) = tmp_path.rglob("*-lookup.json")
-    assert _arrays(json.loads(file.read_text()))["store"].size == 0
+    assert kept_texts(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -138,125 +147,77 @@ def test_copies_share_and_new_ones_begin_anew(llama: LlamaForCausalLM) -> None:
     for shared_one in (copy.copy(spec), copy.deepcopy(spec)):
         assert call(llama, shared_one).rounds < first.rounds / 2
         assert stored(shared_one, llama) is stored(spec, llama)
-    for new in (replace(spec, max_draft=24), SelfSpec.lookup(), pickle.loads(pickle.dumps(spec))):
+    for new in (replace(spec, max_draft=24), pickle.loads(pickle.dumps(spec))):
         assert call(llama, new).rounds == first.rounds
     other = tiny_llama(factor=0.5, seed=1)
     call(other, spec)
     assert set(stored(spec, other)) != set(stored(spec, llama))
 
 
-# Forgetting ----------------------------------------------------------------------------------------------------------
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
-def _arrays(content: Any) -> dict[str, np.ndarray]:
-    """All arrays of a file by name."""
-    found: dict[str, np.ndarray] = {}
-    for name, value in content.items() if isinstance(content, dict) else enumerate(content):
-        if isinstance(value, dict) and "base64" in value:
-            data = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"])
-            found[str(name)] = data.reshape(value["shape"])
-        elif isinstance(value, (dict, list)):
-            found.update(_arrays(value))
-    return found
+def test_texts_are_saved_found_again_and_forgotten(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    draft, saved, cache = Cascade([Lookup(), EarlyExit(3)]), tmp_path / "saved", tmp_path / "cache"
+    spec = SelfSpec(draft, cache_dir=cache)
+    first = call(llama, spec)
+    spec.save_pretrained(saved)
+    with pytest.raises(SettingError, match="was saved for"):
+        call(tiny_llama(factor=0.5, seed=1), SelfSpec.from_pretrained(saved))
+    for again, is_used in (
+        (SelfSpec.from_pretrained(saved), False),
+        (SelfSpec.from_pretrained(saved), True),
+        (SelfSpec(draft, cache_dir=cache), True),
+    ):
+        assert again.draft == draft
+        if is_used:
+            assert call(llama, again).rounds < first.rounds / 2
+            assert stored(again, llama)[: len(stored(spec, llama))] == stored(spec, llama)
+        again.forget()
+        again.save_pretrained(tmp_path / "again")
+        assert not has_texts(tmp_path / "again")
+        assert has_texts(cache) == (again.cache_dir is None)
+        assert call(llama, again).rounds > first.rounds / 2
 
 
-def _has_texts(folder: Path) -> bool:
-    """Whether any file below holds tokens, or rates that were learned from them."""
-    files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
-    known = [one["state"]["known"] for file in files for one in file["findings"] if "known" in one["state"]]
-    return any(array.size for one in known for array in _arrays(one).values()) or any(one["rates"] for one in known)
-
-
-def test_forgotten_texts_are_gone(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_texts_of_all_models_are_forgotten(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Also of one that is gone."""
     other = tiny_llama(factor=0.5, seed=1)
     spec = SelfSpec(Lookup(), cache_dir=tmp_path)
     first = call(llama, spec)
     call(other, spec)
-    assert call(llama, spec, BATCH)
-    assert _has_texts(tmp_path)
     assert len(list(tmp_path.rglob("*-lookup.json"))) == 2
-    spec.forget()
-    assert not _has_texts(tmp_path)
-    for model in (llama, other):
-        known = findings(spec, model)
-        assert not known.store.tokens
-        assert not len(known.successors)
-    again = SelfSpec(Lookup(), cache_dir=tmp_path)
-    for one in (spec, again):
-        assert call(llama, one).rounds == first.rounds
-        one.forget()
-
-
-def test_texts_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    model = tiny_llama(factor=0.5, seed=2)
-    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
-    call(model, spec)
-    assert _has_texts(tmp_path)
-    del model
+    assert has_texts(tmp_path)
+    del other
     gc.collect()
     spec.forget()
-    assert not _has_texts(tmp_path)
-
-
-def test_texts_that_were_read_from_files_are_forgotten(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    spec = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), cache_dir=tmp_path / "cache")
-    first = call(llama, spec)
-    spec.save_pretrained(tmp_path / "saved")
-    for used in (False, True):
-        loaded = SelfSpec.from_pretrained(tmp_path / "saved")
-        if used:
-            assert call(llama, loaded).rounds < first.rounds / 2
-        loaded.forget()
-        loaded.save_pretrained(tmp_path / "again")
-        assert not _has_texts(tmp_path / "again")
-        assert call(llama, loaded).rounds > first.rounds / 2
-    cached = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), cache_dir=tmp_path / "cache")
-    assert call(llama, cached).rounds < first.rounds / 2
-    cached.forget()
-    assert not _has_texts(tmp_path / "cache")
-    cached.save_pretrained(tmp_path / "after")
-    assert not _has_texts(tmp_path / "after")
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def test_round_trip(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    spec = SelfSpec(Lookup(), cache_dir=tmp_path / "cache")
-    first = call(llama, spec)
-    call(llama, spec, BATCH)
-    spec.save_pretrained(tmp_path / "saved")
-    for again in (SelfSpec.from_pretrained(tmp_path / "saved"), SelfSpec(Lookup(), cache_dir=tmp_path / "cache")):
-        assert again.draft == spec.draft
-        assert call(llama, again).rounds < first.rounds / 2
-        assert stored(again, llama)[: len(stored(spec, llama))] == stored(spec, llama)
-    with pytest.raises(SettingError, match="was saved for"):
-        call(tiny_llama(factor=0.5, seed=1), SelfSpec.from_pretrained(tmp_path / "saved"))
+    assert not has_texts(tmp_path)
+    assert not stored(spec, llama)
+    assert not len(findings(spec, llama).successors)
+    for one in (spec, SelfSpec(Lookup(), cache_dir=tmp_path)):
+        assert call(llama, one).rounds == first.rounds
+        one.forget()
 
 
 def test_files_are_written_now_and_then(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first call, then at most every ten seconds."""
+    """After the first call, then at most every ten seconds, and at the end."""
     monkeypatch.setattr(shared, "_WRITTEN", 10.0)
     spec, written = SelfSpec(Lookup(), cache_dir=tmp_path), []
-    for now in (1000.0, 1005.0, 1011.0):
+    for now in (1000.0, 1005.0, 1011.0, 1012.0):
         monkeypatch.setattr(shared, "monotonic", lambda now=now: now)
         call(llama, spec)
-        (file,) = tmp_path.rglob("*-lookup.json")
-        written.append(_arrays(json.loads(file.read_text()))["store"].size)
-    assert written == [53, 53, 159]
+        written.append(len(kept_texts(tmp_path)))
+    assert written == [1, 1, 3, 3]
+    shared._write_rest()
+    assert len(kept_texts(tmp_path)) == 4
+    assert not shared._unwritten
 
 
 # Several processes, each with a SelfSpec of its own -------------------------------------------------------------------
 
 OTHER = ragged_batch((10,), seed=12)
-
-
-def _stored_in(folder: Path) -> list[list[int]]:
-    """The texts of the only file with texts below a folder."""
-    (file,) = folder.rglob("*-lookup.json")
-    return [list(text) for text in texts_of(_arrays(json.loads(file.read_text()))["store"].tolist())]
 
 
 def _text(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> list[int]:
@@ -269,11 +230,11 @@ def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: P
     first = call(llama, one)
     call(llama, two, OTHER)
     texts = [_text(llama, PROMPT), _text(llama, OTHER)]
-    assert sorted(_stored_in(tmp_path)) == sorted(texts)
+    assert sorted(kept_texts(tmp_path)) == sorted(texts)
     # What is known already is not taken in twice.
     third = ragged_batch((11,), seed=13)
     call(llama, one, third)
-    assert sorted(_stored_in(tmp_path)) == sorted([*texts, _text(llama, third)])
+    assert sorted(kept_texts(tmp_path)) == sorted([*texts, _text(llama, third)])
     for inputs in (PROMPT, OTHER, third):
         assert call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), inputs).rounds < first.rounds / 2
 
@@ -301,15 +262,15 @@ def test_what_one_process_forgets_no_other_writes_again(
     if between:
         call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), ragged_batch((11,), seed=13))
     call(llama, two, OTHER)
-    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
-    assert _text(llama, OTHER) not in _stored_in(tmp_path)  # it cannot be told from the older ones
+    assert _text(llama, PROMPT) not in kept_texts(tmp_path)
+    assert _text(llama, OTHER) not in kept_texts(tmp_path)  # it cannot be told from the older ones
     call(llama, two, OTHER)
-    assert _text(llama, OTHER) in _stored_in(tmp_path)
+    assert _text(llama, OTHER) in kept_texts(tmp_path)
     assert len(findings(two, llama).successors)
     for _ in range(2):
         call(llama, three, OTHER)
     assert call(llama, three, OTHER).rounds < first.rounds / 2
-    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+    assert _text(llama, PROMPT) not in kept_texts(tmp_path)
 
 
 def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -322,8 +283,8 @@ def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -
     forgetful.forget()
     for model in (llama, other, llama, other):
         call(model, spec, OTHER)
-    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
-    assert _text(llama, OTHER) in _stored_in(tmp_path)
+    assert _text(llama, PROMPT) not in kept_texts(tmp_path)
+    assert _text(llama, OTHER) in kept_texts(tmp_path)
 
 
 def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> None:
@@ -359,7 +320,6 @@ DAMAGES: dict[str, Callable[[Any], None]] = {
     "objects": lambda state: _changed(state, "known", "store", "dtype", value="|O"),
     "token beyond the vocabulary": lambda state: _changed(state, "known", "store", value=[5, VOCABULARY, 6]),
     "no store": lambda state: state["known"].pop("store"),
-    "rates above 1": lambda state: state["known"]["rates"]["greedy"]["rates"].__setitem__(0, 1.5),
 }
 
 
@@ -396,29 +356,18 @@ def test_damaged_files(llama: LlamaForCausalLM, tmp_path: Path, damage: str) -> 
     assert generate(SelfSpec(Lookup(), cache_dir=tmp_path / "cache")) is not None
 
 
-# Threads -------------------------------------------------------------------------------------------------------------
-
-
-def in_threads(tasks: list[Callable[[], None]]) -> None:
-    """Runs all at the same time; raises what one of them raised."""
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        for running in [pool.submit(task) for task in tasks]:
-            running.result()
-
-
-@pytest.mark.parametrize("same", [True, False], ids=["one SelfSpec", "one folder"])
-def test_threads(llama: LlamaForCausalLM, tmp_path: Path, same: bool) -> None:
-    """Threads that share a SelfSpec, or only a cache folder as processes do; one of them forgets now and then."""
+def test_threads(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Two share a SelfSpec, the third only its cache folder, as processes do; one of them forgets now and then."""
 
     def make() -> SelfSpec:
         return SelfSpec(Cascade([Lookup(200), EarlyExit(3)]), FixedLength(3), cache_dir=tmp_path)
 
-    one = make()
+    shared_one, own = make(), make()
     prompts = [ragged_batch((4, 9, 6), seed=seed) for seed in range(3)]
     expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]
 
     def task(index: int) -> None:
-        spec = one if same else make()
+        spec = own if index == 2 else shared_one
         for turn in range(4):
             which = (index + turn) % len(prompts)
             ids = llama.generate(**prompts[which], max_new_tokens=24, assistant=spec)
@@ -426,7 +375,8 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path, same: bool) -> None:
             if index == 0 and turn == 2:
                 spec.forget()
 
-    in_threads([lambda index=index: task(index) for index in range(3)])
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(task, range(3)))  # raises what one of them raised
     for path in tmp_path.rglob("*.json"):
         json.loads(path.read_text())
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix not in (".json", ".lock")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 
-import numpy as np
 import pytest
 
 from hf_selfspec.control.costs import RoundCosts
@@ -20,6 +20,7 @@ from hf_selfspec.lookup import (
     suffix,
 )
 from hf_selfspec.lookup.rates import own_key, view_of
+from hf_selfspec.lookup.row import Top
 from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
 
 FREE = RoundCosts.of(lambda drafted: 1.0, 31)
@@ -50,33 +51,20 @@ def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupFindings, L
     return knowledge, row
 
 
-def play(row: LookupRow, text: Sequence[int], costs: RoundCosts = STEPS) -> int:
-    """Drafts and verifies until the row has written ``text``; returns the number of rounds."""
-    at = rounds = 0
+def play(row: LookupRow, text: Sequence[int]) -> None:
+    """Drafts and verifies until the row has written ``text``."""
+    at = 0
     rng = random.Random(0)
     while at < len(text):
-        tree = row.propose(costs, 1.0, 8)
-        count = accepted(tree, text[at:]) + 1
-        tops = [random_top(rng) for _ in range(len(tree) + 1)]
-        row.learn(tree, text[at : at + count], tops)
+        tree = row.propose(STEPS, 1.0, 8)
+        count = sum(1 for _ in tree.walk(text[at:]))  # what is accepted and one more
+        row.learn(tree, text[at : at + count], [random_top(rng) for _ in range(len(tree) + 1)])
         at += count
-        rounds += 1
-    return rounds
 
 
 def random_top(rng: random.Random) -> tuple[list[int], list[float]]:
     weights = sorted((rng.random() ** 4 for _ in range(6)), reverse=True)
     return rng.sample(range(6), 6), [weight / sum(weights) for weight in weights]
-
-
-def accepted(tree: TokenTree, text: Sequence[int]) -> int:
-    """Drafted tokens that a model that writes ``text`` accepts."""
-    return sum(1 for _ in tree.walk(text)) - 1 if text else 0
-
-
-def line(tree: TokenTree) -> list[int]:
-    assert list(tree.parents) == list(range(len(tree)))
-    return list(tree.tokens)
 
 
 # Matches -------------------------------------------------------------------------------------------------------------
@@ -107,20 +95,17 @@ def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) 
             assert match.position == max(positions)
 
 
-@pytest.mark.parametrize(
-    ("text", "support"),
-    [
-        ([1, 2, 3, 4, 0, 1, 2, 3], suffix.LONE),
-        ([1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 1, 2, 3], suffix.SHARED),
-        ([1, 2, 3, 4, 0, 1, 2, 3, 7, 5, 1, 2, 3], suffix.CONTESTED),
-    ],
-)
-def test_other_occurrences_are_counted(text: list[int], support: int) -> None:
-    index = SuffixIndex()
-    index.extend(text)
-    match = index.match(text[-LONGEST_MATCH:])
-    assert match is not None
-    assert match.support == support
+def test_other_occurrences_are_counted() -> None:
+    begun = [1, 2, 3, 4, 0, 1, 2, 3]
+    for text, support in (
+        (begun, suffix.LONE),
+        ([*begun, 4, 5, 1, 2, 3], suffix.SHARED),
+        ([*begun, 7, 5, 1, 2, 3], suffix.CONTESTED),
+    ):
+        index = SuffixIndex()
+        index.extend(text)
+        assert (match := index.match(text[-LONGEST_MATCH:])) is not None
+        assert match.support == support
 
 
 def test_nothing_matches_or_goes_on_across_texts() -> None:
@@ -142,6 +127,9 @@ def test_a_store_keeps_the_latest_texts() -> None:
     assert nothing.store.tokens == []
     some.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(33)])
     assert [text[-1] for text in texts_of(some.store.tokens)] == [300_399, 310_399, 320_399]
+    some.add_texts([[1, 2, 3]])
+    assert 500 <= len(some.store.tokens) <= 1_000
+    assert texts_of(some.store.tokens)[-1] == [1, 2, 3]
 
 
 def test_texts_are_stored_without_what_is_known_of_them() -> None:
@@ -160,7 +148,8 @@ def test_a_continuation_repeats_where_the_text_ends() -> None:
     row = LookupRow(LookupFindings())
     row.extend([7, 8, 9] * 4)
     tree = row.propose(FREE, 1.0, deepest=10, branching=False)
-    assert line(tree) == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
+    assert tree.tokens == (7, 8, 9, 7, 8, 9, 7, 8, 9, 7)
+    assert tree.parents == tuple(range(10))
 
 
 # Successors ----------------------------------------------------------------------------------------------------------
@@ -195,7 +184,7 @@ def test_the_oldest_pairs_leave() -> None:
 # Rates ---------------------------------------------------------------------------------------------------------------
 
 
-def test_rates_converge() -> None:
+def test_rates_converge_and_follow_a_change() -> None:
     rng = random.Random(0)
     rates = Rates()
     first, second = own_key(3, view_of(None), LONE), own_key(5, view_of(0.9), LONE)
@@ -205,16 +194,9 @@ def test_rates_converge() -> None:
         rates.see([(1, first, 0.0), (2, second, 0.0)], token)
     assert rates.rates[first] == pytest.approx(0.2, abs=0.1)
     assert rates.rates[second] == pytest.approx(0.5, abs=0.1)  # where the first one was wrong
-
-
-def test_rates_follow_a_change() -> None:
-    rates = Rates()
-    key = own_key(3, view_of(None), LONE)
-    for _ in range(5_000):
-        rates.see([(1, key, 0.0)], 1)
     for _ in range(400):
-        rates.see([(1, key, 0.0)], 2)
-    assert rates.rates[key] < 0.2
+        rates.see([(1, first, 0.0)], 1)
+    assert rates.rates[first] > 0.8
 
 
 def test_longer_matches_are_trusted_more() -> None:
@@ -242,8 +224,7 @@ def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
     assert tree.expected == pytest.approx(sum(reach))
     for node in range(len(tree) + 1):
         assert sum(reach[child] for child, parent in enumerate(tree.parents, 1) if parent == node) <= reach[node] + 1e-9
-    if not branching:
-        line(tree)
+    assert branching or tree.parents == tuple(range(len(tree)))
 
 
 @pytest.mark.parametrize("costs", [FREE, STEEP, STEPS], ids=["free", "steep", "steps"])
@@ -313,40 +294,28 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     assert tree.tokens == every.tokens[: values.index(max(values))]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_corners_are_where_tokens_of_one_worth_are_best(seed: int) -> None:
-    rng = random.Random(seed)
-    costs = RoundCosts(tuple(np.cumsum([1.0] + [rng.choice((0.0, 0.01, 0.1, 0.5)) for _ in range(20)]).tolist()))
-    for size in range(20):
-        for worth in (0.001, 0.02, 0.05, 0.1, 0.3, 1.0):
-            best = max(worth * count - costs.seconds[count] for count in range(size + 1, 21))
-            assert max(worth * count - costs.seconds[count] for count in costs.corners[size]) == pytest.approx(best)
-
-
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
-    knowledge = LookupFindings()
-    row = LookupRow(knowledge)
-    row.extend([1, 2, 3, 4, 1, 2])
+    """Of rejected nodes, too, where the text does not have the same pair of tokens."""
+
+    def known_after(
+        text: list[int], tree: TokenTree, emitted: list[int], tops: list[Top]
+    ) -> dict[tuple[int, int], int]:
+        row = LookupRow(knowledge := LookupFindings())
+        row.extend(text)
+        row.learn(tree, emitted, tops)
+        assert row.own.tokens == text + emitted
+        pairs = product(range(10), range(10))
+        found = {pair: knowledge.successors.get(*pair) for pair in pairs}
+        return {pair: one.tokens[0] for pair, one in found.items() if one is not None and one.is_pair}
+
     tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
-    row.learn(tree, [3, 9], [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])])
-    assert row.own.tokens == [1, 2, 3, 4, 1, 2, 3, 9]
-    known = {pair: found.tokens[0] for pair in ((1, 2), (2, 3), (2, 5)) if (found := knowledge.successors.get(*pair))}
-    assert known == {(1, 2): 3, (2, 3): 9, (2, 5): 8}  # rejected nodes, too
-    assert knowledge.successors.get(3, 4) is None
-
-
-def test_the_text_counts_more_than_a_rejected_node() -> None:
-    knowledge = LookupFindings()
-    row = LookupRow(knowledge)
-    row.extend([2, 2])
+    tops: list[Top] = [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])]
+    assert known_after([1, 2, 3, 4, 1, 2], tree, [3, 9], tops) == {(1, 2): 3, (2, 3): 9, (2, 5): 8}
     tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
-    row.learn(tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])])
-    found = knowledge.successors.get(2, 2)
-    assert found is not None
-    assert found.tokens[0] == 7
+    assert known_after([2, 2], tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])]) == {(2, 2): 7, (2, 5): 9}
 
 
 def test_matches_that_fail_are_trusted_less() -> None:
@@ -369,28 +338,10 @@ def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     tree = row.propose(STEEP, 1.0, 8)
     assert len(tree) == 0
     key = tree.offers[0][0][1]
-    before = knowledge.rates("").rates[key]
+    before = knowledge.rates[""].rates[key]
     row.learn(tree, [4], [([4], [1.0])])
-    assert knowledge.rates("").rates[key] > before
-    assert knowledge.rates("sampled").rates == Rates().rates  # another kind of call
-
-
-def test_earlier_texts_are_drafted() -> None:
-    knowledge = LookupFindings()
-    text = random.Random(0).sample(range(1_000), 200)
-    first = LookupRow(knowledge)
-    first.extend(text[:50])
-    assert play(first, text[50:], FREE) == 150  # no token comes twice
-    knowledge.add_texts([first.own.tokens])
-    again = LookupRow(knowledge)
-    again.extend(text[:50])
-    assert play(again, text[50:], FREE) < 30
-    knowledge.forget()
-    assert knowledge.rates("").rates == Rates().rates
-    assert len(knowledge.successors) == len(knowledge.store) == 0
-    nothing = LookupRow(knowledge)
-    nothing.extend(text[:50])
-    assert nothing.propose(FREE, 1.0, 8).tokens == ()
+    assert knowledge.rates[""].rates[key] > before
+    assert knowledge.rates["sampled"].rates == Rates().rates  # another kind of call
 
 
 # State ---------------------------------------------------------------------------------------------------------------
@@ -398,22 +349,23 @@ def test_earlier_texts_are_drafted() -> None:
 
 def test_what_is_known_lasts() -> None:
     knowledge, row = taught(4, kind="greedy")
-    state = knowledge.state()
     other = LookupFindings()
-    other.restore(json.loads(json.dumps(state)))
-    again = LookupRow(other, "greedy")
-    fresh = LookupRow(knowledge, "greedy")
-    for one in (again, fresh):
-        one.extend(row.own.tokens)
-    tree, expected = again.propose(FREE, 1.0, 8), fresh.propose(FREE, 1.0, 8)
-    assert len(tree) > 5
-    assert (tree.tokens, tree.parents, tree.reach) == (expected.tokens, expected.parents, expected.reach)
-    assert other.state() == state
+    other.restore(json.loads(json.dumps(knowledge.state())))
+    assert other.state() == knowledge.state()
+    trees = []
+    for found in (knowledge, other):
+        fresh = LookupRow(found, "greedy")
+        fresh.extend(row.own.tokens)
+        trees.append(fresh.propose(FREE, 1.0, 8))
+    assert trees[0] == trees[1]
+    assert len(trees[0]) > 5
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
+def test_a_broken_state_is_refused_and_changes_nothing() -> None:
+    knowledge, _ = taught(4)
+    before = knowledge.state()
+    keys = len(Rates().rates)
+    for broken in (
         {"successors": {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2}},
         {"successors": {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]}},
         {"successors": {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]}},
@@ -421,13 +373,8 @@ def test_what_is_known_lasts() -> None:
         {"store": [[1]]},
         {"store": [-2]},
         {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
-        {"rates": {"": {"rates": [2.0] * len(Rates().rates), "seen": [8.0] * len(Rates().rates)}}},
-        {"rates": {"": {"rates": [0.5] * len(Rates().rates), "seen": [float("nan")] * len(Rates().rates)}}},
-    ],
-)
-def test_a_broken_state_is_refused_and_changes_nothing(broken: dict[str, object]) -> None:
-    knowledge, _ = taught(4)
-    before = knowledge.state()
-    with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
-        knowledge.restore({"known": {**before["known"], **broken}})
-    assert knowledge.state() == before
+        {"rates": {"": {"rates": [0.5] * keys, "seen": [float("nan")] * keys}}},
+    ):
+        with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
+            knowledge.restore({"known": {**before["known"], **broken}})
+        assert knowledge.state() == before

@@ -255,8 +255,8 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
         return [values * 2]
 
     known, other = Graphs(QUICK, (), "Tiny"), Graphs(QUICK, (), "Tiny")
-    known.find("one", double, inputs, "two numbers")
-    graph = known.find("one", double, inputs, "two numbers")
+    known.find("one", double, inputs, lambda: "two numbers")
+    graph = known.find("one", double, inputs, lambda: "two numbers")
     assert graph is not None
     thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
 
@@ -266,9 +266,9 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
             thread.join(0.2)
         return [values * 3]
 
-    warm_up = other.find("two", slow, inputs, "two numbers")
+    warm_up = other.find("two", slow, inputs, lambda: "two numbers")
     assert warm_up is None
-    assert other.find("two", slow, inputs, "two numbers") is not None
+    assert other.find("two", slow, inputs, lambda: "two numbers") is not None
     thread.join()
     assert found == [[2.0, 2.0]]
 

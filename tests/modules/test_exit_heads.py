@@ -216,8 +216,6 @@ def test_mistakes(tmp_path: Path) -> None:
     model = tiny_llama(8)
     heads, shared = heads_of(model, 0.5), build("gemma3n_text")
     heads.about = {"calibration": calibrated(heads.about["calibration"]["thresholds"], 0.8979)}
-    known = {"metric": "entropy", "epsilons": [0.9], "thresholds": [[1]]}  # of an earlier version
-    earlier = ExitHeads([2], 64, 97, about={"calibration": known})
     other = heads_of(model, 0.5)
     other.about = about(tiny_llama(8, factor=2.0), {}, {})
 
@@ -233,7 +231,6 @@ def test_mistakes(tmp_path: Path) -> None:
     for wrong, error, words in (
         (lambda: SelfSpec.dssd(ExitHeads([2], 64, 97)), SettingError, "have no thresholds"),
         (lambda: SelfSpec.dssd(heads), SettingError, r"epsilon=0\.9 is more than .* reach: .* at best 0\.897 of"),
-        (lambda: SelfSpec.early_exit_only(heads=earlier), SettingError, "were not calibrated by 'entropy': calibrate"),
         (lambda: SelfSpec.early_exit_only(heads=heads, epsilon=0.95), SettingError, r"epsilon=0\.95 is above"),
         (lambda: SelfSpec.dssd(3), SettingTypeError, "must be ExitHeads or the path of a saved one"),
         (lambda: SelfSpec.early_exit_only(layer=2, heads=heads), SettingError, "give one of the two"),

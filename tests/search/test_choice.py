@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,20 +45,3 @@ def test_choices_come_back_from_json() -> None:
         choice = exit_choice(speedup)
         assert choice.layer == layer
         assert ExitChoice.of_state(json.loads(json.dumps(choice.state())), LAYERS) == choice
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"layer": 3},
-        {"layer": LAYERS, "by_layer": [[LAYERS, 1.5]]},
-        {"layer": 0, "by_layer": [[0, 1.5]]},
-        {"by_layer": []},
-        {"stop": None},
-        {"expected_speedup": None},
-    ],
-    ids=str,
-)
-def test_an_exit_that_does_not_fit_the_model(change: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        ExitChoice.of_state(exit_choice().state() | change, LAYERS)

@@ -168,7 +168,7 @@ def steps_in(folder: Path) -> dict[LayerPlan, float]:
 def test_an_interrupted_search_goes_on(
     tuned: Callable[..., SelfSpec], tmp_path: Path, fake: Callable[..., Timings]
 ) -> None:
-    """What was timed is on disk and not timed again, with more steps too, and is as good whenever it was timed."""
+    """What was timed is on disk and not timed again, and is as good whenever it was timed."""
     tuned = partial(tuned, stop=FixedLength(3), folder=tmp_path)
     first = fake()
     first.interrupt_at = 8
@@ -184,12 +184,9 @@ def test_an_interrupted_search_goes_on(
     assert not set(second.asked[:5]) & set(kept)
     best = min([*kept, *second.asked[:5]], key=second.of)
     assert second.of(second.space.plan(second.places(spec))) == pytest.approx(second.of(best))
-    third = fake()
-    tuned(search=OfflineSearch(14, 6))
-    assert len(third.asked) == 2 + 3 * 3
     assert SelfSpec.from_pretrained(tmp_path).stop == FixedLength(3)
     # The machine has slowed down by 2% with each timing.
-    ratios = [speed * third.of(plan) for plan, speed in steps_in(tmp_path).items()]
+    ratios = [speed * second.of(plan) for plan, speed in steps_in(tmp_path).items()]
     assert max(ratios) / min(ratios) < 1.07
 
 
@@ -204,19 +201,13 @@ def test_steps_that_cannot_be_gone_on_with(
     content = path.read_text()
     times = fake()
     for model, given in (
-        (llama, {"texts": [*TEXTS, "more"]}),
         (llama, {"texts": TEXTS, "stop": FixedLength(2)}),
         (tiny_llama(8, seed=1), {"texts": TEXTS}),
     ):
         with pytest.raises(SettingError, match=rf"{path} holds the steps of another search"):
             again(model, **given)
         assert path.read_text() == content
-    for broken in (
-        content[: len(content) // 2],
-        content.replace('"steps"', '"sets"'),
-        json.dumps({**json.loads(content), "steps": [["########", "fast"]]}),
-        json.dumps({**json.loads(content), "steps": [["##.#", 1.2]]}),
-    ):
+    for broken in (content[: len(content) // 2], content.replace('"steps"', '"sets"')):
         path.write_text(broken)
         with pytest.raises(SettingError, match=rf"{path} was cut short or changed"):
             again(llama, texts=TEXTS)
@@ -231,7 +222,6 @@ def test_steps_that_cannot_be_gone_on_with(
     ("options", "error", "words"),
     [
         ({"texts": []}, SettingTypeError, r"tune\(texts\) must be a list of strings, at least one"),
-        ({"texts": ["good", 3]}, SettingTypeError, r"tune\(texts\) must be a list of strings"),
         (
             {"search": OnTheFlySearch()},
             SettingTypeError,
@@ -252,13 +242,6 @@ def test_bad_options(
     fake()
     with pytest.raises(error, match=words):
         tune(llama, tokenizer, **{"texts": TEXTS} | options)
-
-
-def test_bad_settings() -> None:
-    with pytest.raises(SettingError, match=r"OfflineSearch\(max_steps\) must be at least 1"):
-        OfflineSearch(0)
-    with pytest.raises(SettingTypeError, match=r"OfflineSearch\(random_steps\)"):
-        OfflineSearch(random_steps=1.5)
 
 
 def test_an_own_rule_cannot_be_saved(

@@ -24,34 +24,22 @@ from hf_selfspec import (
     SettingTypeError,
 )
 from hf_selfspec.stop import StopRule
-from hf_selfspec.stop.rules import Memory, RunningBound, RunningRule, start
+from hf_selfspec.stop.rules import Memory, RunningBound, start
 
 EXIT = 2
-
-
-def ask(rule: StopRule, logits: torch.Tensor) -> list[bool]:
-    rows = logits.shape[0]
-    return rule(torch.zeros(rows, 5, dtype=torch.long), logits, torch.zeros(rows, 8)).tolist()
 
 
 # Shipped rules by hand ---------------------------------------------------------------------------------------------
 
 
-def test_fixed_length_never_stops_by_what_it_sees() -> None:
-    assert ask(FixedLength(4), torch.tensor([[0.0, 0.0], [50.0, 0.0]])) == [False, False]
-    assert FixedLength(4).max_draft == 4
-
-
 def test_confidence_threshold_stops_below_the_top_probability() -> None:
-    # Top-1 probabilities 0.25, 0.6 and 0.9.
-    logits = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.6, 0.2, 0.1, 0.1], [0.05, 0.9, 0.05, 0.0]]).log()
-    assert ask(ConfidenceThreshold(0.5), logits) == [True, False, False]
-    assert ask(ConfidenceThreshold(), logits) == ask(ConfidenceThreshold(0.8), logits) == [True, True, False]
+    assert asked(ConfidenceThreshold(0.65), 0.6, 0.7, 0.9) == [True, False, False]
+    assert asked(ConfidenceThreshold(), 0.6, 0.7, 0.9) == [True, True, False]
     # In full precision: 4096 of e^0 beside one of e^9 leave 0.664 for the top.
-    logits = torch.zeros(1, 4097)
+    logits = torch.zeros(1, 4097, dtype=torch.bfloat16)
     logits[0, 7] = 9.0
-    assert ask(ConfidenceThreshold(0.66), logits.bfloat16()) == [False]
-    assert ask(ConfidenceThreshold(0.67), logits.bfloat16()) == [True]
+    ids, states = torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 8)
+    assert [ConfidenceThreshold(least)(ids, logits, states).item() for least in (0.66, 0.67)] == [False, True]
 
 
 def with_top(*shares: float) -> torch.Tensor:
@@ -59,7 +47,7 @@ def with_top(*shares: float) -> torch.Tensor:
     return torch.tensor([[share, 1 - share, 1e-30] for share in shares]).log()
 
 
-def asked(rule: RunningRule, *shares: float) -> list[bool]:
+def asked(rule: StopRule, *shares: float) -> list[bool]:
     """What a rule answers to one drafted token in each row."""
     rows = len(shares)
     return rule(torch.zeros(rows, 5, dtype=torch.long), with_top(*shares), torch.zeros(rows, 8)).tolist()
@@ -97,13 +85,9 @@ class _Contrary(ConfidenceThreshold):
     ("rule", "ended"),
     [
         (FixedLength(3), [False, False]),
-        (ConfidenceThreshold(0.7), [True, False]),
-        (ProductThreshold(0.7), [True, False]),
         (AdaptiveThreshold(ProductThreshold(0.7)), [True, False]),
         (ConfidenceThreshold(0.7, lambda logits, states: logits[:, 0].exp()), None),
         (_Contrary(0.7), None),
-        (CalibratedEntropy(), None),
-        (lambda ids, logits, states: ids[:, -1] == 3, None),
     ],
 )
 def test_shipped_rules_compare_one_number_with_a_bound(rule: StopRule, ended: list[bool] | None) -> None:
@@ -150,13 +134,13 @@ def test_adaptive_threshold_goes_on_where_the_last_call_ended() -> None:
     assert start(AdaptiveThreshold(), 1, 6, Memory()).thresholds == pytest.approx((0.8,))
 
 
-def entropies(rule: RunningRule, *shares: float) -> list[bool]:
-    """One drafted token in each row whose entropy grows with its share of the second choice."""
-    return asked(rule, *(1 - share for share in shares))
-
-
 def test_calibrated_entropy_by_hand() -> None:
     """Surer tokens are right, less sure ones are not: drafts end at those, once 32 are known."""
+
+    def entropies(rule: StopRule, *shares: float) -> list[bool]:
+        """One drafted token in each row whose entropy grows with its share of the second choice."""
+        return asked(rule, *(1 - share for share in shares))
+
     memory = Memory()
     rule = start(CalibratedEntropy(0.9), 2, 25, memory)
     for known in range(0, 32, 4):
@@ -187,16 +171,11 @@ def test_calibrated_entropy_by_hand() -> None:
     ("make", "error", "words"),
     [
         (lambda: ConfidenceThreshold(math.nan), SettingError, "must lie between 0 and 1 (both excluded), got nan"),
-        (lambda: ConfidenceThreshold("0.5"), SettingTypeError, "must be a number between 0 and 1, got '0.5'"),
         (lambda: FixedLength(0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
         (lambda: CalibratedEntropy(1.0), SettingError, "CalibratedEntropy(epsilon) must lie between 0 and 1"),
-        (lambda: ProductThreshold(0.0), SettingError, "ProductThreshold(threshold) must lie between 0 and 1"),
         (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
         (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
-        (lambda: AdaptiveThreshold(target=1.0), SettingError, "AdaptiveThreshold(target) must lie"),
         (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, "AdaptiveThreshold(rate_memory) must lie"),
-        (lambda: SelfSpec(max_draft=-3), SettingError, "SelfSpec(max_draft) must be at least 1, got -3"),
-        (lambda: SelfSpec(stop=0.8), SettingTypeError, "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p)"),
         (lambda: SelfSpec(stop=FixedLength), SettingTypeError, "SelfSpec(stop) must be FixedLength(n), Confidence"),
     ],
 )
@@ -233,14 +212,6 @@ def generate(model: LlamaForCausalLM, stop: StopRule, new_tokens: int, max_draft
     return ids, spec.stats
 
 
-def test_a_rule_never_drops_the_token_it_looked_at() -> None:
-    # One token from the prompt, then two in each round: one drafted, one from verification.
-    for rows in (1, 3):
-        stats = generate(drafts_well(), always, new_tokens=1 + 2 * 4, **ragged_batch((5, 9, 7)[:rows]))[1]
-        assert stats.rounds == stats.drafted == 4 * rows
-        assert stats.accepted_lengths == Counter({1: 4 * rows})
-
-
 @pytest.mark.parametrize(
     ("stop", "max_draft", "length"),
     [(FixedLength(3), 25, 3), (FixedLength(5), 3, 3), (never, 3, 3), (never, 25, 11)],
@@ -262,25 +233,18 @@ def test_each_row_stops_by_itself() -> None:
     assert stats.drafted == 3 * 1 + 2 * 2
 
 
-class Recording:
-    """A user's own rule that keeps what it is shown."""
-
-    def __init__(self, answer: bool) -> None:
-        self.answer = answer
-        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
-        return torch.full((logits.shape[0],), self.answer)
-
-
 @pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
 def test_what_a_users_rule_sees(llama: LlamaForCausalLM, lengths: tuple[int, ...]) -> None:
     """The text with the drafted token, that token's logits, and the state of the exit layer."""
-    rule, inputs = Recording(answer=False), ragged_batch(lengths)
-    ids, stats = generate(llama, rule, new_tokens=12, max_draft=3, **inputs)
-    assert len(rule.calls) == stats.draft_steps
-    for input_ids, logits, hidden_states in rule.calls:
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def rule(*given: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(tensor.clone() for tensor in given))
+        return torch.zeros(len(given[1]), dtype=torch.bool)
+
+    stats = generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch(lengths))[1]
+    assert len(calls) == stats.draft_steps
+    for input_ids, logits, hidden_states in calls:
         assert logits.shape == (len(lengths), VOCABULARY)
         assert hidden_states.shape == (len(lengths), llama.config.hidden_size)
         assert torch.equal(input_ids[:, -1], logits.argmax(-1))
@@ -289,16 +253,6 @@ def test_what_a_users_rule_sees(llama: LlamaForCausalLM, lengths: tuple[int, ...
                 state = llama(input_ids[:, :-1], output_hidden_states=True).hidden_states[EXIT][:, -1]
                 torch.testing.assert_close(hidden_states, state, rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(logits, llama.lm_head(llama.model.norm(state)), rtol=1e-4, atol=1e-5)
-    # Rows at different lengths: after one drafted token each row's last columns are part of its output.
-    rule = Recording(answer=True)
-    ids, stats = generate(llama, rule, new_tokens=12, **inputs)
-    assert stats.accepted_lengths[0]
-    assert stats.accepted_lengths[1]
-    width = inputs["input_ids"].shape[1]
-    for input_ids, _, _ in rule.calls:
-        for row, output in enumerate(ids):
-            committed = input_ids[row, -1 - width : -1]
-            assert any(torch.equal(committed, piece) for piece in output.unfold(0, width, 1))
 
 
 def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM) -> None:
@@ -307,26 +261,6 @@ def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM) -> None:
             generate(llama, lambda *given, answer=answer: answer, new_tokens=4, **ragged_batch((4, 6)))
     stats = generate(llama, lambda *given: torch.ones(2, dtype=torch.long), new_tokens=8, **ragged_batch((4, 6)))[1]
     assert max(stats.accepted_lengths) <= 1  # whole numbers are fine
-
-
-# Rules that remember, inside generate ---------------------------------------------------------------------------------
-
-
-REMEMBERING = {
-    "product": ProductThreshold(0.001),
-    "calibrated": CalibratedEntropy(0.3),
-    "draft and verify": AdaptiveThreshold(ConfidenceThreshold(0.005), step=0.001, threshold_memory=0.0),
-    "adaspeed": AdaptiveThreshold(ProductThreshold(0.001), step=0.001, threshold_memory=0.0),
-}
-
-
-@pytest.mark.parametrize("name", REMEMBERING)
-def test_rules_that_remember_change_no_token(llama: LlamaForCausalLM, name: str) -> None:
-    spec = SelfSpec(EarlyExit(EXIT), REMEMBERING[name], max_draft=4)
-    for inputs, options in ((ragged_batch((6,)), {"do_sample": True, "top_k": 1}), (ragged_batch(), {})):
-        ids = llama.generate(**inputs, max_new_tokens=20, **{"do_sample": False} | options, assistant=spec)
-        assert torch.equal(ids, llama.generate(**inputs, do_sample=False, max_new_tokens=20))
-        assert spec.stats.drafted > spec.stats.rounds  # some drafts have more than one token
 
 
 def test_each_row_has_a_product_of_its_own() -> None:

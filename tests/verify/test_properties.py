@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from typing import Any
 
 import pytest
@@ -13,25 +12,10 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from helpers.verification import orders, outcomes
-from hf_selfspec import (
-    AdaptiveThreshold,
-    Cascade,
-    ClosestLayers,
-    ConfidenceThreshold,
-    CostTree,
-    EarlyExit,
-    FixedLength,
-    Lookup,
-    OnTheFlySearch,
-    ProductThreshold,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
+from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
 from hf_selfspec.model.prompt import Prompt
-from hf_selfspec.model.transfer import RowNumbers, _together
+from hf_selfspec.model.transfer import _together
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
 from hf_selfspec.verify.stopping import Stopper
@@ -141,42 +125,6 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
 # Texts ---------------------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def growths(draw: Any) -> tuple[list[int], list[list[list[int]]]]:
-    """Padded columns of each row, and what rows get in several rounds."""
-    b = draw(st.integers(1, 3))
-    row = st.lists(st.integers(2, 90), max_size=4)
-    return draw(st.lists(st.integers(0, 3), min_size=b, max_size=b)), draw(
-        st.lists(st.lists(row, min_size=b, max_size=b), max_size=6)
-    )
-
-
-@quick(60)
-@given(growth=growths(), room=st.integers(0, 30))
-def test_rows_hold_what_was_appended(growth: tuple[list[int], list[list[list[int]]]], room: int) -> None:
-    """Whatever lengths rows have, and whatever scratch was written in between."""
-    padded, rounds = growth
-    prompts = torch.arange(2, 2 + 5 * len(padded)).view(len(padded), 5)
-    text = Text.of(prompts, [-count for count in padded], room)
-    known = prompts.tolist()
-    for tokens in rounds:
-        text.write_draft(torch.full((len(known),), 99), 1)  # scratch
-        text.append(tokens)
-        known = [row + new for row, new in zip(known, tokens, strict=True)]
-        assert text.lengths == [len(row) for row in known]
-        assert [text.prefix(index)[0].tolist() for index in range(len(known))] == known
-        assert text.last_tokens().tolist() == [[row[-1]] for row in known]
-        assert list(text.last_slots()) == [len(row) - 1 - count for row, count in zip(known, padded, strict=True)]
-        longest = max(map(len, known))
-        for row, aligned in zip(known, text.with_draft(0).tolist(), strict=True):
-            assert aligned == [row[0]] * (longest - len(row)) + row
-        starts, before = text.tokens_before(list(text.last_slots()), 3, [0] * len(known))
-        for row, count, start, found in zip(known, padded, starts, before.tolist(), strict=True):
-            end = len(row) - 1
-            assert start == max(0, end - count - 3)
-            assert found[: end - count - start] == row[start + count : end]
-
-
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 
@@ -228,26 +176,6 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
 
 
 # Numbers of rows -----------------------------------------------------------------------------------------------------
-
-NUMBERS = st.lists(st.integers(-5, 50), min_size=2, max_size=2)
-
-
-@quick(50)
-@given(numbers=NUMBERS, others=NUMBERS, count=st.integers(0, 4))
-def test_numbers_on_a_device_are_those_of_the_host(numbers: list[int], others: list[int], count: int) -> None:
-    one, other = RowNumbers.of(numbers), RowNumbers(others)
-    assert RowNumbers.of(one) is one
-    assert one.are_equal == (numbers[0] == numbers[1])
-    for found, expected in (
-        (one, numbers),
-        (one.ahead(count), [n + count for n in numbers]),
-        (one.plus(other), [a + b for a, b in zip(numbers, others, strict=True)]),
-        (one.plus(other).ahead(count), [a + b + count for a, b in zip(numbers, others, strict=True)]),
-    ):
-        assert list(found) == expected
-        assert found.on(CPU).expand(2, 1).flatten().tolist() == expected
-        assert found.on(CPU).shape[0] == (1 if found.are_equal else 2)
-    assert one.onwards(count, CPU).expand(2, count).tolist() == [list(range(n, n + count)) for n in numbers]
 
 
 TENSORS = st.one_of(
@@ -312,47 +240,4 @@ def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most:
         assert index.match(piece) == fresh.match(piece)
 
 
-@quick(60)
-@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6))
-def test_texts_stand_between_separators(texts: list[list[int]]) -> None:
-    joined = [token for text in texts for token in (*text, SEPARATOR)]
-    assert texts_of(joined) == texts_of(joined[:-1]) == [text for text in texts if text]
-
-
 # Settings ------------------------------------------------------------------------------------------------------------
-
-SHARES = st.floats(0.01, 0.99)
-COUNTS = st.integers(1, 50)
-BLOCKS = st.lists(st.integers(1, 30), min_size=1, max_size=5, unique=True).map(sorted).map(tuple)
-SEARCHES = st.one_of(
-    st.builds(OnTheFlySearch, COUNTS, COUNTS, COUNTS, COUNTS, SHARES, SHARES, COUNTS),
-    st.builds(ClosestLayers, COUNTS, COUNTS, COUNTS, SHARES, SHARES),
-)
-SOURCES = st.one_of(
-    st.builds(EarlyExit, st.none() | COUNTS),
-    st.builds(SkipLayers, BLOCKS, BLOCKS),
-    st.builds(lambda search, ratio: SkipLayers(search=search, ratio=ratio), SEARCHES, SHARES | st.just("auto")),
-)
-FREE = st.builds(Lookup, st.integers(0, 1000))
-RULES = st.one_of(st.builds(ConfidenceThreshold, SHARES), st.builds(ProductThreshold, SHARES))
-STOPS = st.one_of(st.none(), st.builds(FixedLength, COUNTS), RULES, st.builds(AdaptiveThreshold, RULES, SHARES))
-TREES = st.one_of(
-    st.none(),
-    st.builds(CostTree, st.none() | SHARES, COUNTS),
-    st.builds(lambda edge, wide, narrow: TopKTree(((edge, wide), (1.0, narrow))), SHARES, COUNTS, COUNTS),
-)
-SPECS = st.one_of(
-    st.builds(SelfSpec, SOURCES, STOPS, TREES, COUNTS),
-    st.builds(SelfSpec, FREE),
-    st.builds(lambda free, source: SelfSpec(Cascade([free, source])), FREE, SOURCES),
-)
-
-
-@quick(60)
-@given(spec=SPECS)
-def test_any_settings_come_back(spec: SelfSpec) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        spec.save_pretrained(folder)
-        loaded = SelfSpec.from_pretrained(folder)
-    assert loaded == spec
-    assert repr(loaded) == repr(spec)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +20,18 @@ from transformers.generation import logits_process as lp
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_selfspec
-from helpers.fitted import adapter_of, heads_of
+from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
 from hf_selfspec import (
-    ConfidenceThreshold,
     DynamicExit,
     EarlyExit,
-    EarlyExitAdapter,
     FixedLength,
     OnTheFlySearch,
     SelfSpec,
     SettingError,
     SettingTypeError,
-    SkipLayers,
     TopKTree,
     UnsupportedOptionError,
 )
@@ -48,14 +44,10 @@ END = 50
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4)),
     "exit, tree": lambda: SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(((0.5, 3), (1.0, 2)))),
-    "probe": SelfSpec.layerskip,
-    "skips": lambda: SelfSpec(SkipLayers(), ConfidenceThreshold(0.1)),
     "swift": lambda: SelfSpec.swift(search=OnTheFlySearch(context_window=8, budget=1.0), stop=FixedLength(4)),
     "default": SelfSpec,
-    "adapter": lambda: SelfSpec(EarlyExitAdapter(adapter_of(MODEL)), FixedLength(4)),
     "heads": lambda: SelfSpec(DynamicExit(heads_of(MODEL, 0.6, (2, 4))), FixedLength(4)),
     "candidates": lambda: SelfSpec(PromptLookupCandidateGenerator(num_output_tokens=4, max_length=200)),
-    "exit alone": lambda: SelfSpec.early_exit_only(3),
 }
 ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6))
 EITHER = pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
@@ -91,27 +83,12 @@ def texts(spec: SelfSpec | None, inputs: Any, make: Any = Counting, **options: A
     return MODEL.generate(**inputs, **options, assistant=spec), processor
 
 
-@pytest.fixture
-def layers() -> Iterator[Callable[[int], None]]:
-    """Leaves the first layers of the model alone, until the end of the test."""
-    every = MODEL.model.layers
-
-    def use(count: int) -> None:
-        MODEL.model.layers, MODEL.config.num_hidden_layers = every[:count], count
-
-    yield use
-    use(len(every))
-
-
-@pytest.mark.every_run("exit|exit, tree|swift|default|heads|exit alone")
 @pytest.mark.parametrize("name", SPECS)
-def test_ids_and_calls_are_plain_generates(name: str, layers: Callable[[int], None]) -> None:
+def test_ids_and_calls_are_plain_generates(name: str) -> None:
     spec = SPECS[name]()
     found = [texts(spec, inputs) for inputs in (ROW, BATCH)]
     if name == "exit":
         assert 0 < spec.stats.acceptance_rate < 1
-    if name == "exit alone":
-        layers(3)
     for inputs, (ours, called) in zip((ROW, BATCH), found, strict=True):
         plain, expected = texts(None, inputs)
         assert torch.equal(ours, plain)
@@ -145,7 +122,7 @@ def test_rows_that_end_at_different_times(eos: int | None, inputs: Any) -> None:
 @pytest.mark.parametrize("beside", [True, False], ids=["beside a processor", "alone"])
 def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None:
     model, spec = tiny_llama(factor=0.01), SelfSpec(EarlyExit(3), FixedLength(4))
-    for count in range(2, 11):
+    for count in (2, 3, 5, 8):
         found = []
         for assistant in (None, spec):
             criterion, processors = AfterCalls([count]), [Counting()] if beside else []
@@ -157,21 +134,7 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
 
 
-@EITHER
-def test_end_of_text_ends_a_row_for_such_a_processor(inputs: Any) -> None:
-    rows = len(inputs["input_ids"])
-    free, _ = texts(None, inputs)
-    eos = free[:, inputs["input_ids"].shape[1] :][torch.arange(rows), torch.tensor([5, 9, 12])[:rows]]
-    options = {"eos_token_id": eos.tolist(), "pad_token_id": 96}
-    plain, expected = texts(None, inputs, **options)
-    ours, called = texts(SPECS["exit"](), inputs, **options)
-    assert (plain == 96).any() or rows == 1
-    assert torch.equal(ours, plain)
-    assert called.seen == expected.seen
-
-
-@EITHER
-def test_a_prefix_function_is_called_for_each_emitted_token_alone(inputs: Any) -> None:
+def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
     found = []
     for spec in (None, SPECS["exit"]()):
         calls: list[tuple[int, list[int]]] = []
@@ -181,7 +144,7 @@ def test_a_prefix_function_is_called_for_each_emitted_token_alone(inputs: Any) -
             return list(range(2 + (row + len(calls)) % 3, VOCABULARY, 3))
 
         options = {"max_new_tokens": 20, "prefix_allowed_tokens_fn": allowed}
-        found.append((MODEL.generate(**inputs, **options, assistant=spec).tolist(), calls))
+        found.append((MODEL.generate(**BATCH, **options, assistant=spec).tolist(), calls))
     assert found[0] == found[1]
 
 
@@ -223,21 +186,6 @@ def test_a_declared_processor_is_called_for_drafts() -> None:
     assert len(processor.seen) > 20
 
 
-def test_recorded_scores_are_not_gathered_again_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A criterion gets the recorded scores themselves, as in plain ``generate``, not a copy of all of them."""
-    seen: list[tuple[int, ...]] = []
-
-    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(tuple(id(step) for step in scores))
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
-    output = MODEL.generate(**BATCH, max_new_tokens=20, do_sample=False, **options, assistant=SPECS["exit"]())
-    assert [len(steps) for steps in seen] == list(range(1, 21))
-    assert all(after[:-1] == before for before, after in pairwise(seen))
-    assert tuple(id(step) for step in output.scores) == seen[-1]
-
-
 def test_statistics_name_what_rows_advance_together_for() -> None:
     for inputs, words in ((ROW, ""), (BATCH, "Counting, AfterCalls")):
         spec = SPECS["exit"]()
@@ -264,21 +212,17 @@ def test_only_what_is_known_is_stateless() -> None:
 
 STATEFUL_OPTIONS = {
     "guidance": {"guidance_scale": 1.5},
-    "guidance, negative prompt": {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]])},
+    "guidance, negative prompt": {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]] * 3)},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=2.0)},
     "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3])},
 }
 
 
 @pytest.mark.parametrize("name", STATEFUL_OPTIONS)
-@EITHER
-def test_guidance_and_watermarks(name: str, inputs: Any) -> None:
-    options = dict(STATEFUL_OPTIONS[name])
-    if "negative_prompt_ids" in options:
-        options["negative_prompt_ids"] = options["negative_prompt_ids"].repeat(len(inputs["input_ids"]), 1)
-    spec = SPECS["exit"]()
+def test_guidance_and_watermarks(name: str) -> None:
+    options, spec = STATEFUL_OPTIONS[name], SPECS["exit"]()
     usual, plain, ours = (
-        MODEL.generate(**inputs, max_new_tokens=20, do_sample=False, **given)
+        MODEL.generate(**BATCH, max_new_tokens=20, do_sample=False, **given)
         for given in ({}, options, options | {"assistant": spec})
     )
     assert torch.equal(ours, plain)
@@ -312,7 +256,7 @@ class TighteningByLength(LogitsProcessor):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_drawn_tokens_are_exact(name: str, rows: int) -> None:
     spec, sequences, accepted, drafted = SAMPLED[name], [], 0, 0
-    for seed in range(400 // rows):
+    for seed in range(240 // rows):
         sequences.append(sample(spec, rows=rows, seed=seed, logits_processor=[Tightening()])[0])
         accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
     check_exact((torch.cat(sequences), accepted / drafted), exact_joint(llama(), [TighteningByLength()]))

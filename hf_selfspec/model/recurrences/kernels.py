@@ -38,7 +38,6 @@ class Turn:
     convolution: Run | None = None
 
     def check(self) -> None:
-        """Checks that the convolution that was expected has come."""
         if self.convolution is not None:
             raise UnsupportedModelError(
                 "the model computes a convolution in a way that is not known here, such as a kernel of its own, so "

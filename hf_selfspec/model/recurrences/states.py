@@ -43,7 +43,6 @@ class StateLog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no state is known yet."""
         return not self._ends
 
     def restart(self, slots: list[int], state: torch.Tensor) -> None:

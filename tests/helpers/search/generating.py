@@ -14,7 +14,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
-from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.skip_search import SkipSearch
 
 

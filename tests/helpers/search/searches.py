@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search import estimates
+from hf_selfspec.search import trials
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.on_the_fly import Search
-from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search.proposers import Search, SkipSpace
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
 
@@ -22,7 +20,6 @@ def space(layers: int = 10) -> SkipSpace:
 
 
 COSTS = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.5, token=0.01, step=0.0, num_layers=10)
-DEAR = replace(COSTS, step=30.0)
 
 
 def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
@@ -39,9 +36,9 @@ def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
     return Stopwatch(early, attention, {name: [time] for name, time in seconds.items()})
 
 
-def use_times(search: SkipSearch, costs: ForwardCosts = COSTS) -> None:
+def use_times(search: SkipSearch) -> None:
     """Forwards were timed on a text."""
-    search.timings.seconds = timings(space(), costs).seconds
+    search.timings.seconds = timings(space(), COSTS).seconds
     search.time()
 
 
@@ -59,17 +56,15 @@ def matchness_of(known: frozenset[int], plan: LayerPlan) -> float:
     return 1 - len(space().places(plan) - known) / len(space().blocks)
 
 
-def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule, ease: float = 1.0) -> float:
-    runs = replays([trace.eased(ease) for trace in traces], [rule], plan, COSTS, 25)
+def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule) -> float:
+    runs = replays(traces, [rule], plan, COSTS, 25)
     return COSTS.plain() / runs.seconds_per_token.item()
 
 
-def timed_search(
-    settings: Search, start: LayerPlan, rules: Sequence[Rule] = (FixedLength(2),), costs: ForwardCosts = COSTS
-) -> SkipSearch:
+def timed_search(settings: Search, start: LayerPlan, rules: Sequence[Rule] = (FixedLength(2),)) -> SkipSearch:
     """A search for a ratio, too, where forwards have been timed."""
     search = SkipSearch(settings, space(), 0.5, start, auto=True, rules=rules)
-    use_times(search, costs)
+    use_times(search)
     search.begin_window()
     return search
 
@@ -80,10 +75,10 @@ SHARES = ((CAREFUL, 0.9), (BOLD, 0.8))
 
 def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan = BOLD) -> None:
     """One round, with the share of drafted tokens that is accepted."""
-    search.watch(plan, 1, drafted, 1 + round(share * drafted))
+    search.watch(plan, drafted, round(share * drafted), 1 + round(share * drafted))
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
-    for _ in range(estimates._WATCHED // 16):
+    for _ in range(trials._WATCHED // 16):
         draft(search, share)
     search.begin_window()
