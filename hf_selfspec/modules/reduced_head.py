@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,8 +50,7 @@ class ReducedHead(DraftModule):
         return head
 
     def extra_repr(self) -> str:
-        digest = hashlib.sha256(self.tokens.cpu().numpy().tobytes()).hexdigest()[:8]
-        return f"{len(self.tokens)} of {self.vocabulary} tokens, {digest}"
+        return f"{len(self.tokens)} of {self.vocabulary} tokens, {self.digest}"
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like that of any module; raises if the tokens are not distinct ids of the vocabulary."""

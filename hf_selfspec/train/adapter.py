@@ -34,8 +34,8 @@ class AdapterFit(TrainedFit[Adapter]):
             default. With a ``save_strategy``, a fit that was stopped resumes from its last checkpoint in their
             ``output_dir``. With an ``eval_strategy``, the loss, the agreement with the whole model and the speed-up
             on the held-out rows are logged.
-        cache_dir: folder that keeps the model's states for further epochs and fits, which then run no layer (those of
-            a draft LoRA run the layers that it changes).
+        cache_dir: folder that keeps the model's states for further epochs, and fits at the same exit layers, which then
+            run no layer (those of a draft LoRA run the layers that it changes).
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
             epoch.
         patience: ends the fit when the speed of generation on held-out text has not risen in so many measurements in a

@@ -234,8 +234,6 @@ class _ExitLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor, grad_sums: torch.Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError("the exit losses can be propagated back once; they keep nothing for a second time")
         gradients = [None if g is None else g * grad_total.to(g.dtype) for g in ctx.gradients]
         ctx.gradients = None
         return (None, None, None, None, None, *gradients)

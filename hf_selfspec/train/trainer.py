@@ -58,7 +58,6 @@ class ModelCallback(TrainerCallback):
                 f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
                 "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
             )
-        self.detach()
         self._run = self.make_run(model, args)
         self._run.attach(model)
 
@@ -112,22 +111,17 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_training(trainer: Trainer) -> None:
     count, plugin = trainer.args.n_gpu, getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if count > 1:
-        raise UnsupportedOptionError(
-            f"one process with {count} GPUs (DataParallel) runs copies of the model in threads, which EarlyExitLoss "
-            "and LayerDropout cannot follow. Start one process per GPU with torchrun or accelerate launch, or make one "
-            "GPU visible with CUDA_VISIBLE_DEVICES."
-        )
-    if is_deepspeed_zero3_enabled():
-        raise UnsupportedOptionError(
-            "DeepSpeed ZeRO-3 gathers parameters only in the forwards that it knows, which EarlyExitLoss and "
-            "LayerDropout do not support. Use ZeRO-1, ZeRO-2 or FSDP2."
-        )
-    if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
-        raise UnsupportedOptionError(
-            "FSDP version 1 flattens the parameters, which EarlyExitLoss and LayerDropout do not support. Set "
-            '"fsdp_config": {"version": 2}, or fsdp_version: 2 in accelerate\'s configuration.'
-        )
+    refused = {
+        f"One process with {count} GPUs (DataParallel) runs copies of the model in threads. Start one process per GPU "
+        "with torchrun or accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES.": count > 1,
+        "DeepSpeed ZeRO-3 gathers parameters only in the forwards that it knows. Use ZeRO-1, ZeRO-2 or "
+        "FSDP2.": is_deepspeed_zero3_enabled(),
+        'FSDP version 1 flattens the parameters. Set "fsdp_config": {"version": 2}, or fsdp_version: 2 in '
+        "accelerate's configuration.": plugin is not None and getattr(plugin, "fsdp_version", 2) == 1,
+    }
+    for why, is_set in refused.items():
+        if is_set:
+            raise UnsupportedOptionError(f"EarlyExitLoss and LayerDropout cannot train in this way. {why}")
 
 
 add_seam(Trainer, "train", with_model_callbacks)
