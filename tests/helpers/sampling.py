@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from scipy.stats import chisquare
-from transformers import (
-    LlamaForCausalLM,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -126,20 +123,16 @@ def check_exact(sampled: tuple[torch.Tensor, float], joint: torch.Tensor) -> Non
 Choice = tuple[int, int | None]
 
 
-def accepts_everything(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int) -> Choice:
-    return (drafted[0], 0) if drafted else choose_sampled(scores, drafted, q, num_drawn)
+def accepts_everything(scores: Any, drafted: list[int], *given: Any) -> Choice:
+    return (drafted[0], 0) if drafted else choose_sampled(scores, drafted, *given)
 
 
-def draws_from_p_after_a_rejection(
-    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
-) -> Choice:
-    token, index = choose_sampled(scores, drafted, q, num_drawn)
+def draws_from_p_after_a_rejection(scores: Any, *given: Any) -> Choice:
+    token, index = choose_sampled(scores, *given)
     return choose_sampled(scores, [], None, 0) if index is None else (token, index)
 
 
-def does_not_take_siblings_out_of_q(
-    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
-) -> Choice:
+def does_not_take_siblings_out_of_q(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
     for index, token in enumerate(drafted):
         chosen, accepted = choose_sampled(scores, [token], q, 1)
         if accepted is not None:

@@ -13,8 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.models import tiny_llama
-from helpers.search.generating import after_prefill, keys_and_values, prefilled
-from helpers.search.searches import matchness_of, predicted, skipping, space
+from helpers.searches import after_prefill, keys_and_values, predicted, prefilled, skipping, space
 from hf_selfspec import (
     ClosestLayers,
     OfflineSearch,
@@ -26,7 +25,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.proposers import SkipSpace, closest_layers, usual_ratio
+from hf_selfspec.search.proposers import SkipSpace, closest_layers
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.trials import Scores, estimate
 
@@ -76,10 +75,6 @@ def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
         make()
 
 
-def test_usual_ratios() -> None:
-    assert [usual_ratio(int(billions * 1e9)) for billions in (1, 7, 13, 34, 70)] == [0.4, 0.4, 0.45, 0.5, 0.5]
-
-
 # What sets are worth -------------------------------------------------------------------------------------------------
 
 
@@ -122,22 +117,19 @@ def test_sets_are_compared_on_the_same_text() -> None:
 # Which sets are proposed ---------------------------------------------------------------------------------------------
 
 
-def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0.5) -> SkipSearch:
-    half = frozenset(range(1, 5))
-    search = SkipSearch(settings, space(), ratio, LayerPlan(10, half, half))
-    while not search.is_over:
-        plan = search.propose()
-        assert plan is not None
-        search.register(plan, predicted(matchness_of(known, plan)))
-    return search
-
-
 @pytest.mark.every_run("every fifth Bayesian")
 @pytest.mark.parametrize("interval", [5, 1000], ids=["every fifth Bayesian", "Thompson sampling"])
 def test_a_known_set_is_found(interval: int) -> None:
     """Nearly the best there is, where the uniform sets of the beginning find half of the blocks."""
     known = frozenset(np.random.default_rng(3).choice(16, 8, replace=False).tolist())
-    search = run_search(OnTheFlySearch(max_steps=60, bayes_interval=interval, target_matchness=0.999), known)
+    half = frozenset(range(1, 5))
+    settings = OnTheFlySearch(max_steps=60, bayes_interval=interval, target_matchness=0.999)
+    search = SkipSearch(settings, space(), 0.5, LayerPlan(10, half, half))
+    while not search.is_over:
+        plan = search.propose()
+        assert plan is not None
+        # Each block that should have run costs as much.
+        search.register(plan, predicted(1 - len(space().places(plan) - known) / len(space().blocks)))
     assert len(search.space.places(search.best) - known) <= 1
 
 

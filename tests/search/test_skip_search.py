@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.search.searches import (
+from helpers.searches import (
     BOLD,
     CAREFUL,
     SHARES,

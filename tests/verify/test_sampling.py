@@ -159,7 +159,7 @@ def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
 # The test itself ---------------------------------------------------------------------------------------------------
 
 
-def asks_with_the_same_p(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int) -> Choice:
+def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
     for index, token in enumerate(drafted):
         if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:
             return token, index

@@ -186,6 +186,17 @@ def test_a_declared_processor_is_called_for_drafts() -> None:
     assert len(processor.seen) > 20
 
 
+def test_a_declared_criterion_may_know_rows_by_their_place() -> None:
+    def by_place(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.arange(len(input_ids)) < input_ids.shape[1] - 14
+
+    by_place.is_stateless = True
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": END, "stopping_criteria": [by_place]}
+    plain, ours = (MODEL.generate(**BATCH, **options, assistant=spec) for spec in (None, SPECS["exit"]()))
+    assert torch.equal(ours, plain)
+    assert plain.shape[1] == 9 + 8
+
+
 def test_statistics_name_what_rows_advance_together_for() -> None:
     for inputs, words in ((ROW, ""), (BATCH, "Counting, AfterCalls")):
         spec = SPECS["exit"]()

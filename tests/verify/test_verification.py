@@ -14,7 +14,8 @@ from transformers.generation import logits_process as lp
 
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
-from hf_selfspec.batch import Text
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.verify import walk
 from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
 
@@ -57,6 +58,18 @@ def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.Mo
     for token in (0, 1):
         accepted, instead = accept_line(p, q, torch.tensor([[token]]))
         assert (accepted.item(), instead.item()) == (token == 1, 1)
+
+
+def test_tokens_that_are_drawn_at_all_nodes_at_once() -> None:
+    """Each from the distribution of its own node, named children and drawn ones alike, as on a GPU; not in trees."""
+    scores = torch.full((2, 3, 5), -math.inf)
+    tokens = torch.tensor([[4, 0, 2], [1, 1, 3]])
+    scores.scatter_(2, tokens[..., None], 0.5)
+    drafted, q = tokens[:, :2], torch.full((2, 2, 5), 0.2)
+    chosen = [walk._chosen(scores, draft, True) for draft in (Draft(drafted, [2, 2]), Draft(drafted, [2, 2], q=q))]
+    assert [found.tolist() for found in chosen[0]] == [tokens.tolist()]
+    assert [found.tolist() for found in chosen[1]] == [tokens.tolist(), [[True, True]] * 2, drafted.tolist()]
+    assert walk._chosen(scores, Draft(drafted, [2, 2], [[0, 0], [0, 1]], q), True) is None
 
 
 def test_drawing_without_replacement_is_drawing_in_turn() -> None:

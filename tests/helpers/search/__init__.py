@@ -1,1 +1,0 @@
-"""Searches on costs and sets that tests give."""
