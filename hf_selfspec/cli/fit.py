@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+import hf_selfspec
+
 from . import options
 
 if TYPE_CHECKING:
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
+def fits() -> list[type[Fit[Any]]]:
+    """The classes of the public functions that fit something."""
+    functions = (getattr(hf_selfspec, name) for name in hf_selfspec.__all__ if name.startswith("fit_"))
+    return [vars(function)["kind"] for function in functions]
+
+
 @functools.cache
 def _commands() -> dict[str, Any]:
-    from ..train import FITS
-
     made = typer.Typer()
-    for kind in FITS:
+    for kind in fits():
         made.command(kind.command, help=str(kind.__doc__).split("\n")[0])(_command(kind))
     return dict(vars(typer.main.get_command(made))["commands"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -51,10 +50,8 @@ class LookingDraft(PartialDraft):
             return Trace.of(drafted.argmax(-1) == following, sure)
         return trace(drafted, self.scorer.roughly(self._last_logits.of(drafted)), sure, do_sample=True)
 
-    def measure(
-        self, text: Text, stopwatch: Stopwatch, repeats: int, may_run: Callable[[int], bool] | None = None
-    ) -> bool:
-        """Times forwards at the end of the text, see :meth:`Stopwatch.measure`.
+    def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> bool:
+        """Times forwards at the end of the text as far as there is time, see :meth:`Stopwatch.measure`.
 
         They write to the cache only what is there already, or to scratch slots.
         """
@@ -72,7 +69,7 @@ class LookingDraft(PartialDraft):
                 text.last_slots(),
                 repeats,
                 lambda: self._in_steps(text, [1] * text.batch_size),
-                may_run,
+                self._has_time,
             )
         self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
         return complete

@@ -188,7 +188,7 @@ class ProbingDraft(LookingDraft):
         with self._budget.spending():
             is_timed = study.timings.texts < _TIMED_TEXTS
             repeats = _TIMINGS if study.choice is None else 1
-            if is_timed and not self.measure(text, study.timings, repeats, self._has_time):
+            if is_timed and not self.measure(text, study.timings, repeats):
                 return
             n = min(max(self._unseen(text)), max(_LEAST, _WINDOW // text.batch_size))
             if self._budget.share < 1.0:

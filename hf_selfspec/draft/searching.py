@@ -194,7 +194,7 @@ class SearchingDraft(LookingDraft):
         if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
-            if not self.measure(text, search.timings, _TIMINGS, self._has_time):
+            if not self.measure(text, search.timings, _TIMINGS):
                 return
             self._timed = True
             search.pace.add(MANY, min(search.timings.seconds["many"][-_TIMINGS:]))

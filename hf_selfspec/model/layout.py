@@ -56,8 +56,7 @@ class TreeLayout:
     @classmethod
     def of_packed(cls, packed: torch.Tensor) -> TreeLayout:
         """A layout that is on a device already, see :meth:`packed`."""
-        count = packed.shape[1]
-        layout = cls([[-1] * count], [[0] * count])
+        layout = cls.independent(packed.shape[1])
         layout._on[packed.device] = packed
         return layout
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +16,6 @@ from .modules import all_modules
 
 Forward = Callable[..., Any]
 _T = TypeVar("_T")
-_MISSING = object()
 
 
 class PerThread(threading.local, Generic[_T]):
@@ -49,15 +49,9 @@ class InstanceForwards(ExitStack):
         self.put(owner.__dict__, name, value)
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
-        self.callback(_put_back, values, name, values.get(name, _MISSING))
+        is_new = name not in values
+        self.callback(partial(values.pop, name, None) if is_new else partial(values.__setitem__, name, values[name]))
         values[name] = value
-
-
-def _put_back(values: MutableMapping[str, Any], name: str, before: Any) -> None:
-    if before is _MISSING:
-        values.pop(name, None)
-    else:
-        values[name] = before
 
 
 class SharedChange:

@@ -142,9 +142,7 @@ class Prompt:
 
     def tokens_of_rows(self) -> list[int]:
         """The total number of tokens of each row."""
-        if self.padding is not None:
-            return self.padding.sum(1).tolist()
-        return self.ends()
+        return self.ends() if self.padding is None else self.padding.sum(1).tolist()
 
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
         """Aligns ``[*n, b, s, d]`` for the columns that ``generate`` feeds like ``tokens``: padding after each row."""

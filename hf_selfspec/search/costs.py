@@ -127,8 +127,8 @@ class Stopwatch:
         starts: Sequence[int],
         roots: Sequence[int],
         repeats: int,
-        draft: Callable[[], object] | None,
-        may_run: Callable[[int], bool] | None = None,
+        draft: Callable[[], object],
+        may_run: Callable[[int], bool],
     ) -> bool:
         """Times each forward ``repeats`` times in turn, at the end of the text and without changing it.
 
@@ -144,18 +144,17 @@ class Stopwatch:
             "full": (1, lambda: target.step(last, roots)),
             "few": (FEW, lambda: target.step(few, few_starts)),
             "many": (MANY, lambda: target.step(ids, starts)),
+            "draft": (1, draft),
         }
         if self.attention is not None:
             attention = self.attention
             runs["attention"] = 1, lambda: target.step(last, roots, ForwardPass(attention))
-        if draft is not None:
-            runs["draft"] = 1, draft
         for count in range(1, repeats + 1):
             for name, (tokens, run) in runs.items():
                 times = self.seconds.setdefault(name, [])
                 if len(times) >= self._before.get(name, 0) + count:
                     continue
-                if may_run is not None and not may_run(tokens):
+                if not may_run(tokens):
                     return False
                 times.append(seconds_of(run, ids.device, target.clock))
         return True
@@ -182,7 +181,7 @@ class Stopwatch:
             mlp=mlp,
             several=max(found["few"] - full - layers * token * (FEW - 1), 0.0),
             token=token,
-            step=max(found["draft"] - found["early"], 0.0) if "draft" in found else 0.0,
+            step=max(found["draft"] - found["early"], 0.0),
             num_layers=layers,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -211,21 +211,14 @@ def next_set(
     In the paper (SWIFT §4.1) all but the Bayesian ones are uniform: if half of 60 blocks are good to skip, those sets
     find two thirds of them.
     """
-    if sets and (step + 1) % bayes_interval == 0:
-        tried = dict(zip(sets, estimates().sets.tolist(), strict=True))
-        if (found := bayesian(space, tried, ratio, rng)) is not None:
-            return found
+    if (step + 1) % bayes_interval == 0:
+        scores = dict(zip(sets, estimates().sets.tolist(), strict=True)) if sets else {}
+        like = {plan: score for plan, score in scores.items() if len(space.places(plan)) == space.count(ratio)}
+        if like:
+            from .bayes import suggest  # needs scikit-learn and SciPy, which few calls use
+
+            return suggest(space, like, rng)
     return space.random(rng, ratio) if step < _UNIFORM else space.highest(estimates().drawn(rng), ratio)
-
-
-def bayesian(
-    space: SkipSpace, scores: Mapping[LayerPlan, float], ratio: float, rng: np.random.Generator
-) -> LayerPlan | None:
-    """The set that Bayesian optimisation proposes from scores of sets of this size, ``None`` without any."""
-    from .bayes import suggest  # needs scikit-learn and SciPy, which few calls use
-
-    like = {plan: score for plan, score in scores.items() if len(space.places(plan)) == space.count(ratio)}
-    return suggest(space, like, rng) if like else None
 
 
 def other_ratio(ratio: float, matchness: float, target: float) -> float:

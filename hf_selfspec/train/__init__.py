@@ -1,18 +1,12 @@
 """Training models whose early layers predict, and fitting small modules to frozen ones, with the stock ``Trainer``."""
 
-from typing import Any
-
-from .adapter import AdapterFit, fit_adapter
+from .adapter import fit_adapter
 from .early_exit_loss import EarlyExitLoss, Gradual, Rotational, even, loss_scale
-from .fit import Fit
-from .heads import HeadsFit, calibrate_exit_heads, fit_exit_heads
+from .heads import calibrate_exit_heads, fit_exit_heads
 from .layer_dropout import LayerDropout, constant, exponential
-from .lora import LoraFit, fit_draft_lora
-from .probe import ProbeFit, fit_probe
-from .reduced_head import ReducedHeadFit, fit_reduced_head
-
-# Those that are commands of `hf-selfspec fit`.
-FITS: tuple[type[Fit[Any]], ...] = (AdapterFit, HeadsFit, LoraFit, ProbeFit, ReducedHeadFit)
+from .lora import fit_draft_lora
+from .probe import fit_probe
+from .reduced_head import fit_reduced_head
 
 __all__ = [
     "EarlyExitLoss",

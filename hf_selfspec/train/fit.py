@@ -97,7 +97,7 @@ def as_function(
     named = [one.replace(annotation=hints[name]) for name, one in inspect.signature(kind).parameters.items()]
     fit.__name__ = fit.__qualname__ = kind.function
     fit.__doc__, fit.__module__ = kind.__doc__, kind.__module__
-    vars(fit)["__signature__"] = inspect.Signature([*first, *named])
+    vars(fit).update(__signature__=inspect.Signature([*first, *named]), kind=kind)  # of which the command is made
     return fit  # type: ignore[return-value]  # its first arguments may be given by name, too
 
 

@@ -49,8 +49,6 @@ class Counts:
     depth: int = 0  # how many layers are running, one within another
     is_on: bool = False
     attention: set[Any] = field(default_factory=set)  # shapes and strides, by which kernels keep their plans
-    handed: int = 0  # all launches so far
-    waited_for: int = 0  # how many of them the host knows to be done
 
     def reset(self, phase: str) -> None:
         """Counts from zero, for ``phase`` at first."""
@@ -61,14 +59,12 @@ class Counts:
 
     def read(self, name: str) -> None:
         self.reads[name] += self.is_on
-        self.waited_for = self.handed
 
     def upload(self, name: str) -> None:
         self.uploads[name] += self.is_on
 
     def launch(self, name: str) -> None:
         self.launches[self.phase, name] += self.is_on and not self.depth
-        self.handed += 1
 
 
 counts = Counts()
@@ -192,28 +188,8 @@ class _Called(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Event:
-    """An event whose time is that of all launches before it, a millisecond each."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self, stream: str) -> None:
-        self.at = counts.handed
-
-    def synchronize(self) -> None:
-        if counts.waited_for < self.at:
-            counts.read("event")
-
-    def elapsed_time(self, later: Event) -> float:
-        assert later.at <= counts.waited_for, "CUDA raises where the work is not done"
-        return float(later.at - self.at)
-
-
 # What ``torch.cuda`` is for a GPU, as far as it is used.
 _MODULE: dict[str, Any] = {
-    "Event": Event,
-    "current_stream": lambda device: f"the stream of {device}",
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "synchronize": lambda device=None: counts.read("synchronize"),

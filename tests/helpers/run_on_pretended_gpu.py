@@ -33,7 +33,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.model import transfer
 from hf_selfspec.modules import Adapter, DraftLora, LinearProbe
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
@@ -87,9 +86,8 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         mask[row, :row] = 0
     options = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0} | options
     plain = model.generate(ids, attention_mask=mask, **options)
-    original_round, original_propose, original_verify = Decoder._round, PartialDraft.propose, Decoder._verify_pass
+    original_round, original_propose = Decoder._round, PartialDraft.propose
     steps: list[int] = []
-    handed = dict.fromkeys(("draft", "verify"), 0)
 
     def counted(decoder: Decoder) -> None:
         counts.is_on = len(steps) >= _WARM
@@ -101,25 +99,16 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         steps.append(decoder.draft.steps - before)
 
     def proposed(draft: PartialDraft, *given: Any) -> Any:
-        counts.phase, before = "draft", counts.handed
+        counts.phase = "draft"
         try:
             return original_propose(draft, *given)
         finally:
             counts.phase = "round"
-            handed["draft"] += counts.handed - before
-
-    def verified(decoder: Decoder, *given: Any) -> Any:
-        before = counts.handed
-        try:
-            return original_verify(decoder, *given)
-        finally:
-            handed["verify"] += counts.handed - before
 
     counts.reset("round")
     with (
-        patch.multiple(Decoder, _round=counted, _verify_pass=verified),
+        patch.object(Decoder, "_round", counted),
         patch.object(PartialDraft, "propose", proposed),
-        patch.object(transfer, "TIMED", (pretend_gpu.NAME,)),
         pretended(),
     ):
         place(model)
@@ -127,11 +116,8 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         output = model.generate(Pretended(ids), attention_mask=Pretended(mask), assistant=spec, **options)
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
-    assert spec.stats is not None
     return {
         "waits": counts.reads.total() / rounds,
-        "seconds": [spec.stats.draft_seconds, spec.stats.verify_seconds],
-        "of the device": [handed["draft"] / 1e3, handed["verify"] / 1e3],
         "rounds": rounds,
         "steps": taken / rounds,
         "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,

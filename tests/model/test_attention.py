@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM
 
-from helpers.models import tiny_llama
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec
 from hf_selfspec.model import inputs as inputs_module
 from hf_selfspec.model.attention import without_cudnn_attention
@@ -114,17 +113,3 @@ def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatc
     pieces = [mask for _, mask, _ in calls.found[: 5 * llama.config.num_hidden_layers] if mask is not None]
     assert pieces
     assert max(mask.shape[-2] for mask in pieces) <= 5 * group
-
-
-@pytest.mark.parametrize("queries", [8, 80])
-def test_heads_of_a_group_together_and_one_after_another(queries: int) -> None:
-    """Of few and of many tokens that continue a text, ids and logits are those of a forward over all of it."""
-    model = tiny_llama(layers=2)
-    ids = torch.randint(3, 90, (2, 30 + queries), generator=torch.Generator().manual_seed(3))
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :30], past_key_values=cache, use_cache=True)
-    options = {**OPTIONS, "max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
-    expected = model.generate(ids, **options)
-    found = model.generate(ids, **options, past_key_values=cache, assistant=SelfSpec(EarlyExit(1), FixedLength(2)))
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(found.logits[0], expected.logits[0])

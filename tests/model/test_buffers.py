@@ -15,62 +15,7 @@ from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
 from hf_selfspec.model import runner, traceable
-from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.traceable import Place
-
-LIKE = torch.ones(1)
-
-
-def address(place: Place, slots: int, rows: int = 1) -> int:
-    return place.buffer("keys", (rows, 2, slots, 3), LIKE).data_ptr()
-
-
-def test_buffers_of_one_size_come_back_at_one_address() -> None:
-    """And what is kept is at most twice the largest one."""
-    place, found, largest = Place(), defaultdict(set), 0
-    for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):
-        found[slots].add(address(place, slots))
-        largest = max(largest, slots)
-        assert sum(len(piece) for piece in place._pieces["keys", LIKE.dtype, LIKE.device]) <= 2 * largest * 6
-    # Those of 128 and 256 moved once, when memory for a larger one replaced theirs.
-    assert all(len(addresses) <= 2 for addresses in found.values())
-    later = {slots: address(place, slots) for slots in (600, 512, 256)}
-    assert later == {slots: address(place, slots) for slots in (600, 512, 256)}
-
-
-def test_buffers_are_zeros_that_any_call_can_write() -> None:
-    place = Place()
-    with torch.inference_mode():
-        place.buffer("keys", (2, 3), LIKE).add_(1.0)
-    again = place.buffer("keys", (2, 3), LIKE)
-    assert not again.any()
-    again.add_(1.0)
-    others = place.buffer("values", (2, 3), LIKE), place.buffer("keys", (2, 3), LIKE.half())
-    assert again.data_ptr() not in {other.data_ptr() for other in others}
-    assert again.all()
-
-
-@pytest.mark.parametrize("before", ["none", "new", "known"])
-def test_a_cache_that_grows_keeps_its_content(before: str) -> None:
-    place = None if before == "none" else Place()
-    if place is not None and before == "known":
-        for name in ("keys", "values"):
-            place.buffer((name, 0), (1, 2, 512, 3), LIKE)
-    cache = SpeculativeCache(1, 1, 128)
-    cache.has_few_sizes, cache.place = True, place
-    states = torch.randn(1, 2, 128, 3)
-    cache.seek([0], 128)
-    cache.update(states, -states, 0)
-    cache.seek([128], 2)
-    keys, values = cache.update(states[:, :, :2], states[:, :, :2], 0)
-    assert cache.buffers()[0].shape[2] == 256
-    assert torch.equal(keys[:, :, :128], states)
-    assert torch.equal(values[:, :, :128], -states)
-    assert not cache.buffers()[0][:, :, 130:].any()
-
-
-# In generate ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -44,11 +44,6 @@ def machine() -> FakeMachine:
     return FakeMachine({"for one": lambda n: n, "for many": lambda n: 5.0})
 
 
-@pytest.fixture
-def everything_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_SMALLEST", 1)
-
-
 # The ways -------------------------------------------------------------------------------------------------------------
 
 
@@ -96,21 +91,6 @@ def test_the_time_of_compiling_does_not_count() -> None:
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_few_token_linear_equals_linear(tokens: int, bias: bool) -> None:
-    layer = torch.nn.Linear(800, 700, bias=bias)
-    [(module, forward)] = few_token_forwards(torch.nn.Sequential(layer, torch.nn.ReLU()).modules(), lambda: True)
-    assert module is layer
-    wide = torch.randn(1, tokens, 2 * layer.in_features)
-    with torch.no_grad():
-        for x in (wide[..., 800:].clone(), wide[..., ::2], wide[0, :, :800], wide[0, 0, :800]):
-            torch.testing.assert_close(forward(x), layer(x))
-            assert forward(x).shape == layer(x).shape
-            assert forward(x).is_contiguous()
-        assert forward(wide[:, :0, :800]).shape == (1, 0, 700)
 
 
 def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,9 +147,9 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
     assert served
 
 
-@pytest.mark.usefixtures("everything_served")
 def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, served = tiny_llama(layers=2), []
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
     way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
     monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
     target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
@@ -185,30 +165,29 @@ def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pyt
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
-@pytest.mark.parametrize("shape", [(1024,), (1, 1024), (3, 1024), (2, 4, 1024), (2, 40, 1024)])
-def test_few_token_layers_of_our_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are linear layers; the other ways serve few tokens without gradients alone."""
-    torch.manual_seed(0)
-    layer, plain = FewTokenLinear(1024, 768, bias=False), torch.nn.Linear(1024, 768, bias=False)
-    plain.load_state_dict(layer.state_dict())
-    input, served = torch.randn(shape), []
-    way = linear._fastest.way
+@pytest.mark.parametrize("shape", [(800,), (3, 800), (2, 4, 800), (1, 0, 800), (2, 40, 800)])
+def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's and our own are linear layers; the other ways serve few tokens without gradients alone."""
+    plain, own = torch.nn.Linear(800, 700), FewTokenLinear(800, 700)
+    own.load_state_dict(plain.state_dict())
+    [(module, forward)] = few_token_forwards(torch.nn.Sequential(plain, torch.nn.ReLU()).modules(), lambda: True)
+    assert module is plain
+    input, served, way = torch.randn(shape), [], linear._fastest.way
     monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
-    with torch.no_grad():
-        torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
-    assert bool(served) == (input.numel() <= 32 * 1024)
+    for layer in (forward, own):
+        served.clear()
+        with torch.no_grad():
+            torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
+        assert layer is forward or bool(served) == (0 < input.numel() <= 32 * 800)
     served.clear()
-    layer(input).sum().backward()
-    plain(input).sum().backward()
-    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
-    with torch.no_grad():
-        torch.testing.assert_close(layer.double()(input.double()), plain.double()(input.double()))
+    for layer in (own, plain):
+        layer(input).sum().backward()
+    torch.testing.assert_close(own.weight.grad, plain.weight.grad)
     assert not served
 
 
 def test_compiled_layers_of_our_own_are_one_graph() -> None:
-    layer = FewTokenLinear(800, 700)
+    layer, x = FewTokenLinear(800, 700), torch.randn(3, 800)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    x = torch.randn(3, 800)
     with torch.no_grad():
         assert torch.equal(compiled(x), plain_linear(x, layer.weight, layer.bias))

@@ -26,14 +26,12 @@ from hf_selfspec import (
     register_architecture,
 )
 from hf_selfspec.model import anatomy as anatomy_module
-from hf_selfspec.model import attention
 from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.model.target import Target
 
 # Anatomy and plans ---------------------------------------------------------------------------------------------------
 
@@ -131,23 +129,6 @@ def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytes
 
 
 # Masks and attention -------------------------------------------------------------------------------------------------
-
-
-def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would make one of a boolean mask in each layer."""
-    sdpa, masks = attention.scaled_dot_product_attention, []
-
-    def recording(*args: torch.Tensor, attn_mask: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        masks.append(attn_mask)
-        return sdpa(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", recording)
-    target = Target(llama, Anatomy.of(llama), SpeculativeCache(6, 1, 64))
-    with torch.no_grad(), target.prepared():
-        target.step(torch.tensor([[5, 6, 7]]), [0])
-    assert len(masks) == llama.config.num_hidden_layers
-    assert all(mask is masks[0] for mask in masks)
-    assert masks[0].dtype is torch.float32
 
 
 def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:

@@ -16,7 +16,6 @@ from transformers import AutoConfig, LlavaProcessor, PreTrainedModel, PreTrained
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.models.clip import CLIPImageProcessorPil
 
-import hf_selfspec
 from helpers.architectures import build as build_text
 from helpers.calls import calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
@@ -46,7 +45,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.adapter import AdapterDraft
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import SpeculativeCache
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPECS = {
@@ -201,33 +199,32 @@ def in_chunks(name: str, assistant: SelfSpec | None) -> torch.Tensor:
     return _model(name).generate(**prompt_of(name, (9,)), **OPTIONS, prefill_chunk_size=5, assistant=assistant)
 
 
+def rows_end(name: str, assistant: SelfSpec | None) -> torch.Tensor:
+    prompt = prompt_of(name, ROWS["ragged"])
+    plain = _model(name).generate(**prompt, **OPTIONS)
+    end = int(plain[0, prompt["input_ids"].shape[1] + 4])
+    return _model(name).generate(**prompt, **OPTIONS, eos_token_id=end, assistant=assistant)
+
+
 CALLS: dict[str, Callable[[str, SelfSpec | None], torch.Tensor]] = {
     "chat": two_turns,
     "chat with another image": another_image,
     "short first turn": partial(two_turns, first=3),
     "several answers": several_answers,
     "chunks": in_chunks,
+    "rows end": rows_end,
 }
 
 
-@pytest.mark.every_run("qwen2_5_vl-(chat|short first turn|chunks)|gemma3-(chat with.*|several answers)|llava-chat")
+@pytest.mark.every_run(
+    "qwen2_5_vl-(chat|short first turn|chunks)|gemma3-(chat with.*|several answers)|llava-(chat|rows end)"
+)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_other_calls(name: str, call: str) -> None:
     """The probe of ``layerskip`` feeds tokens again, none of those that stood for an image."""
     spec = SelfSpec.layerskip() if call == "short first turn" else SPEC
     assert torch.equal(CALLS[call](name, spec), CALLS[call](name, None))
-
-
-def test_rows_that_end_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[list[int]] = []
-    keep_rows = SpeculativeCache.keep_rows
-    monkeypatch.setattr(SpeculativeCache, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
-    prompt = prompt_of("llava", ROWS["ragged"])
-    plain = _model("llava").generate(**prompt, **OPTIONS)
-    end = int(plain[0, prompt["input_ids"].shape[1] + 4])
-    check("llava", SPEC, ROWS["ragged"], eos_token_id=end)
-    assert kept
 
 
 def _adapter() -> Adapter:
@@ -249,40 +246,15 @@ def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) ->
     check(name, SelfSpec(EarlyExitAdapter(_adapter()), FixedLength(6)), (3, 3, 3, 3))
 
 
-def test_an_adapter_sees_the_states_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row from its first token on, at the layer that the adapter is behind."""
-    model, prompt = _model("qwen2_5_vl"), prompt_of("qwen2_5_vl", ROWS["ragged"])
-    adapter = _adapter()
-    seen: list[torch.Tensor] = []
-    entered: list[torch.Tensor] = []
-    monkeypatch.setattr(AdapterDraft, "_see_prompt", lambda self, states, *where: seen.append(states))
-    hook = Anatomy.of(model).layers[2].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
-    try:
-        model.generate(**prompt, max_new_tokens=1, assistant=SelfSpec.kangaroo(adapter))
-    finally:
-        hook.remove()
-    for row, mask in enumerate(prompt["attention_mask"].bool()):
-        assert torch.equal(seen[0][row, : int(mask.sum())], entered[0][row, mask])
-
-
 def test_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
-    token = tokenizer.convert_ids_to_tokens(IMAGE)
-    size = {"height": 8, "width": 8}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size=size, crop_size=size),
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        image_token=token,
-        num_additional_image_tokens=1,
-    )
-    pictures = [
-        Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)) for seed in (0, 1)
-    ]
-    texts = [f"ab{token}cd", f"{token}what"]
-    spec = SelfSpec(EarlyExit(2), FixedLength(3))
+    token, size = tokenizer.convert_ids_to_tokens(IMAGE), {"height": 8, "width": 8}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    settings = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = LlavaProcessor(images, tokenizer, image_token=token, **settings)
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), dtype=np.uint8)
     makes: dict[str, Any] = {"model": _model("llava"), "processor": processor}
-    given: dict[str, Any] = {"images": pictures, "text": texts, "max_new_tokens": 12}
+    given: dict[str, Any] = {"images": [Image.fromarray(one) for one in pixels], "text": [f"ab{token}cd", f"{token}w"]}
+    given["max_new_tokens"], spec = 12, SelfSpec(EarlyExit(2), FixedLength(3))
     pipe = pipeline("image-text-to-text", **makes)
     expected = pipe(**given)
     assert pipe(**given, assistant=spec) == expected
@@ -308,38 +280,20 @@ def test_a_second_tower_of_as_many_layers() -> None:
 # Refused --------------------------------------------------------------------------------------------------------------
 
 
-def test_tensors_of_models_of_text_alone_are_refused() -> None:
-    with pytest.raises(UnsupportedOptionError, match=r"tensor argument `token_type_ids`.*without `assistant`"):
-        build_text("gpt2").generate(**BATCH, token_type_ids=torch.zeros(3, 9).long(), **OPTIONS, assistant=SPEC)
-    with pytest.raises(UnsupportedOptionError, match="`inputs`"):
-        tiny_llama().generate(torch.zeros(1, 3, 8, 8), **OPTIONS, assistant=SPEC)
-
-
 @pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
-def test_cross_attention_is_refused() -> None:
-    model, prompt = build_mllama(), prompt_of_mllama()
-    with pytest.raises(UnsupportedModelError, match=r"MllamaForCond.*`cross_attention_mask`.*without `assistant`"):
-        model.generate(**prompt, **OPTIONS, assistant=SPEC)
-    with hf_selfspec.attach(model, SelfSpec()), pytest.warns(UserWarning, match="`cross_attention_mask`"):
-        ids = model.generate(**prompt, **OPTIONS)
-    assert torch.equal(ids, model.generate(**prompt, **OPTIONS))
-
-
-def test_sound_with_one_placeholder_in_all_is_refused() -> None:
-    """Where the model itself puts many tokens in the place of one, what is drafted would stand elsewhere."""
-    prompt = prompt_of("qwen2_audio", (4, 6))
-    is_media = prompt["input_ids"] == IMAGE
+def test_what_is_refused() -> None:
+    """Marks of text alone, cross attention, and sound for one placeholder, where drafts would stand elsewhere."""
+    sound = prompt_of("qwen2_audio", (4, 6))
+    is_media = sound["input_ids"] == IMAGE
     kept = ~(is_media & is_media.roll(1, dims=1))
     for name in ("input_ids", "attention_mask"):
-        prompt[name] = prompt[name][kept].view(2, -1)
-    with pytest.raises(UnsupportedOptionError, match=r"has turned a prompt of 7 tokens into 14.*one placeholder"):
-        _model("qwen2_audio").generate(**prompt, **OPTIONS, assistant=SPEC)
-
-
-def test_encoder_decoder_models_are_refused() -> None:
-    with torch.device("meta"):
-        model = transformers.WhisperForConditionalGeneration(
-            transformers.WhisperConfig(encoder_layers=1, decoder_layers=2, num_mel_bins=8)
-        )
-    with pytest.raises(UnsupportedModelError, match=r"Whisper.* is an encoder-decoder model.*decoder-only model"):
-        model.generate(torch.zeros(1, 8, 32), **OPTIONS, assistant=SPEC)
+        sound[name] = sound[name][kept].view(2, -1)
+    marked, picture = BATCH | {"token_type_ids": torch.zeros(3, 9).long()}, {"inputs": torch.zeros(1, 3, 8, 8)}
+    for model, prompt, error, words in (
+        (build_text("gpt2"), marked, UnsupportedOptionError, r"argument `token_type_ids`.*without `assistant`"),
+        (tiny_llama(), picture, UnsupportedOptionError, "`inputs`"),
+        (build_mllama(), prompt_of_mllama(), UnsupportedModelError, r"Mllama.*`cross_attention_mask`"),
+        (_model("qwen2_audio"), sound, UnsupportedOptionError, "a prompt of 7 tokens into 14.*one placeholder"),
+    ):
+        with pytest.raises(error, match=words):
+            model.generate(**prompt, **OPTIONS, assistant=SPEC)

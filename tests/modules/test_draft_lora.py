@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import CompileConfig, LlamaForCausalLM
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
 from helpers.fitted import Recording, arguments, lora_of, rows, weights
-from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
     DraftLora,
@@ -84,7 +84,7 @@ def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
         SelfSpec(EarlyExitLora(lora, head), FixedLength(2)),
         spec_of(lora, compile=CompileConfig(backend="eager")),
     ):
-        assert all(found.drafted > 0 for found in check_lossless(llama, spec, 12))
+        assert all(found.drafted > 0 for found in check_lossless(llama, spec, 12, [ROW]))
 
 
 def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:
@@ -100,33 +100,23 @@ def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:
 
 def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
     """Several generations with one model, each with another LoRA or with none."""
-    inputs, options = ragged_batch((9,)), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     specs = [spec_of(lora_of(llama, seed, size=0.1)) for seed in range(2)] + [SelfSpec(EarlyExit(EXIT), FixedLength(3))]
-    plain = llama.generate(**inputs, **options)
+    plain = llama.generate(**ROW, max_new_tokens=24, do_sample=False)
 
     def accepted(spec: SelfSpec) -> int:
-        assert torch.equal(llama.generate(**inputs, **options, assistant=spec), plain)
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=24, do_sample=False, assistant=spec), plain)
         assert spec.stats is not None
         return spec.stats.accepted
 
     alone = [accepted(spec) for spec in specs]
-    together: dict[int, list[int]] = {}
-    threads = [
-        threading.Thread(target=lambda at=at: together.__setitem__(at, [accepted(specs[at]) for _ in range(2)]))
-        for at in range(len(specs))
-    ]
-    with unchanged(llama):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert together == {at: [count] * 2 for at, count in enumerate(alone)}
+    with unchanged(llama), ThreadPoolExecutor(len(specs)) as pool:
+        assert list(pool.map(accepted, specs)) == alone
 
 
 # The fit -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_fit_sees_what_drafts_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of windows in the fit are those of drafts that begin where the window does."""
     model, rule = build(name), Recording()
@@ -170,14 +160,6 @@ def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     check_lossless(model, spec_of(lora))
 
 
-def test_a_fit_begins_as_the_exit_itself(tmp_path: Path) -> None:
-    args = arguments(tmp_path, learning_rate=0.0)
-    lora = fit_draft_lora(tiny_llama(), None, rows(20), block_size=32, args=args)
-    assert lora.exit_layer == 1
-    figures = lora.about["figures"]
-    assert figures["agreement with the whole model"] == figures["agreement without LoRA"]
-
-
 @peft_calls_old_name
 def test_a_fit_around_adapters_of_peft() -> None:
     """What PEFT has added is part of the model, not of what is fitted."""
@@ -202,29 +184,11 @@ def test_models_to_which_none_can_be_fitted() -> None:
 def test_files(tmp_path: Path, llama: LlamaForCausalLM) -> None:
     lora = lora_of(llama)
     lora.save_pretrained(tmp_path / "lora")
-    again = DraftLora.load(tmp_path / "lora")
-    assert again.shapes == lora.shapes
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in lora.state_dict().items())
     spec = spec_of(tmp_path / "lora")
     spec.save_pretrained(tmp_path / "spec")
     assert SelfSpec.from_pretrained(tmp_path / "spec").draft == spec.draft
     (found, _), (loaded, _) = check_lossless(llama, spec_of(lora)), check_lossless(llama, spec)
     assert (found.drafted, found.accepted) == (loaded.drafted, loaded.accepted)
-    assert repr(lora) == f"DraftLora(exit_layer=2, rank=4, 14 linear layers, {lora.digest})"
-
-
-@pytest.mark.parametrize(
-    ("shapes", "error", "words"),
-    [
-        ([], SettingError, "names no linear layer"),
-        ([["0.mlp", 4]], SettingTypeError, "must hold"),
-        ([["2.mlp", 4, 4]], SettingError, "a layer below 2"),
-        ([["0.mlp", 4, "x"]], SettingTypeError, "a width of '0.mlp'"),
-    ],
-)
-def test_wrong_shapes(shapes: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        DraftLora(2, 4, shapes)
 
 
 def test_mistakes_are_told(tmp_path: Path, llama: LlamaForCausalLM) -> None:
@@ -235,11 +199,12 @@ def test_mistakes_are_told(tmp_path: Path, llama: LlamaForCausalLM) -> None:
         return llama.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=spec_of(lora))
 
     for wrong, error, words in (
+        (lambda: DraftLora(2, 4, []), SettingError, "names no linear layer"),
+        (lambda: DraftLora(2, 4, [("2.mlp", 4, 4)]), SettingError, "a layer below 2"),
         (lambda: EarlyExitLora(8), SettingTypeError, r"EarlyExitLora\(lora\) must be DraftLora or the path"),
         (lambda: generate(lora_of(tiny_llama(8), exit_layer=6)), SettingError, "is for exit layer 6, but Llama"),
         (lambda: generate(fitted), SettingError, "this draft LoRA was fitted to a model with other weights"),
         (lambda: spec_of(fitted).export_draft(tmp_path, llama), UnsupportedOptionError, "cannot be exported"),
-        (lambda: fit_draft_lora(llama, None, rows(20), **options | {"exit_layer": 6}), SettingError, "exit_layer"),
         (lambda: fit_draft_lora(llama, None, rows(20), rank=0, **options), SettingError, r"fit_draft_lora\(rank\)"),
     ):
         with pytest.raises(error, match=words):

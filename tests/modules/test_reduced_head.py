@@ -28,10 +28,6 @@ from hf_selfspec import (
     fit_reduced_head,
 )
 from hf_selfspec.cli.spec_text import read_spec
-from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.head import NOTHING, HeadRows
-from hf_selfspec.model.partial import ForwardPass
-from hf_selfspec.model.target import Target
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))
@@ -75,53 +71,20 @@ def test_only_these_tokens_are_drafted(
     assert found <= set(KEPT)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gemma2", "phi", "falcon_h1"])
 def test_scales_caps_biases_and_ties(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes before and behind the head is the model's own code."""
+    """What comes before and behind the head is the model's own code: all tokens are what the whole head says."""
     model = build(name)
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    kept = list(range(0, vocabulary, 2))
-    spec = SelfSpec(EarlyExit(1, head_of(kept, vocabulary)), FixedLength(2))
-    check_lossless(model, spec)
-    assert drafted_by(model, spec, monkeypatch, do_sample=False) <= set(kept)
+    whole = check_lossless(model, SelfSpec(EarlyExit(1, head_of(list(range(vocabulary)), vocabulary)), FixedLength(2)))
+    usual = check_lossless(model, SelfSpec(EarlyExit(1), FixedLength(2)))
+    assert [stats.accepted for stats in whole] == [stats.accepted for stats in usual]
+    half = SelfSpec(EarlyExit(1, head_of(list(range(0, vocabulary, 2)), vocabulary)), FixedLength(2))
+    assert {token % 2 for token in drafted_by(model, half, monkeypatch, do_sample=False)} == {0}
 
 
-@pytest.mark.parametrize("name", ["gemma2", "phi"])
-def test_logits_are_those_of_the_whole_head(name: str) -> None:
-    model = build(name)
-    tokens = torch.arange(0, model.get_output_embeddings().weight.shape[0], 3)
-    anatomy = Anatomy.of(model)
-    ids = ragged_batch((7,))["input_ids"]
-    rows = HeadRows(model, tokens)
-    whole, reduced = _logits(model, anatomy, ids, None), _logits(model, anatomy, ids, rows)
-    assert torch.allclose(reduced[..., tokens], whole[..., tokens], atol=1e-5)
-    others = torch.ones(whole.shape[-1], dtype=torch.bool)
-    others[tokens] = False
-    if name == "gemma2":  # whose soft-cap is above the least logit
-        assert reduced[..., others].max() <= reduced[..., tokens].min()
-    else:
-        assert reduced.softmax(-1)[..., others].max() == 0
-    assert torch.equal(rows.only(whole)[..., tokens], whole[..., tokens])
-    assert bool((rows.only(whole)[..., others] == NOTHING).all())
-
-
-@torch.no_grad()
-def _logits(model: Any, anatomy: Anatomy, ids: torch.Tensor, rows: HeadRows | None) -> torch.Tensor:
-    from hf_selfspec.model.cache import SpeculativeCache
-
-    target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, 32))
-    with target.prepared():
-        target.prefill(ids[:, :-2], [0], [ids.shape[1] - 2])
-        target.commit([ids.shape[1] - 3])
-        found = target.step(ids[:, -2:], [ids.shape[1] - 2], ForwardPass(target.full_plan, head_rows=rows)).logits
-    assert found is not None
-    return found
-
-
-@pytest.mark.every_run("kept1")
-@pytest.mark.parametrize("kept", [[0, 2, 4], [1, 4]])
-def test_drawn_tokens_have_the_models_distribution(kept: list[int]) -> None:
-    spec = SelfSpec(EarlyExit(2, head_of(kept, 5)), FixedLength(3))
+def test_drawn_tokens_have_the_models_distribution() -> None:
+    spec = SelfSpec(EarlyExit(2, head_of([1, 4], 5)), FixedLength(3))
     check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))
 
 
@@ -192,23 +155,25 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     model, far = tiny_llama(), SelfSpec(EarlyExit(2, head_of([1, 97], 98)))
     own = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
     head_of([2, 5]).save_pretrained(tmp_path / "head")
+    weight = model.lm_head.weight
+    model.lm_head = type("Other", (torch.nn.Linear,), {})(64, VOCABULARY, bias=False)
+    model.lm_head.weight = weight
     for wrong, error, words in (
         (lambda: EarlyExit(2, 8192), SettingTypeError, r"EarlyExit\(head\) must be ReducedHead or the path"),
         (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved reduced head"),
-        (lambda: own.export_draft(tmp_path / "export", model), SettingError, "Export the same draft"),
-        (lambda: fit_reduced_head(model, None, [{"input_ids": [VOCABULARY]}]), SettingError, "own tokenizer"),
-        (lambda: check_lossless(model, far), UnsupportedModelError, "names token 97"),
+        (lambda: own.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),
+        (lambda: fit_reduced_head(tiny_llama(), None, [{"input_ids": [97]}]), SettingError, "own tokenizer"),
+        (lambda: check_lossless(tiny_llama(), far), UnsupportedModelError, "names token 97"),
+        (lambda: check_lossless(model, own), UnsupportedModelError, "no output head that is a plain linear layer"),
         (lambda: ReducedHead.of([3, 3], VOCABULARY), SettingError, "must have distinct ids"),
         (lambda: read_spec(str(tmp_path / "head")), SettingError, r"write SelfSpec\(EarlyExit\(8, "),
     ):
         with pytest.raises(error, match=words):
             wrong()
-    assert repr(head_of([2, 5])) != repr(head_of([2, 6]))
     file = tmp_path / "head" / "model.safetensors"
-    for tokens in ([5, 2], [2, 97]):
-        save_file(load_file(file) | {"tokens": torch.tensor(tokens)}, file)
-        with pytest.raises(SettingError, match="must have distinct ids"):
-            ReducedHead.load(tmp_path / "head")
+    save_file(load_file(file) | {"tokens": torch.tensor([2, 97])}, file)
+    with pytest.raises(SettingError, match="must have distinct ids"):
+        ReducedHead.load(tmp_path / "head")
 
 
 @pytest.mark.usefixtures("no_warnings_yet")
@@ -234,16 +199,3 @@ def test_a_model_that_does_not_call_its_head(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.warns(UserWarning, match="without a call of its output head"):
         found = model.generate(ids, max_new_tokens=9, do_sample=False, assistant=spec)
     assert torch.equal(found, model.generate(ids, max_new_tokens=9, do_sample=False))
-
-
-def test_heads_that_are_no_plain_layer_are_refused() -> None:
-    class Other(torch.nn.Linear):
-        pass
-
-    model = tiny_llama()
-    other = Other(64, VOCABULARY, bias=False)
-    other.weight = model.lm_head.weight
-    model.lm_head = other
-    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
-    with pytest.raises(UnsupportedModelError, match="no output head that is a plain linear layer"):
-        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=spec)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.architectures import build
-from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
+from helpers.distributed_training import VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
 from helpers.train.by_hand import (
     ALL,
     BOTH,
@@ -31,43 +31,6 @@ from hf_selfspec import EarlyExitLoss, Rotational, UnsupportedModelError
 from hf_selfspec.train import exit_training
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    ("curriculum", "shares"), [(None, lambda step: ALL), (Rotational(2), rotational_shares)], ids=["all", "rotational"]
-)
-def test_training(tmp_path: Path, tied: bool, curriculum: Any, shares: Callable[[int], dict[int, float]]) -> None:
-    """Losses, logs and weights after three steps are those of gradient descent on the formula."""
-    expected = ByHand(tiny(tied=tied), shares)
-    run = train(tmp_path, [EarlyExitLoss(1.0, curriculum)], tiny(tied=tied))
-    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
-    assert_close(weights(run.model), expected.weights)
-    assert len(set(expected.targets)) > 1
-    plain = ByHand(tiny(tied=tied), lambda step: {4: 1.0})
-    assert abs(plain.losses[0] - expected.losses[0]) > 1e-3
-    assert (
-        plain.weights["model.layers.0.mlp.up_proj.weight"] - expected.weights["model.layers.0.mlp.up_proj.weight"]
-    ).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("model", ["tied", "gemma2"])
-def test_self_distillation(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exits learn what the last layer predicts, which learns the labels; logits exist for few tokens at a time."""
-    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY)
-
-    def start() -> Any:
-        return build(model) if model == "gemma2" else tiny(tied=model == "tied")
-
-    expected = ByHand(start(), lambda step: ALL, distils=True)
-    run = train(tmp_path, [EarlyExitLoss(1.0, None, self_distillation=True)], start())
-    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
-    for layer in (2, 3, 4):
-        found = history(run, f"loss/exit_{layer}")
-        assert found == pytest.approx([exits[layer] for exits in expected.exits], rel=1e-4)
-    assert_close(weights(run.model), expected.weights)
-    with_labels = ByHand(start(), lambda step: ALL)
-    assert abs(with_labels.losses[0] - expected.losses[0]) > 1e-3
-
-
 class LlamaWithItsOwnLoss(LlamaForCausalLM):
     """Computes its loss without ``loss_function``, as a mean over the batch."""
 
@@ -77,11 +40,51 @@ class LlamaWithItsOwnLoss(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def test_a_model_with_its_own_loss(tmp_path: Path) -> None:
-    expected = ByHand(tiny(), lambda step: ALL)
-    run = train(tmp_path, [EarlyExitLoss(1.0, None)], tiny(kind=LlamaWithItsOwnLoss))
+DISTILS = {"self_distillation": True}
+
+
+@pytest.mark.parametrize(
+    ("start", "settings", "shares"),
+    [
+        (tiny, {}, lambda step: ALL),
+        (tiny, {"curriculum": Rotational(2)}, rotational_shares),
+        (tiny, {"layers": [2]}, lambda step: {2: 1 / 7, 4: 6 / 7}),
+        (lambda: tiny(tied=True), {}, lambda step: ALL),
+        (lambda: tiny(kind=LlamaWithItsOwnLoss), {}, lambda step: ALL),
+        (lambda: tiny(tied=True), DISTILS, lambda step: ALL),
+        (lambda: build("gemma2"), DISTILS, lambda step: ALL),
+    ],
+    ids=["all exits", "rotational", "a layer", "tied", "own loss", "distilled", "distilled gemma2"],
+)
+def test_training(
+    start: Callable[[], Any],
+    settings: dict[str, Any],
+    shares: Callable[[int], dict[int, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Losses, logs and weights after three steps are those of gradient descent on the formula.
+
+    With self-distillation exits learn what the last layer predicts, which learns the labels; logits exist for few
+    tokens at a time.
+    """
+    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY)
+    expected = ByHand(start(), shares, distils="self_distillation" in settings)
+    run = train(tmp_path, [EarlyExitLoss(1.0, **{"curriculum": None} | settings)], start())
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    for layer in (2, 3, 4):
+        found = [exits[layer] for exits in expected.exits if layer in exits]
+        assert history(run, f"loss/exit_{layer}") == pytest.approx(found, rel=1e-4)
     assert_close(weights(run.model), expected.weights)
+    plain = ByHand(start(), lambda step: {4: 1.0})
+    assert abs(plain.losses[0] - expected.losses[0]) > 1e-3
+
+
+def test_no_weight_at_all_is_plain_training(tmp_path: Path) -> None:
+    """To the last bit."""
+    without, plain = train(tmp_path, [EarlyExitLoss(0.0)]), train(tmp_path, [])
+    assert history(without) == history(plain)
+    assert_equal(weights(without.model), weights(plain.model))
 
 
 def routers_loss(router_logits: tuple[torch.Tensor, ...], chosen: int) -> torch.Tensor:
@@ -140,17 +143,6 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
     assert_equal(weights(run.model), before)
 
 
-def test_chosen_layers_and_no_weight_at_all(tmp_path: Path) -> None:
-    """``layers`` leaves the others out; ``e_scale=0`` is plain training, to the last bit."""
-    one = train(tmp_path, [EarlyExitLoss(1.0, None, layers=[2])])
-    expected = ByHand(tiny(), lambda step: {2: 1 / 7, 4: 6 / 7})
-    assert history(one) == pytest.approx(expected.losses, rel=1e-5)
-    assert {key for entry in one.state.log_history for key in entry if "exit" in key} == {"loss/exit_2", "loss/exit_4"}
-    without, plain = train(tmp_path, [EarlyExitLoss(0.0)]), train(tmp_path, [])
-    assert history(without) == history(plain)
-    assert_equal(weights(without.model), weights(plain.model))
-
-
 def with_an_empty_row() -> list[Row]:
     """Rows of which one has no target at all, alone in its batch when batches are of one row."""
     data = rows(16)
@@ -158,15 +150,14 @@ def with_an_empty_row() -> list[Row]:
     return data
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_gradient_accumulation(tmp_path: Path, kind: str) -> None:
+def test_gradient_accumulation(tmp_path: Path) -> None:
     """Four rows at once, two and two, or one after the other: the same training."""
-    together = train(tmp_path, BOTH[kind](), data=with_an_empty_row())
+    together = train(tmp_path, BOTH["both"](), data=with_an_empty_row())
     for batch in (2, 1):
         sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
-        apart = train(tmp_path, BOTH[kind](), data=with_an_empty_row(), **sizes)
+        apart = train(tmp_path, BOTH["both"](), data=with_an_empty_row(), **sizes)
         assert_close(weights(apart.model), weights(together.model))
-        for key in ("loss", "loss/exit_4") if kind != "dropout" else ("loss",):
+        for key in ("loss", "loss/exit_4"):
             assert len(history(apart, key)) == 3
             assert history(apart, key) == pytest.approx(history(together, key), rel=1e-5)
 
@@ -194,31 +185,16 @@ def test_logged_exits(tmp_path: Path) -> None:
     assert [{key: value for key, value in entry.items() if "exit" in key} for entry in seen] == found
 
 
-@pytest.mark.parametrize("chunk", [1, 5])
-def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head sees the exits' states in chunks, each target once for each exit, and no ignored label."""
     sizes: list[torch.Size] = []
-    plain = train(tmp_path, [EarlyExitLoss(1.0, None)])
-    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", chunk * VOCABULARY + VOCABULARY // 2)
+    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY + VOCABULARY // 2)
     model = tiny()
     model.lm_head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
-    run = train(tmp_path, [EarlyExitLoss(1.0, None)], model)
-    assert_close(weights(run.model), weights(plain.model))
-    assert history(run) == pytest.approx(history(plain), rel=1e-5)
+    train(tmp_path, [EarlyExitLoss(1.0, None)], model)
     assert sizes.count(torch.Size([4, WIDTH, 16])) == 3
     chunks = [size for size in sizes if size != torch.Size([4, WIDTH, 16])]
     assert {(size[0], size[2]) for size in chunks} == {(1, 16)}
     count = targets(stacked(rows(12)))
     assert sum(size[1] for size in chunks) == 2 * count < 2 * 12 * (WIDTH - 1)
-    assert max(size[1] for size in chunks) == chunk
-
-
-def test_models_that_give_out_hidden_states(tmp_path: Path) -> None:
-    """Callers get those of their own rows."""
-    shapes: list[list[torch.Size]] = []
-    model = tiny()
-    model.config.output_hidden_states = True
-    model.register_forward_hook(lambda module, args, out: shapes.append([state.shape for state in out.hidden_states]))
-    run = train(tmp_path, BOTH["both"](), model)
-    assert_equal(weights(run.model), weights(train(tmp_path, BOTH["both"]()).model))
-    assert shapes == [[torch.Size([4, WIDTH, 16])] * (LAYERS + 1)] * 3
+    assert max(size[1] for size in chunks) == 5

@@ -19,11 +19,7 @@ from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from helpers.processes import in_two_processes, interrupted_in
 from hf_selfspec import (
     Adapter,
-    ConfidenceThreshold,
-    EarlyExit,
     EarlyExitAdapter,
-    LinearProbe,
-    ProductThreshold,
     SelfSpec,
     SettingError,
     SettingTypeError,
@@ -58,7 +54,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     model = tiny_llama(factor=2.0).train()
     model.lm_head.weight.requires_grad_(False)
     before, learning = weights(model), [parameter.requires_grad for parameter in model.parameters()]
-    args = arguments(tmp_path, num_train_epochs=6, learning_rate=1e-2)
+    args = arguments(tmp_path, num_train_epochs=3, learning_rate=1e-2)
     adapter = adapter_fit(model, rows(), args=args, output_dir=tmp_path / "out")
     figures = adapter.about["figures"]
     assert figures["last loss"] < figures["first loss"] - 0.01
@@ -120,7 +116,7 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> None:
     """Better than always saying the more frequent of both; its labels are those of the decoding mode."""
     model = tiny_llama(factor=0.6)
-    args = arguments(tmp_path, num_train_epochs=25, learning_rate=6e-2)
+    args = arguments(tmp_path, num_train_epochs=12, learning_rate=6e-2)
     text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (80, 32)).tolist()]
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_k": 5} if do_sample else {}
     probe = fit_probe(model, None, text, exit_layer=EXIT, block_size=32, args=args, **options)
@@ -219,20 +215,17 @@ def test_rows_of_text() -> None:
 
 
 def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fits are the same; only what has no room, or was cut short, goes through the model, and is written once."""
-    looked, written = list[int](), list[Path]()
+    """Fits are the same; only what has no room, or was cut short, goes through the model."""
+    looked, run = list[int](), FrozenModel.run
     text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (FEW, 32)).tolist()]
-    run, write = FrozenModel.run, frozen_model.save_file
     monkeypatch.setattr(FrozenModel, "run", lambda self, ids: looked.append(ids.numel() // 32) or run(self, ids))
-    monkeypatch.setattr(frozen_model, "save_file", lambda *given: written.append(given[1]) or write(*given))
+    first: dict[str, torch.Tensor] = {}
 
     def fit(folder: str | None, room: int | None = None) -> int:
         looked.clear()
-        written.clear()
         args = arguments(tmp_path, num_train_epochs=3, seed=1)
         cache = None if folder is None else tmp_path / folder
         adapter = adapter_fit(tiny_llama(), text, args=args, cache_dir=cache, cache_bytes=room)
-        assert len(written) == len(set(written))
         for name, value in adapter.state_dict().items():
             torch.testing.assert_close(value, first.setdefault(name, value), atol=1e-4, rtol=1e-3)
         return sum(looked)
@@ -240,23 +233,18 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
     def held(folder: str) -> int:
         return sum(file.stat().st_size for file in (tmp_path / folder).rglob("*.safetensors"))
 
-    first: dict[str, torch.Tensor] = {}
-    assert fit("whole") == FEW == len(written) - 1  # some tokens besides, for the norm to begin with
-    room = held("whole") * 3 // 5
+    assert fit("whole") == FEW
     assert fit("whole") == 0
     assert fit(None) == 3 * FEW
-    between = fit("half", room)
+    room = held("whole") * 3 // 5
+    assert FEW + 5 < fit("half", room) < 3 * FEW - 5
     assert room * 3 / 4 < held("half") <= room
-    assert FEW + 5 < between < 3 * FEW - 5
     fit("half", room)
-    assert len(written) < 3  # what is there counts
-    assert held("half") <= room
+    assert held("half") <= room  # what is there counts
     for file in (tmp_path / "whole").rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
     assert fit("whole") == FEW
     assert not list(tmp_path.rglob("*.tmp"))
-    with pytest.raises(SettingError, match="cache_bytes must be at least 1, got 0"):
-        fit("none", 0)
     with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
         fit(None, 9)
 
@@ -333,26 +321,23 @@ def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
 # Drafts with adapters and probes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("well", "tree"), [(False, None), (True, TopKTree(((1.0, 3),)))])
-def test_an_adapter_sees_the_whole_text(well: bool, tree: TopKTree | None) -> None:
-    """What it says is what it says of the text in one piece: its keys and values are those of the tokens before."""
+def test_an_adapter_sees_the_whole_text() -> None:
+    """What it says is what it says of the text in one piece, also after a whole draft was accepted."""
     model = tiny_llama()
-    if well:  # drafts that are accepted as a whole
-        for layer in model.model.layers[EXIT:]:
-            layer.self_attn.o_proj.weight.data.zero_()
-            layer.mlp.down_proj.weight.data.zero_()
+    for layer in model.model.layers[EXIT:]:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
     adapter, rule = adapter_of(model), Recording()
-    if well:
-        adapter.output.weight.data.mul_(0.002)
-    spec = SelfSpec(EarlyExitAdapter(adapter), rule, tree, max_draft=5)
+    adapter.output.weight.data.mul_(0.002)
+    spec = SelfSpec(EarlyExitAdapter(adapter), rule, TopKTree(((1.0, 3),)), max_draft=5)
     model.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
     assert spec.stats is not None
-    assert (spec.stats.acceptance_rate > 0.5) == well
+    assert spec.stats.acceptance_rate > 0.5
     for ids, logits, state in rule.calls:
         with torch.no_grad():
             states = model(ids[:, :-1], output_hidden_states=True).hidden_states[EXIT]
-            torch.testing.assert_close(state, states[:, -1], rtol=1e-4, atol=1e-5)
             expected = model.lm_head(adapter(states))[:, -1]
+        torch.testing.assert_close(state, states[:, -1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-6)
 
 
@@ -376,20 +361,10 @@ def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None) -> None:
         assert compared > 3
 
 
-def test_parts_stay_where_they_were_loaded() -> None:
-    """A part on another device is copied there once, and stays itself."""
-    adapter = adapter_of(tiny_llama())
-    assert adapter.on(torch.device("cpu")) is adapter
-    copied = adapter.on(torch.device("meta"))
-    assert copied is adapter.on(torch.device("meta")) is not adapter
-    assert adapter.norm.weight.device.type == "cpu"
-
-
 def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
     """It begins as the exit itself, learns all of its weights, and drafts with its own head."""
     model: LlamaForCausalLM = tiny_llama(factor=2.0)
     fresh = adapter_fit(model, own_head=True, args=arguments(tmp_path, max_steps=1, learning_rate=1e-9))
-    assert fresh.num_parameters == adapter_of(model).num_parameters + model.lm_head.weight.numel()
     assert fresh.head is not None
     with torch.no_grad():
         states = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True).hidden_states[EXIT]
@@ -397,8 +372,6 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
         torch.testing.assert_close(fresh.head(fresh(states)), own, atol=1e-3, rtol=1e-3)
     args = arguments(tmp_path, max_steps=30, learning_rate=1e-2)
     adapter = adapter_fit(model, own_head=True, args=args, output_dir=tmp_path)
-    figures = adapter.about["figures"]
-    assert figures["last loss"] < figures["first loss"] - 0.01
     assert adapter.head is not None
     assert not torch.allclose(adapter.head.weight, model.lm_head.weight, atol=1e-3)
     rule = Recording()
@@ -409,18 +382,6 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
             torch.testing.assert_close(logits, adapter.head(adapter(states))[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_a_probe_ends_drafts() -> None:
-    model = tiny_llama()
-    probe = LinearProbe(EXIT, 64)
-    torch.nn.init.normal_(probe.direction.weight, std=0.3)
-    for stop in (ConfidenceThreshold(0.5, probe), ProductThreshold(0.2, probe)):
-        spec = SelfSpec(EarlyExit(EXIT), stop)
-        assert all(stats.drafted != 25 * stats.rounds for stats in check_lossless(model, spec))
-    states = torch.randn(3, 64)
-    expected = torch.sigmoid(states @ probe.direction.weight[0] + probe.direction.bias)
-    torch.testing.assert_close(probe(torch.zeros(3, 5), states), expected.detach())
-
-
 def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     model = tiny_llama()
     args = arguments(tmp_path, max_steps=2)
@@ -429,15 +390,12 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     assert SelfSpec.adaspeed(probe=tmp_path).draft == again.draft == spec.draft == SelfSpec.layerskip(EXIT, 4).draft
     found = [[stats.from_draft for stats in check_lossless(model, one)] for one in (spec, again)]
     assert found[0] == found[1]
-    (tmp_path / "nothing").mkdir()
     for wrong, words in (
-        (lambda: SelfSpec.adaspeed(tmp_path, probe), "give one probe"),
         (lambda: SelfSpec.adaspeed(4, probe), "the probe was fitted to the states of exit layer 2"),
         (
             lambda: tiny_llama(seed=5).generate(torch.tensor([[3]]), max_new_tokens=4, assistant=spec),
             "a model with other weights",
         ),
-        (lambda: SelfSpec.adaspeed(probe=tmp_path / "nothing"), r"has no config\.json"),
     ):
         with pytest.raises(SettingError, match=words):
             wrong()
@@ -450,10 +408,13 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     ("change", "error", "words"),
     [
         ({"text": []}, SettingError, "was given no text: the dataset is empty"),
-        ({"text": "text"}, SettingTypeError, "takes a list of texts"),
-        ({"text": [5]}, SettingTypeError, "takes strings, or rows"),
         ({"text": ["text"]}, SettingTypeError, "and the tokenizer"),
         ({"args": {"max_steps": 3}}, SettingTypeError, "args) must be TrainingArguments"),
+        (
+            {"args": arguments(Path("out"), num_train_epochs=0)},
+            SettingError,
+            "args): num_train_epochs must be a finite",
+        ),
         ({"model": 3}, SettingTypeError, "takes a causal LM of transformers"),
     ],
 )

@@ -30,6 +30,7 @@ def test_loss_scale() -> None:
         (EarlyExitLoss(1.0, Rotational(16)), 9, 99, {5: 15.0}),
         (EarlyExitLoss(1.0, Gradual()), 0, 24, {5: 15.0}),
         (EarlyExitLoss(1.0, Gradual()), 5, 24, {3: 6.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual()), 12, 24, {0: 0.0, 1: 1.0, 2: 3.0, 3: 6.0, 4: 10.0, 5: 15.0}),
         (EarlyExitLoss(1.0, None, layers=[2, 5]), 0, 8, {1: 1.0, 4: 10.0, 5: 15.0}),
         (EarlyExitLoss(0.5, None, [2], even), 0, 8, {1: 0.5, 5: 1.0}),
         (EarlyExitLoss(0.0, None), 0, 8, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 5.0}),
@@ -55,22 +56,6 @@ def test_a_model_of_one_layer() -> None:
     assert LayerDropout(0.5).rates(0, 8, 1) == [0.0]
 
 
-def test_rotational() -> None:
-    """Every third of 7 layers, one further each step, and round again."""
-    enabled = [sorted(Rotational(3).enabled(step, 100, 7)) for step in range(4)]
-    assert enabled == [[0, 3, 6], [1, 4], [2, 5], [0, 3, 6]]
-    assert [sorted(Rotational(8).enabled(step, 100, 6)) for step in (5, 6, 7, 8)] == [[5], [], [], [0]]
-    assert Rotational(1).enabled(5, 100, 4) == {0, 1, 2, 3}
-
-
-def test_gradual() -> None:
-    """4 layers in 16 steps: one more every 16 / (2 * 4) = 2 steps, all of them before half-way is over."""
-    counts = [len(Gradual().enabled(step, 16, 4)) for step in range(16)]
-    assert counts == [1, 1, 2, 2, 3, 3, *[4] * 10]
-    assert Gradual().enabled(4, 16, 4) == {1, 2, 3}
-    assert Gradual().enabled(0, 0, 4) == {3}
-
-
 def test_dropout_rates() -> None:
     """``p = S(t) D(l) p_max`` with the powers of two that ``e^{x ln 2}`` are."""
     powers = [2**0.0 - 1, 2**0.25 - 1, 2**0.5 - 1, 2**0.75 - 1, 1.0]
@@ -89,9 +74,7 @@ def test_dropout_rates() -> None:
     [
         (lambda: EarlyExitLoss(math.nan), SettingError, r"e_scale\) must lie between 0 and 1.* nan"),
         (lambda: EarlyExitLoss(curriculum=8), SettingTypeError, r"curriculum\) must be Rotational.* or None, got 8"),
-        (lambda: EarlyExitLoss(scale=0.5), SettingTypeError, r"scale\) .* got 0\.5"),
         (lambda: EarlyExitLoss(layers=[2, 0]), SettingError, "an exit layer must be at least 1, got 0"),
-        (lambda: Rotational(0), SettingError, r"Rotational\(R\) must be at least 1, got 0"),
         (lambda: LayerDropout(1.0), SettingError, r"p_max\) .*1 excluded.* 1\.0"),
         (lambda: LayerDropout(schedule="exponential"), SettingTypeError, r"schedule\) .*'exponential'"),
     ],

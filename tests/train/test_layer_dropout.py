@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
-from helpers.distributed_training import LAYERS, WIDTH, Row, rows, tiny, weights
+from helpers.distributed_training import LAYERS, rows, tiny, weights
 from helpers.train.by_hand import (
     SEED,
     ByHand,
@@ -19,13 +17,11 @@ from helpers.train.by_hand import (
     assert_equal,
     history,
     rotational_shares,
-    stacked,
     stays,
     train,
 )
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
-from hf_selfspec.train import exponential
 
 
 def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
@@ -53,21 +49,6 @@ def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
         assert history(run) == pytest.approx(expected.losses, rel=1e-5)
         assert_close(weights(run.model), expected.weights)
     assert abs(expected.losses[0] - ByHand(tiny(), shares, steps=1).losses[0]) > 1e-3
-
-
-def test_rates_in_the_long_run(tmp_path: Path) -> None:
-    """The share of dropped rows, within four standard deviations of its expectation."""
-    steps, batch, p_max = 60, 8, 0.8
-    model = tiny()
-    seen = RowsSeen(model)
-    train(tmp_path, [LayerDropout(p_max, exponential)], model, max_steps=steps, per_device_train_batch_size=batch)
-    over_time = np.mean([2 ** (step / (steps - 1)) - 1 for step in range(steps)])
-    for layer in range(LAYERS):
-        rate = p_max * over_time * (2 ** (layer / (LAYERS - 1)) - 1)
-        dropped = 1 - sum(counts[layer] for counts in seen.steps) / (steps * batch)
-        assert dropped == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / (steps * batch)))
-    early, late = (sum(counts[3] for counts in seen.steps[part]) for part in (slice(0, 20), slice(40, 60)))
-    assert early > late + 40
 
 
 def test_no_dropout_is_plain_training_and_another_seed_draws_other_rows(tmp_path: Path) -> None:
@@ -113,19 +94,3 @@ def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
     assert history(run) == history(expected)
     assert seen.steps[1::2] == [[4] * LAYERS] * 3
     assert seen.steps[::2] == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
-
-
-def test_embeddings_and_positions_as_inputs(tmp_path: Path) -> None:
-    """Rows are counted where the rows are, also where positions have one row for all."""
-
-    def collate(samples: list[Row]) -> Row:
-        batch = stacked(samples)
-        with torch.no_grad():
-            embeddings = tiny().model.embed_tokens(batch["input_ids"])
-        positions = torch.arange(WIDTH)[None]
-        return {"position_ids": positions, "inputs_embeds": embeddings, "labels": batch["labels"]}
-
-    model = tiny()
-    seen = RowsSeen(model)
-    train(tmp_path, [LayerDropout(0.6)], model, settings={"data_collator": collate})
-    assert seen.steps == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]

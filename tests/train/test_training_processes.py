@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +16,7 @@ from helpers.architectures import build
 from helpers.distributed_rollouts import CALLS, OPTIONS, train_once
 from helpers.distributed_training import CASES, WRAPPERS, tiny, trainer, weights
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import TESTS, in_two_processes
+from helpers.processes import in_two_processes
 from helpers.train.by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, UnsupportedOptionError
 from hf_selfspec import call as one_call
@@ -82,25 +79,6 @@ def test_layer_dropout(results: Results, wrapper: str, case: str) -> None:
     one, other = (results[wrapper, case, rank] for rank in (0, 1))
     assert one["rows"] == other["rows"]
     assert_equal(one["weights"], other["weights"])
-
-
-def test_waits_of_a_batch() -> None:
-    """One for the number of targets, before the layers run; the rows that layers drop go to the device together."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    script, env = TESTS / "helpers" / "train" / "train_on_pretended_gpu.py", os.environ | {"PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert all(case["loss"] == pytest.approx(case["expected"], rel=1e-5) for case in found.values())
-    plain = found["plain"]
-    more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
-    assert more == {
-        "plain": (0, 0),
-        "exits": (1, 0),
-        "distilled": (1, 0),
-        "last exit alone": (0, 0),
-        "dropout": (0, 1),
-    }
 
 
 # Generation with sharded weights, as many forwards on every process ---------------------------------------------------
@@ -182,21 +160,6 @@ def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pyt
     options |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
     found = [model.generate(**options, past_key_values=one.past_key_values).sequences for one in (plain, ours)]
     assert torch.equal(*found)
-
-
-@pytest.mark.usefixtures("verification_is_free")
-def test_no_forward_for_a_cache_that_nobody_gets(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
-    first = llama.generate(**prompts, max_new_tokens=14)
-    end = next(token for token in first[0, 12:16].tolist() if token not in first[1].tolist())
-    options = prompts | {"max_new_tokens": 14, "eos_token_id": end}
-    found = []
-    for synced in (False, True):
-        alone_for(0, monkeypatch)
-        with counted(Anatomy.of(llama).layers[0]) as forwards:
-            llama.generate(**options, synced_gpus=synced, assistant=SelfSpec.lookup())
-        found.append(len(forwards))
-    assert found[0] == found[1]
 
 
 def test_only_drafts_without_forwards(llama: LlamaForCausalLM) -> None:

@@ -15,7 +15,6 @@ from hf_selfspec import EarlyExitLoss, LayerDropout
 
 CASES: dict[str, Any] = {
     "plain": lambda: [],
-    "exits": lambda: [EarlyExitLoss(1.0, None)],
     "distilled": lambda: [EarlyExitLoss(1.0, None, self_distillation=True)],
     "last exit alone": lambda: [EarlyExitLoss(0.0)],
     "dropout": lambda: [LayerDropout(0.9)],
