@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 from helpers.architectures import build
 from helpers.models import ragged_batch, tiny_llama
-from helpers.searches import space, timings
-from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
+from helpers.searches import after_prefill, keys_and_values, space, timings
+from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, Session, SkipLayers
 from hf_selfspec.draft import probe, searching
 from hf_selfspec.draft.controlled import ControlledDrafter
+from hf_selfspec.draft.looking import LookingDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model import modules
@@ -24,6 +26,7 @@ from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.costs import Budget, ForwardCosts, Stopwatch
 from hf_selfspec.search.proposers import SkipSpace
 from hf_selfspec.search.replay import Trace
+from hf_selfspec.verify.scoring import Scorer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -178,3 +181,17 @@ def test_costs_of_blocks_follow_from_the_timed_plans(space: SkipSpace) -> None:
     found = timings(space, costs).costs()
     for name in ("fixed", "attention", "mlp", "several", "token", "step"):
         assert getattr(found, name) == pytest.approx(getattr(costs, name)), name
+
+
+def test_timings_change_nothing_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken at its end, where a row may be shorter than what is timed."""
+    monkeypatch.setattr(LookingDraft, "_has_time", lambda self, tokens: True)
+    target, text = after_prefill(tiny_llama(8), (20, 13, 3))
+    stopwatch = Stopwatch(*SkipSpace.of(target.anatomy).timed_plans())
+    scorer, known = Scorer(LogitsProcessorList(), 3, False), SelfSpec()._known(target.model)
+    session = Session(target, scorer, FixedLength(2), None, 25, frozenset(), 25, None, (), known)
+    draft, usual = LookingDraft(session, stopwatch.early, 25), keys_and_values(target, text)
+    with target.prepared():
+        assert draft.measure(text, stopwatch, 2)
+    for now, then in zip(keys_and_values(target, text), usual, strict=True):
+        torch.testing.assert_close(now, then)
