@@ -36,6 +36,7 @@ from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import Prompt, cache_name, given_cache, is_right_padded
+from .model.runner import GraphRunner
 from .model.target import Target
 from .refusals import check_call, check_length
 from .settings import Settings
@@ -175,7 +176,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         plan=source.whole_model(anatomy),
     )
     if (compile_config := _compile_config(call, spec.compile)) is not None:
-        target.compile(compile_config)
+        target.compile(GraphRunner.of(target, compile_config))
     stateful = (*scorer.stateful, *stopper.stateful)
     session = Session(
         target=target,

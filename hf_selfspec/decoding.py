@@ -15,9 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 from .batch import Draft, Text, Verdict
 from .draft.source import FixedDrafter
 from .model.experts import decoding_experts
-from .model.inputs import Inputs, prefill
+from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.partial import Best, ForwardPass
+from .model.prefill import prefill
 from .model.target import Target
 from .model.transfer import Pending, moment, seconds_between, upload
 from .stats import GenerationStats

@@ -1,12 +1,10 @@
-"""The inputs of one call of ``generate``: arguments of the model, prompts and their prefill, and what follows them."""
+"""The inputs of one call of ``generate``: arguments of the model, prompts, and what follows them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,15 +13,8 @@ from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
-from .attention import at_positions
-from .partial import ForwardPass, obeying
 from .prompt import Prompt, given_cache, tokens_in
 
-if TYPE_CHECKING:
-    from .target import Target
-
-# Numbers in the mask of a forward over a prompt, 64 MiB in 16 bits, and the least tokens that are worth a forward.
-_MASK, _LEAST = 1 << 25, 128
 # Arguments that are laid out anew for every forward.
 PREPARED = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
@@ -214,76 +205,3 @@ class Inputs:
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
             prompt = Prompt.of(input_ids, arguments, seen, mask_length, ragged=False)
         return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())
-
-
-# Prefills ------------------------------------------------------------------------------------------------------------
-
-
-def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
-    """Runs the whole model over the prompts, and returns the logits ``[b, v]`` of each row's last token."""
-    return _prefill_text(target, inputs) if inputs.is_text else _prefill_by_model(target, inputs)
-
-
-def _prefill_text(target: Target, inputs: Inputs) -> torch.Tensor:
-    """Prompts of text only, in pieces of at most ``prefill_chunk_size`` tokens."""
-    prompt = inputs.prompt
-    if seen := tokens_in(inputs.past):
-        target.cache.take_in(inputs.past, prompt.past_columns(seen), prompt.cursors)
-    logits = None
-    width, start = prompt.tokens.shape[1], 0
-    while start < width:
-        chunk = min(inputs.config.prefill_chunk_size or width, _piece(target, prompt, start))
-        tokens = prompt.tokens[:, start : start + chunk]
-        lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
-        piece = target.prefill(tokens, [cursor + start for cursor in prompt.cursors], lengths)
-        ends_here = [start < length <= start + chunk for length in prompt.lengths]
-        chosen = torch.tensor(ends_here, device=piece.device)[:, None]
-        logits = piece if logits is None else torch.where(chosen, piece, logits)
-        start += chunk
-    assert logits is not None
-    return logits
-
-
-def _piece(target: Target, prompt: Prompt, start: int) -> int:
-    """The number of tokens that may go through together from ``start`` on, for the mask of texts that continue."""
-    width = prompt.tokens.shape[1]
-    if target.needs_no_mask([cursor + start for cursor in prompt.cursors], prompt.lengths):
-        return width
-    return max(_LEAST, _MASK // (len(prompt.cursors) * (max(prompt.cursors) + width)))
-
-
-def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
-    """Prompts with images or sound, or with positions of their own: bit for bit as in plain ``generate``.
-
-    The model fills a cache of transformers, padding included; from there the tokens are copied to their slots.
-    """
-    model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
-    past = copy.deepcopy(inputs.arguments["past_key_values"])
-    arguments = inputs.arguments | {"past_key_values": past}
-    states: list[torch.Tensor] = []
-
-    def keep(layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        if observer is not None and layer == observer[0]:
-            states.append(entered)
-        return left
-
-    run = ForwardPass(target.full_plan, after_layer=None if observer is None else keep)
-    begun = perf_counter()
-    target.obey()
-    with obeying(run), at_positions(None):
-        target.forwards += 1
-        output = model._prefill(inputs.input_ids, inputs.config, dict(arguments))
-    target.forward_seconds += perf_counter() - begun
-    target.autocast = run.autocast
-    if past.get_seq_length() != prompt.width:
-        raise UnsupportedOptionError(
-            f"{target.anatomy.model_name} has turned a prompt of {prompt.width} tokens into "
-            f"{past.get_seq_length()}. Pass a prompt with one placeholder for each token of an image or sound, as "
-            "the model's current processor makes it, or call generate without `assistant`."
-        )
-    target.cache.take_in(past, prompt.past_columns(prompt.width), prompt.ends())
-    if observer is not None:
-        observer[1](prompt.aligned(torch.cat(states, dim=-2)), prompt.cursors, prompt.lengths)
-    target.following = DecodeInputs.of(model, inputs.input_ids, arguments, prompt.tokens_of_rows(), output)
-    logits: torch.Tensor = output.logits[:, -1]
-    return logits

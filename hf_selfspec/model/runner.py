@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -21,10 +21,8 @@ from .layout import Feed, TreeLayout
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
+from .target import Target
 from .traceable import Place, size_for
-
-if TYPE_CHECKING:
-    from .target import Target
 
 # The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"

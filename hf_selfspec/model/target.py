@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.nn.functional import pad
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError, warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
 from .inputs import DecodeInputs
-from .layout import ActiveRows, Feed, TreeLayout
+from .layout import Feed, TreeLayout
 from .linear import few_token_linears
 from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
-from .partial import ForwardPass, is_speculating, obeying, partial_forwards
+from .partial import ActiveRows, ForwardPass, is_speculating, obeying, partial_forwards
 from .patching import Autocast, eagerly, within, without_checkpointing
 from .plan import LayerPlan, LoraDeltas
 from .prompt import Holes, cache_name
 from .recurrences.kernels import served_kernels, turns
-from .runner import GraphRunner
 from .transfer import RowNumbers
 
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
@@ -36,6 +35,16 @@ _KEPT_ROUNDS = 3
 _NO_END = 1 << 62
 # Called with the states [b, s, d] that enter a layer, each row's first slot and number of real tokens.
 Observer = Callable[[torch.Tensor, Sequence[int], list[int]], None]
+
+
+class Runner(Protocol):
+    """Runs forwards in place of the model's own code (:class:`~.runner.GraphRunner`)."""
+
+    waited_seconds: float  # for what had to be compiled
+
+    def running(self) -> AbstractContextManager[None]: ...
+
+    def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None: ...
 
 
 @dataclass(eq=False)
@@ -54,7 +63,7 @@ class Target:
     forward_seconds: float = field(init=False, default=0.0)
     active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
-    graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
+    graphs: Runner | None = field(init=False, default=None)  # runs forwards over a few tokens
     deltas: list[LoraDeltas] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     # The layer whose entering states are observed in prefills, and what they are passed to.
     prefill_observer: tuple[int, Observer] | None = field(init=False, default=None)
@@ -84,9 +93,9 @@ class Target:
                 stack.enter_context(self.graphs.running())
             yield self
 
-    def compile(self, config: CompileConfig) -> None:
-        """Runs forwards over a few tokens as compiled graphs, where the call allows it."""
-        self.graphs = GraphRunner.of(self, config)
+    def compile(self, graphs: Runner | None) -> None:
+        """Runs forwards over a few tokens as compiled graphs, if the call allows these."""
+        self.graphs = graphs
         self.cache.has_few_sizes = self.graphs is not None
 
     @property

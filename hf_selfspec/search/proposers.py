@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan, check_plan
 from ..model.target import Target
 from ..validation import MOST_WINDOW, check_count, check_share
-
-if TYPE_CHECKING:
-    from .trials import Estimates
 
 _BLOCKS = ("attention", "mlp")
 # A layer that is skipped as a whole or not at all.
@@ -195,6 +192,22 @@ def _blocks(anatomy: Anatomy, layer: int) -> tuple[str, ...]:
     if anatomy.is_recurrent and not (anatomy.attention[layer] and anatomy.mlp[layer]):
         return (_LAYER,)
     return _BLOCKS if layer not in anatomy.kv_sources else ("mlp",)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimated scores of sets ``[sets]`` on average text, and the effects of skipping each block ``[blocks]``.
+
+    ``doubt`` ``[blocks, blocks]`` is a square root of the effects' covariance.
+    """
+
+    sets: np.ndarray
+    effects: np.ndarray
+    doubt: np.ndarray
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        """Samples effects ``[blocks]`` from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
+        return np.asarray(self.effects + self.doubt @ rng.standard_normal(len(self.effects)))
 
 
 def next_set(

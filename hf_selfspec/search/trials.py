@@ -14,7 +14,7 @@ from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import SkipChoice, pays
 from .costs import ForwardCosts
-from .proposers import SkipSpace
+from .proposers import Estimates, SkipSpace
 from .replay import Replays, Rule, Trace, replays
 
 # Number of tokens of one of SWIFT's windows, which has the weight 1.
@@ -196,22 +196,6 @@ class Scores(NamedTuple):
     weights: np.ndarray
     sets: np.ndarray
     windows: np.ndarray
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """Estimated scores of sets ``[sets]`` on average text, and the effects of skipping each block ``[blocks]``.
-
-    ``doubt`` ``[blocks, blocks]`` is a square root of the effects' covariance.
-    """
-
-    sets: np.ndarray
-    effects: np.ndarray
-    doubt: np.ndarray
-
-    def drawn(self, rng: np.random.Generator) -> np.ndarray:
-        """Samples effects ``[blocks]`` from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
-        return np.asarray(self.effects + self.doubt @ rng.standard_normal(len(self.effects)))
 
 
 def estimate(scores: Scores) -> Estimates:
