@@ -19,12 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from ..batch import Text
 from .stateless import stateful

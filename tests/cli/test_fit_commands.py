@@ -21,25 +21,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    T5Config,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
 import hf_selfspec
 from helpers.calls import check_lossless
 from helpers.models import VOCABULARY, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    EarlyExitLora,
-    ExitHeads,
-    ReducedHead,
-    SelfSpec,
-    fit_reduced_head,
-)
+from hf_selfspec import EarlyExit, EarlyExitLora, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.cli import app, main
 from hf_selfspec.cli.fit import fits
 from hf_selfspec.data.texts import texts

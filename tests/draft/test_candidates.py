@@ -14,15 +14,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 
 from helpers.calls import LastSeen
 from helpers.models import BATCH, ROW, tiny_gpt_neo, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    EarlyExitOnly,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    TopKTree,
-    UnsupportedOptionError,
-)
+from hf_selfspec import EarlyExit, EarlyExitOnly, FixedLength, SelfSpec, SettingError, TopKTree, UnsupportedOptionError
 from hf_selfspec.draft.candidates import one_for_each_row
 
 

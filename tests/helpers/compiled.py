@@ -8,14 +8,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from helpers.models import ragged_batch
-from hf_selfspec import (
-    ConfidenceThreshold,
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")

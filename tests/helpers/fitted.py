@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, TrainingArguments
 
 from helpers.models import VOCABULARY
-from hf_selfspec import (
-    Adapter,
-    ExitHeads,
-)
+from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.modules import DraftLora, LinearProbe
 from hf_selfspec.modules.heads import METRICS

@@ -21,13 +21,7 @@ from transformers import PreTrainedModel
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, endless, fresh, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import TESTS
-from hf_selfspec import (
-    Cascade,
-    EarlyExit,
-    Lookup,
-    SelfSpec,
-    SettingError,
-)
+from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, SettingError
 from hf_selfspec.lookup.findings import _write_rest
 
 pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")

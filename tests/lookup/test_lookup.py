@@ -10,15 +10,7 @@ from itertools import product
 import pytest
 
 from hf_selfspec.control.costs import RoundCosts
-from hf_selfspec.lookup import (
-    LookupFindings,
-    LookupRow,
-    Rates,
-    Successors,
-    SuffixIndex,
-    TokenTree,
-    suffix,
-)
+from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree, suffix
 from hf_selfspec.lookup.rates import own_key, view_of
 from hf_selfspec.lookup.row import Top
 from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of

@@ -20,14 +20,7 @@ from helpers.calls import check_lossless, random_skip_set
 from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    decoding,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, decoding
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
 from hf_selfspec.model.traceable import tracing

@@ -19,17 +19,7 @@ from transformers.models.clip import CLIPImageProcessorPil
 from helpers.architectures import build as build_text
 from helpers.calls import calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
-from helpers.multimodal import (
-    IMAGE,
-    MEDIA,
-    MODELS,
-    OUTSIDE,
-    QWEN,
-    build,
-    build_mllama,
-    prompt_of,
-    prompt_of_mllama,
-)
+from helpers.multimodal import IMAGE, MEDIA, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
 from hf_selfspec import (
     Adapter,
     ClosestLayers,

@@ -15,14 +15,7 @@ from helpers.architectures import STATEFUL, build
 from helpers.calls import assert_mixed, check_lossless
 from helpers.models import BATCH, ROW, ragged_batch
 from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value, sample
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    TopKTree,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache, cache_for
 from hf_selfspec.model.layout import TreeLayout

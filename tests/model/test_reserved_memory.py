@@ -9,16 +9,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import (
-    ClosestLayers,
-    CostTree,
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ClosestLayers, CostTree, EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers, TopKTree
 from hf_selfspec.batch import Text
 from hf_selfspec.model import cache
 from hf_selfspec.model.cache import SpeculativeCache

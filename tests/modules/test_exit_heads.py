@@ -28,14 +28,7 @@ from hf_selfspec import (
     fit_exit_heads,
 )
 from hf_selfspec.modules.draft_module import about
-from hf_selfspec.modules.heads import (
-    METRICS,
-    Predictions,
-    calibrate,
-    default_layers,
-    figures_of,
-    threshold,
-)
+from hf_selfspec.modules.heads import METRICS, Predictions, calibrate, default_layers, figures_of, threshold
 
 
 def unreached(name: str, words: str) -> Any:

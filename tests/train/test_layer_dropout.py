@@ -10,16 +10,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from helpers.distributed_training import LAYERS, rows, tiny, weights
-from helpers.train.by_hand import (
-    SEED,
-    ByHand,
-    assert_close,
-    assert_equal,
-    history,
-    rotational_shares,
-    stays,
-    train,
-)
+from helpers.train.by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stays, train
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 

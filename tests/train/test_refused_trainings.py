@@ -15,13 +15,7 @@ from helpers.architectures import build
 from helpers.distributed_training import tiny, trainer, weights
 from helpers.train.by_hand import assert_equal
 from helpers.train.watching import left_as_it_was
-from hf_selfspec import (
-    EarlyExitLoss,
-    LayerDropout,
-    SettingError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import EarlyExitLoss, LayerDropout, SettingError, UnsupportedModelError, UnsupportedOptionError
 
 
 def boom(*args: Any, **kwargs: Any) -> Any:
