@@ -256,7 +256,6 @@ class FitModule(nn.Module):
         return output
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
-        """The mean of each metric over all tokens."""
         means = evaluated.predictions.mean((0, 1))
         return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
 
