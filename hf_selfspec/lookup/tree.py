@@ -90,8 +90,15 @@ def grow(
     seed: TokenTree | None = None,
     guide: Spot | None = None,
 ) -> TokenTree:
-    """Grows the tree with the most ``expected tokens - pace * seconds``, the likeliest nodes first; ``pace`` is tokens
-    per second, 0 if unknown. Nodes of ``seed`` are drafted already; ``guide`` forbids or forces tokens."""
+    """Grows the tree that is expected to bring the most tokens for its time.
+
+    Nodes are taken in order of descending probability that they are accepted; their number maximises
+    ``expected tokens - pace * seconds``.
+
+    The tree is no larger and no deeper than ``costs`` and ``deepest``. ``pace`` are tokens per second at present, which
+    is what a second is worth; 0 where that is not known yet. Nodes of ``seed`` are drafted already: they come first and
+    stay. ``guide`` forbids tokens, and names those that have to come next.
+    """
     growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token

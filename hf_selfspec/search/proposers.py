@@ -245,8 +245,13 @@ def next_sizes(layers: int, best: int, matchness: float, target: float, window: 
 
 @torch.no_grad()
 def closest_layers(target: Target, text: Text, layers: Sequence[int], most: int) -> list[LayerPlan]:
-    """The plans that skip 1, 2, ... ``most`` of ``layers`` and change the last tokens' states least: CLaSp's dynamic
-    programme (arXiv 2505.24196) in one forward. Slots from each row's last token on are scratch space."""
+    """The plans that skip 1, 2, ... ``most`` of ``layers`` and change the last tokens' states least.
+
+    One forward fills CLaSp's dynamic programme (arXiv 2505.24196): ``g(i, j)``, the state after ``i`` layers of which
+    ``j`` were skipped, is the better one of ``f_i(g(i-1, j))`` and ``g(i-1, j-1)``: the one with the higher cosine
+    similarity to the whole model's state there, ``g(i, 0)``. All ``j`` go through a layer together, as copies of one
+    token that do not see each other. Slots from each row's last token on are used as scratch space.
+    """
     num_layers = target.anatomy.num_layers
     skips: list[torch.Tensor] = []  # by layer, for each j: whether it is one of the skipped ones
 

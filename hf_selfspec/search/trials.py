@@ -187,8 +187,18 @@ class Scores(NamedTuple):
 
 
 def estimate(scores: Scores) -> Estimates:
-    """Bayesian linear regression ``s = level + x' beta + b(window) + noise / sqrt(weight)`` on skipped blocks ``x``,
-    windows eliminated. Trials near the best count most; a set's own effect is its residual, shrunk (BLUP)."""
+    """Fits scores as a function of the skipped blocks and of the window of text.
+
+    The model is ``s = level + x' beta + b(window) + noise / sqrt(weight)``, with ``x`` the skipped blocks and a normal
+    prior around 0 for ``beta``: Bayesian linear regression. Its posterior mean is ``A^-1 X' W s`` and its covariance
+    ``noise A^-1`` with ``A = X' W X + _NO_EFFECT I``; the windows are eliminated from both first (the Schur complement
+    of their diagonal block), since there may be many. The residual is a set's own effect, shrunk towards 0: the best
+    linear unbiased prediction (Robinson 1991, "That BLUP is a good thing").
+
+    Effects are additive only among sets that are about as good, so trials near the best count most: a trial's weight is
+    multiplied by ``exp((expected - best) / scale)``, with a scale at which the effective number of trials
+    ``(sum w)^2 / sum w^2`` (Kish 1965) is large enough.
+    """
     blocks, values, weights, sets, windows = scores
     rows, width = blocks[sets], blocks.shape[1]
     near = np.ones(len(values))

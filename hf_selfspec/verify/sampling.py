@@ -10,8 +10,30 @@ from .greedy import best_tokens
 def choose_sampled(
     scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
 ) -> tuple[int, int | None]:
-    """Accepts one of ``drafted`` (``num_drawn`` from ``q`` without replacement, then named ones, ``q`` 1) or draws
-    another, so that it is distributed as ``softmax(scores)``: recursive rejection sampling (arXiv:2402.14160)."""
+    """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
+
+    One token ``x`` drawn from ``q`` (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1) is accepted with
+    probability ``min(1, p(x) / q(x))``; after a rejection the token is drawn from ``p' = norm(max(0, p - q))``. A token
+    ``x`` is then the result with probability ``min(p(x), q(x)) + max(0, p(x) - q(x)) = p(x)`` (appendix A.1 there).
+
+    Several drawn tokens (a tree) are tried in the order in which they were drawn without replacement: a rejection
+    replaces ``p`` by ``p'`` and ``q`` by ``norm(q`` without the token ``)``, from which the next one was drawn, so that
+    the same argument holds for each of them. With replacement this is multi-step speculative sampling (SpecInfer,
+    arXiv:2305.09781, algorithm 2), without it recursive rejection sampling (Jeon et al. 2024, arXiv:2402.14160).
+
+    Other tokens were named without drawing (as from earlier text): their ``q`` is 1 at each in turn, so that ``x`` is
+    accepted with probability ``p(x)``, and ``p'`` is ``p`` without ``x``. That is the same as drawing from ``p`` and
+    testing whether the token is among them.
+
+    Args:
+        scores: ``[v]`` processed scores of the full model.
+        drafted: tokens proposed for this position: first those that were drawn, in that order, then distinct others.
+        q: ``[v]`` the distribution from which the first ``num_drawn`` were drawn without replacement.
+        num_drawn: how many of them were drawn. The others were named, whatever ``p`` is.
+
+    Returns:
+        The token, and its index in ``drafted`` or ``None``.
+    """
     p = scores.float().softmax(-1)
     for index, token in enumerate(drafted[: num_drawn if q is not None else 0]):
         assert q is not None
@@ -35,21 +57,39 @@ def choose_sampled(
 
 
 def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
-    """Tokens ``[b, count]`` drawn in turn from ``q`` ``[b, v]`` by the Gumbel-top-k trick (Kool et al. 2019,
-    arXiv:1903.06059); tokens of probability 0 where there are too few others."""
+    """Tokens ``[b, count]`` drawn one after another from ``q`` ``[b, v]`` without replacement, in that order.
+
+    Dividing by exponential noise and taking the largest is the same as drawing in turn (Efraimidis and Spirakis 2006,
+    algorithm A; the Gumbel-top-k trick of Kool et al. 2019, arXiv:1903.06059, in logarithms). Where fewer than
+    ``count`` tokens have a probability, the rest are tokens of probability 0.
+    """
     noise = torch.empty_like(q).exponential_()
     return (q / noise).topk(count, dim=-1).indices
 
 
 def draw(p: torch.Tensor) -> torch.Tensor:
-    """Draws a token ``[...]`` from each of ``[..., v]``, which need not add up to 1, as the smallest of exponential
-    variables with these rates; unlike ``torch.multinomial`` without waiting for a GPU."""
+    """Draws a token ``[...]`` from each of the distributions ``[..., v]``, which need not add up to 1.
+
+    Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
+    probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.
+    """
     return best_tokens(p / torch.empty_like(p).exponential_())
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For drafted tokens ``[b, t]`` drawn from ``q`` ``[b, t, v]``: whether each is accepted if those before it are,
-    and the one in its place if not, both ``[b, t]`` (Leviathan et al. 2023, algorithm 1: ``u q(x) < p(x)``)."""
+    """Makes all decisions about a line of drawn tokens at once (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
+
+    A token is accepted if ``u < p(x) / q(x)``, with ``u`` uniform on ``[0, 1)``, computed as ``u q(x) < p(x)``.
+
+    Args:
+        p: ``[b, t, v]`` the full model's distributions at the drafted tokens.
+        q: ``[b, t, v]`` the distributions from which these were drawn.
+        drafted: ``[b, t]`` the tokens.
+
+    Returns:
+        Booleans ``[b, t]``, whether each is accepted if those before it are, and ``[b, t]`` the tokens drawn in their
+        place if they are not.
+    """
     at_token = drafted[..., None]
     p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]
     # A token that could not have been drawn is rejected, and the token in its place is drawn from p.
