@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.architectures import build
-from helpers.calls import Recorder, assert_mixed, new_spec
+from helpers.calls import Recorder, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW, VOCABULARY
 from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
@@ -53,12 +53,6 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     ours = model.generate(**inputs, **options, assistant=spec)
     assert_mixed(spec)
     return ours, plain
-
-
-def new_tokens(model: PreTrainedModel, inputs: Inputs, **options: Any) -> list[list[int]]:
-    """What plain ``generate`` adds to each row."""
-    ids = model.generate(**inputs, **({"max_new_tokens": 24} | options))
-    return ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 # When generation stops -----------------------------------------------------------------------------------------------

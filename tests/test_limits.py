@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from typing import Any
 
@@ -237,15 +236,6 @@ def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
     assert stance() == "force_eager"
     second.__exit__(None, None, None)
     assert stance() == before
-
-
-def test_settings_can_be_copied_without_their_statistics(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
-    shorter, same = dataclasses.replace(spec, max_draft=2), copy.deepcopy(spec)
-    llama.generate(**ragged_batch(), max_new_tokens=4, assistant=shorter)
-    assert spec.stats is None
-    assert same.stats is None
-    assert same == spec
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, torch.tensor([0.5, -1.0, 2.0, 0.0]))])

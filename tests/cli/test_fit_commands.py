@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 import sys
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
-import typer
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer
@@ -23,15 +20,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
-import hf_selfspec
 from helpers.calls import check_lossless
 from helpers.models import VOCABULARY, tiny_llama
 from hf_selfspec import EarlyExit, EarlyExitLora, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
-from hf_selfspec.cli import app, main
-from hf_selfspec.cli.fit import fits
+from hf_selfspec.cli import main
 from hf_selfspec.data.texts import texts
-from hf_selfspec.train.fit import Fit
-from hf_selfspec.validation import Option
 
 TEXT = "def f(x): return x + 1 "
 
@@ -81,19 +74,6 @@ def test_command_line(
         tokenizer = AutoTokenizer.from_pretrained(files["model"])
         expected = fit_reduced_head(model, tokenizer, [TEXT] * 27, size=16)
         assert torch.equal(ReducedHead.load(files["out"]).tokens, expected.tokens)
-
-
-@pytest.mark.parametrize("kind", fits())
-def test_settings_are_declared_once(kind: type[Fit[Any]]) -> None:
-    """The function of a fit takes them all, and its command those that have an option."""
-    names = [field.name for field in fields(kind)]
-    function = getattr(hf_selfspec, kind.function)
-    assert list(inspect.signature(function).parameters) == ["model", "tokenizer", "dataset", *names]
-    assert function.__doc__ == kind.__doc__
-    command = typer.main.get_command(app).commands["fit"].commands[kind.command]
-    hints = get_type_hints(kind, include_extras=True)
-    settings = [name for name in names if any(isinstance(one, Option) for one in get_args(hints[name]))]
-    assert [option.name for option in command.params][-len(settings) :] == settings
 
 
 @pytest.fixture

@@ -29,6 +29,12 @@ def calls(spec: SelfSpec) -> int:
     return sum(not call.left_to_generate for call in spec._knowledge.calls)
 
 
+def new_tokens(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
+    """What plain ``generate`` adds to each row."""
+    ids = model.generate(**inputs, **({"max_new_tokens": 24} | options))
+    return ids[:, inputs["input_ids"].shape[1] :].tolist()
+
+
 def assert_mixed(spec: SelfSpec) -> None:
     """The drafts of the last call were partly kept and partly rejected."""
     assert spec.stats is not None

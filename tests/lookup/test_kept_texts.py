@@ -38,11 +38,6 @@ PROMPT = ragged_batch((12,), seed=11)
 BATCH = ragged_batch((4, 9, 6))
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
 @pytest.fixture(autouse=True)
 def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_WRITTEN", 0.0)

@@ -11,9 +11,8 @@ import pytest
 
 from hf_selfspec.control.costs import RoundCosts
 from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree, suffix
-from hf_selfspec.lookup.rates import own_key, view_of
 from hf_selfspec.lookup.row import Top
-from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
+from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, texts_of
 
 FREE = RoundCosts.of(lambda drafted: 1.0, 31)
 STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
@@ -87,19 +86,6 @@ def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) 
             assert match.position == max(positions)
 
 
-def test_other_occurrences_are_counted() -> None:
-    begun = [1, 2, 3, 4, 0, 1, 2, 3]
-    for text, support in (
-        (begun, suffix.LONE),
-        ([*begun, 4, 5, 1, 2, 3], suffix.SHARED),
-        ([*begun, 7, 5, 1, 2, 3], suffix.CONTESTED),
-    ):
-        index = SuffixIndex()
-        index.extend(text)
-        assert (match := index.match(text[-LONGEST_MATCH:])) is not None
-        assert match.support == support
-
-
 def test_nothing_matches_or_goes_on_across_texts() -> None:
     index = SuffixIndex(1_000)
     index.extend([SEPARATOR, 1, 2, 3, SEPARATOR, 4, 5, 6])
@@ -171,32 +157,6 @@ def test_the_oldest_pairs_leave() -> None:
     smaller = Successors(5)
     smaller.restore(successors.state())
     assert [token for token in range(25) if smaller.get(token, token + 1)] == list(range(20, 25))
-
-
-# Rates ---------------------------------------------------------------------------------------------------------------
-
-
-def test_rates_converge_and_follow_a_change() -> None:
-    rng = random.Random(0)
-    rates = Rates()
-    first, second = own_key(3, view_of(None), LONE), own_key(5, view_of(0.9), LONE)
-    for _ in range(2_000):
-        drawn = rng.random()
-        token = 1 if drawn < 0.2 else 2 if drawn < 0.6 else 3
-        rates.see([(1, first, 0.0), (2, second, 0.0)], token)
-    assert rates.rates[first] == pytest.approx(0.2, abs=0.1)
-    assert rates.rates[second] == pytest.approx(0.5, abs=0.1)  # where the first one was wrong
-    for _ in range(400):
-        rates.see([(1, first, 0.0)], 1)
-    assert rates.rates[first] > 0.8
-
-
-def test_longer_matches_are_trusted_more() -> None:
-    rates = Rates().rates
-    by_length = [rates[own_key(length, view_of(None), LONE)] for length in range(1, 40)]
-    assert by_length == sorted(by_length)
-    by_view = [rates[own_key(3, view_of(probability), LONE)] for probability in (0.9, 0.2, 0.01)]
-    assert by_view == sorted(by_view, reverse=True)
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
