@@ -109,8 +109,6 @@ def test_stop_strings_in_a_config(fresh_llama: LlamaForCausalLM, tokenizer: PreT
 
 
 class Types(Recorder):
-    """Keeps the types of what a streamer receives."""
-
     def put(self, value: torch.Tensor) -> None:
         self.calls.append(value.dtype)
 
@@ -248,7 +246,6 @@ def test_own_stop_function(llama: LlamaForCausalLM) -> None:
 
     spec = SelfSpec(draft=EarlyExit(3), stop=stop, max_draft=6)
     both(llama, spec, ROW)
-    assert spec.stats is not None
     assert spec.stats.drafted == spec.stats.draft_steps == len(drafted)
     assert 0 < drafted.count(False) <= spec.stats.rounds
 

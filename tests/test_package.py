@@ -92,7 +92,6 @@ def test_stats_of_a_generation_add_up(tree: TopKTree | None) -> None:
     batch = ragged_batch()
     tokens = tiny_llama().generate(**batch, max_new_tokens=20, do_sample=False, assistant=spec)
     stats = spec.stats
-    assert stats is not None
     assert stats.tokens == 3 * (tokens.shape[1] - batch["input_ids"].shape[1]) == 60
     assert stats.accepted == sum(map(sum, stats.from_draft))
     assert [len(row) for row in stats.from_draft] == [20] * 3

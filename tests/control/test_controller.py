@@ -84,25 +84,6 @@ def test_a_curve_for_each_kind_of_round() -> None:
     assert len(found._curves) <= 64
 
 
-def test_what_nothing_costs_is_timed_apart() -> None:
-    """Rounds of free drafts take longer than those in which nothing is done, even without a draft."""
-    curve = CostCurve(True)
-    for _ in range(20):
-        curve.add_plain(1, 0.02)
-        curve.add(0, 1, 0.025)
-    assert curve.plain == 0.02
-    assert curve.costs.seconds[0] == pytest.approx(0.025, rel=0.05)
-    other = CostCurve(True, 2)
-    other.begin_like(curve)
-    assert other.wants_plain
-    assert not curve.wants_plain
-    fed(curve, {3: 0.03}, 200)
-    assert curve.wants_plain  # again, after many rounds
-    frozen = CostCurve(True, is_frozen=True)
-    frozen.add_plain(1, 0.02)
-    assert not frozen.is_measured
-
-
 # The choice of a cascade ---------------------------------------------------------------------------------------------
 
 
@@ -168,13 +149,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def arms(spec: SelfSpec, model: LlamaForCausalLM) -> dict[str, ArmStats]:
-    """The results of all sources."""
     (found,) = spec._knowledge.record(model).measurements.values()
     return found.arms
 
 
 def run(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 60) -> int:
-    """Drafts of the other source in a call."""
     Telling.drafts = 0
     options = {"max_new_tokens": tokens, "do_sample": False}
     ids = model.generate(**PROMPT, **options, assistant=spec)
