@@ -46,6 +46,7 @@ _WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
 
 
 def after_even_tokens(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A user's own stop rule."""
     return input_ids[:, -1] % 2 == 0
 
 
@@ -96,6 +97,7 @@ def ids(model: PreTrainedModel, assistant: SelfSpec | None, inputs: Inputs = BAT
 
 @cache
 def said(model: PreTrainedModel) -> list[list[int]]:
+    """What plain generate adds to each row of the batch."""
     return ids(model, None)[:, BATCH["input_ids"].shape[1] :].tolist()
 
 
@@ -309,6 +311,7 @@ def test_every_draft_in_every_call(kind: str, call: str) -> None:
     model = model_of("llama")
     spec = SPECS[kind](model)
     check(model, spec, call)
+    assert spec.stats is not None
     assert spec.stats.accepted or call in FEW or kind in RARE
 
 
@@ -342,6 +345,7 @@ def check_architecture(name: str, kinds: Iterable[str]) -> None:
                 found = ids(model, spec, given, max_new_tokens=24)
             assert torch.equal(found, plain), f"{kind}, {len(plain)} rows"
             if kind in ALWAYS[:3]:
+                assert spec.stats is not None
                 assert 0.0 < spec.stats.acceptance_rate < 1.0, f"{kind}, {len(plain)} rows test one side only"
 
 

@@ -38,6 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(vocabulary=4096).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
