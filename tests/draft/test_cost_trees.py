@@ -11,20 +11,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import tiny_llama
 from helpers.sampling import does_not_take_siblings_out_of_q, peak
-from hf_selfspec import (
-    ClosestLayers,
-    CostTree,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ClosestLayers, CostTree, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control import controller
 from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.search import choice
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.verify import walk

@@ -18,20 +18,10 @@ from transformers import DynamicCache
 
 from helpers.architectures import build
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import (
-    ConfidenceThreshold,
-    EarlyExit,
-    ExitChoice,
-    FixedLength,
-    ProductThreshold,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import ConfidenceThreshold, EarlyExit, ExitChoice, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch

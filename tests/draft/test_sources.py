@@ -19,22 +19,10 @@ from helpers.calls import LastSeen
 from helpers.models import ragged_batch, tiny_llama
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
-from hf_selfspec import (
-    Cascade,
-    Drafter,
-    DraftSource,
-    EarlyExit,
-    FixedLength,
-    GenerationStats,
-    Lookup,
-    SelfSpec,
-    Session,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-)
+from hf_selfspec import FixedLength, GenerationStats, SelfSpec
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.draft import FixedDrafter
+from hf_selfspec.draft import Cascade, Drafter, DraftSource, EarlyExit, FixedDrafter, Lookup, Session
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
 from hf_selfspec.learned.findings import Findings
 from hf_selfspec.model.anatomy import Anatomy

@@ -53,10 +53,7 @@ PROMPTS = (ragged_batch((12,)), BATCH)
 
 
 def check_lossless(
-    model: PreTrainedModel,
-    spec: SelfSpec,
-    new_tokens: int = 24,
-    prompts: Sequence[dict[str, torch.Tensor]] = PROMPTS,
+    model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24, prompts: Sequence[dict[str, torch.Tensor]] = PROMPTS
 ) -> list[GenerationStats]:
     """Prompts have the ids of plain ``generate``; returns the statistics of each."""
     found = []

@@ -14,17 +14,8 @@ from transformers import LlamaForCausalLM
 
 from helpers.calls import new_spec
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import (
-    Architecture,
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    SkipLayers,
-    TopKTree,
-    UnsupportedModelError,
-    register_architecture,
-)
+from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, register_architecture
+from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy

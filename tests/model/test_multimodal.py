@@ -20,21 +20,12 @@ from helpers.architectures import build as build_text
 from helpers.calls import calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import IMAGE, MEDIA, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
-from hf_selfspec import (
-    Adapter,
-    ClosestLayers,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.draft import EarlyExit, EarlyExitAdapter, SkipLayers
 from hf_selfspec.draft.adapter import AdapterDraft
+from hf_selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.modules import Adapter
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPECS = {

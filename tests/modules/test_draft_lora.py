@@ -17,21 +17,10 @@ from helpers.calls import check_lossless, unchanged
 from helpers.fitted import Recording, arguments, lora_of, rows, weights
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    DraftLora,
-    EarlyExit,
-    EarlyExitLora,
-    FixedLength,
-    ReducedHead,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-    fit_draft_lora,
-)
+from hf_selfspec import EarlyExit, EarlyExitLora, FixedLength, SelfSpec, TopKTree, fit_draft_lora
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.modules import DraftLora, ReducedHead
 from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.frozen_model import FrozenModel
 

@@ -15,19 +15,9 @@ from helpers.calls import check_lossless
 from helpers.fitted import adapter_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
-from hf_selfspec import (
-    Adapter,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    ReducedHead,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-    fit_reduced_head,
-)
+from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.cli.spec_text import read_spec
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))
