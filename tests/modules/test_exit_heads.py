@@ -27,9 +27,6 @@ def unreached(name: str, words: str) -> Any:
     return pytest.warns(UserWarning, match=words)
 
 
-# Calibration ----------------------------------------------------------------------------------------------------------
-
-
 def test_thresholds_are_the_loosest_that_are_right_often_enough() -> None:
     generator = torch.Generator().manual_seed(0)
     sure = torch.randint(0, 12, (40,), generator=generator) / 4  # some are equally sure
@@ -73,9 +70,6 @@ def test_layers_of_heads() -> None:
     assert default_layers(4, 4) == [1, 2, 3]
 
 
-# Drafts ---------------------------------------------------------------------------------------------------------------
-
-
 def test_trees_of_heads_change_no_token() -> None:
     model = tiny_llama(8)
     spec = SelfSpec(DynamicExit(heads_of(model, 0.5)), FixedLength(8), TopKTree(((1.0, 3),)))
@@ -110,9 +104,6 @@ def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...],
     assert spec.stats is not None
     assert spec.stats.acceptance_rate == 1.0
     assert not torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
-
-
-# Fits -----------------------------------------------------------------------------------------------------------------
 
 
 def test_fits_of_heads(tmp_path: Path) -> None:

@@ -120,9 +120,6 @@ def test_models_that_do_not_tell_their_head(monkeypatch: pytest.MonkeyPatch) -> 
         fit_reduced_head(model, None, [{"input_ids": [3]}])
 
 
-# Fits and files ------------------------------------------------------------------------------------------------------
-
-
 def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
     model = tiny_llama()
     model.generation_config.eos_token_id = [90, 91, 200, -1]
