@@ -65,12 +65,10 @@ class Call:
 
     @property
     def past(self) -> Any:
-        """The cache that ``generate`` passes on."""
         return given_cache(self.model_kwargs)
 
     @property
     def has_own_cache(self) -> bool:
-        """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
 
     @cached_property
@@ -98,11 +96,8 @@ class Call:
 
 
 def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
-    """Decodes a call whose options were checked.
-
-    With ``default_of``, which tells where the ``SelfSpec`` was set, the caller did not choose it: plain ``generate``
-    serves what it cannot serve, and invalid logits are no error.
-    """
+    """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` serves
+    what it cannot, and invalid logits are no error."""
     call, decoder = given.with_cache(), None
     knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
     try:
@@ -118,7 +113,6 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
 
 
 def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
-    """Refuses what cannot be served, as far as that is known before prompts are laid out."""
     knowledge.knowledge.check(call.model)
     check_call(call.model, call.input_ids, call.model_kwargs)
     if call.synced_gpus:
@@ -132,10 +126,7 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
 
 
 def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
-    """Why transformers' own loop serves the call as well as ours or better, empty where it does not.
-
-    Where no draft pays, ours is as fast, and faster only with faster linear layers (float32 on a CPU).
-    """
+    """Why transformers' own loop serves the call as well or better (as where no draft pays), else empty."""
     if not source.lossless:
         return ""
     findings = knowledge.all_findings()
@@ -157,7 +148,6 @@ def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> s
 
 
 def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool) -> Decoder:
-    """Lays out the prompts, the text and the cache, and starts the drafter."""
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
@@ -247,7 +237,6 @@ def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
 
 
 def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
-    """Runs the loop and returns what ``generate`` does."""
     cache = call.past if decoder.target.plan is None else None
     try:
         with decoder.target.prepared():
@@ -278,7 +267,6 @@ def cannot_serve(default_of: str, error: SelfSpecError) -> str:
 
 
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
-    """Decodes a prepared call by transformers' own loop."""
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
     del options["anatomy"]

@@ -35,11 +35,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def check_options(model: PreTrainedModel, config: Any) -> None:
-    """Checks that a call has no option that self-speculative decoding does not support, and names the one it has.
-
-    ``config`` has the options as attributes. ``use_cache=False`` in the model's own generation config is allowed: the
-    ids are the same.
-    """
+    """Refuses unsupported options (attributes of ``config``); ``use_cache=False`` in the model's own is allowed."""
     if config.prefill_chunk_size is not None:
         check_count("generate(prefill_chunk_size)", config.prefill_chunk_size)
     for name, off, advice in _REFUSED:
@@ -79,10 +75,7 @@ def check_call(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Ma
 
 
 def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None) -> None:
-    """Checks that the model has positions for the prompt, and one set of rotary frequencies for the whole text.
-
-    Where frequencies change within the text, a block of tokens would differ from single ones.
-    """
+    """Checks that the model has positions for the prompt, and one set of rotary frequencies for the whole text."""
     anatomy, prompt = inputs.anatomy, inputs.prompt
     config = model.config.get_text_config(decoder=True)
     first = max(prompt.tokens_of_rows())

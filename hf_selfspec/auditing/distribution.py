@@ -24,14 +24,8 @@ Beginning = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ChiSquared:
-    """A test of counts against their expectations; the sum of two is the test of both together.
-
-    Attributes:
-        statistic: Pearson's chi-squared statistic.
-        degrees_of_freedom: number of cells that are compared, minus one.
-        draws: number of draws.
-        impossible: number of draws of continuations whose probability is 0.
-    """
+    """A test of counts, ``impossible`` ones being those of probability 0; the sum of two is the test of both
+    together."""
 
     statistic: float = 0.0
     degrees_of_freedom: int = 0
@@ -62,7 +56,6 @@ class Sampling:
 
     @property
     def ends(self) -> set[int]:
-        """Tokens that end a text."""
         config = self.model.generation_config
         found = None if config is None else config.eos_token_id
         return {found} if isinstance(found, int) else set(found or ())
@@ -95,7 +88,6 @@ class Sampling:
             yield from zip(some, output.scores[0].double().softmax(-1).cpu(), strict=True)
 
     def draw(self, assistant: Any, after_call: Callable[[], None]) -> list[Beginning]:
-        """Samples continuations, each up to its end."""
         found: list[Beginning] = []
         while len(found) < self.draws:
             output = self.model.generate(

@@ -46,7 +46,6 @@ class Call:
     left_to_generate: str = ""  # why a ``SelfSpec`` left the call to plain generate
 
     def whole(self, clock: str) -> tuple[int, float]:
-        """Tokens and seconds of the whole call."""
         return sum(map(len, self.ids)), self.seconds[clock]
 
     def decoding(self, clock: str) -> tuple[int, float]:
@@ -156,7 +155,6 @@ def _now(device: torch.device) -> dict[str, float]:
 
 
 def _graphs() -> int:
-    """Number of graphs that torch has compiled so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -53,7 +53,6 @@ class Method:
         return self.make is None or getattr(self.make().draft, "lossless", True)
 
     def takes(self, batch_size: int) -> bool:
-        """Whether it supports so many prompts at once."""
         return batch_size == 1 or self.group != LOOKUP_GROUP
 
 
@@ -142,7 +141,6 @@ def _methods(name: str | None, given: Any) -> list[Method]:
 
 
 def _shown(spec: SelfSpec) -> str:
-    """The settings that differ from the default."""
     usual = SelfSpec()
     names = ("draft", "stop", "tree", "max_draft", "compile")
     shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]

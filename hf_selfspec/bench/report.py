@@ -59,7 +59,6 @@ class Table(NamedTuple):
         return as_text(self.head, cells, markdown=True)
 
     def text(self) -> str:
-        """The table as plain text with aligned columns."""
         return as_text(self.head, self.rows)
 
 

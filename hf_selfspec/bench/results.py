@@ -43,11 +43,8 @@ def results(stream: Stream, clock: str) -> Json:
 
 
 class _Condition:
-    """The calls of one condition that count.
-
-    These are the calls of the last pass, but for prompts where a process called a method for the first time, and for
-    the first prompt if there was one pass: kernels and graphs are not ready yet in these calls.
-    """
+    """The calls of one condition that count: the last pass, without a process's first calls of a method, in which
+    kernels and graphs are not ready."""
 
     def __init__(self, part: Part, stream: Stream, clock: str) -> None:
         self.part, self.stream, self.clock = part, stream, clock
@@ -173,11 +170,8 @@ def _estimate(rows: Sequence[tuple[float, ...]], statistic: Callable[..., Any]) 
 
 
 def acceptance(calls: Sequence[Call]) -> Json | None:
-    """Acceptance over calls, under the names that vLLM and AIPerf use; ``None`` if none had rounds.
-
-    ``conditional_acceptance`` is, for each place in a draft, how often its token was kept if those before it were; a
-    draft that had ended counts as not kept.
-    """
+    """Acceptance over calls under vLLM's and AIPerf's names, ``None`` without rounds; ``conditional_acceptance`` is, by
+    place, how often a token was kept if those before were, an ended draft's never."""
     known = [call.rounds for call in calls if call.rounds is not None and call.rounds["rounds"]]
     if not known:
         return None

@@ -44,7 +44,6 @@ class Journal:
                 (folder / FILE).write_text(_line(header), encoding="utf-8")
 
     def add(self, call: Call) -> None:
-        """Adds a call."""
         self.calls[call.method, call.condition, call.turn, call.prompt] = call
         if self._folder is not None:
             path = self._folder / FILE
@@ -86,11 +85,8 @@ class Part(NamedTuple):
 
 
 class Stream:
-    """Makes the calls that a journal does not have yet.
-
-    ``SelfSpec``s are kept from call to call of a pass, and the next pass begins with new ones: a pass that counts would
-    otherwise draft from its own answers; so does a restarted run. Graphs stay with the model.
-    """
+    """Makes the calls that a journal does not have yet, each pass with new ``SelfSpec``s, which would else draft from
+    their own answers; graphs stay with the model."""
 
     def __init__(
         self,

@@ -37,14 +37,7 @@ app.add_typer(fit.app, name="fit")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: the arguments, ``None`` for those of the process.
-
-    Returns:
-        0, or 1 for a bad result, or 2 (with one line on stderr) for a user error, or 130 after Ctrl-C.
-    """
+    """Runs the command line: 0, 1 for a bad result, 2 (with a line on stderr) for a user error, 130 after Ctrl-C."""
     command = typer.main.get_command(app)
     words = None if arguments is None else list(arguments)
     try:

@@ -32,12 +32,8 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def read_spec(text: str, option: str = "--spec") -> SelfSpec:
-    """Returns the ``SelfSpec`` that the text of an option describes.
-
-    It is one of :data:`PRESETS`; a folder that ``SelfSpec.save_pretrained`` or a fit has written; or an expression of
-    literals, ``SelfSpec``, its presets and classes of settings, e.g. ``SelfSpec.layerskip(8, num_draft=3)``. No other
-    code is run.
-    """
+    """The ``SelfSpec`` of an option's text: a preset, a saved folder, or an expression of literals and settings'
+    classes, which runs no other code."""
     try:
         if text in PRESETS:
             return PRESETS[text]()

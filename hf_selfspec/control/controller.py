@@ -61,7 +61,6 @@ class ArmStats:
         return math.inf if promised is None else promised
 
     def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0) -> None:
-        """Records a round in which the source drafted."""
         self.waiting = 0
         self.rounds += 1
         if self.rounds == 1 and not self.weight:
@@ -72,10 +71,7 @@ class ArmStats:
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
     def wait(self, pace: float) -> None:
-        """Records a round in which another source drafted, or none, which is ``pace`` times as fast as nothing.
-
-        Where it would lose little, it may soon show once more what it can.
-        """
+        """Records a round of others, ``pace`` times as fast as nothing; what would lose little may be tried again."""
         self.waiting += 1
         if self.is_trusted and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
@@ -100,7 +96,6 @@ class Measurements:
         self._lock: RLock = RLock() if other is None else other._lock
 
     def of(self, name: str) -> ArmStats:
-        """The results of a source."""
         return self.arms.setdefault(name, ArmStats(_TRIED_FREE, _MOST_LOST, _LOST) if name == FREE else ArmStats())
 
     def begin_text(self) -> None:
@@ -133,10 +128,7 @@ class Measurements:
 
 
 class Controller:
-    """Chooses in each round of a call between its sources and nothing.
-
-    Where it ``is_frozen``, nothing is timed, so that all processes of a model decide alike.
-    """
+    """Chooses in each round between sources and nothing; frozen, it times nothing, so all processes decide alike."""
 
     def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
@@ -150,10 +142,7 @@ class Controller:
         self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 
     def speedup(self, name: str, promised: float | None = None) -> float:
-        """Expected tokens per second of a source, divided by those of rounds in which nothing is drafted.
-
-        ``promised`` is its own estimate for this round, ``None`` if it has none, 0 where it would not draft.
-        """
+        """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""
         if not self._rows:
             return 0.0
         if self._is_frozen:
@@ -180,11 +169,8 @@ class Controller:
     def record(
         self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
     ) -> None:
-        """Records a round.
-
-        ``name`` drafted or was asked in vain (``None`` for nobody); ``nodes`` of each row were verified, all rows
-        gained ``tokens``, and of the source's own tokens some were ``accepted``.
-        """
+        """Records a round in which ``name`` drafted or was asked in vain (``None`` for nobody); all rows gained
+        ``tokens``, and of the source's own tokens some were ``accepted``."""
         if not self._rows:
             return
         curve = self.curve
@@ -205,7 +191,6 @@ class Controller:
                     stats.wait(pace)
 
     def acceptance_rate(self, name: str) -> float:
-        """The share of a source's tokens that are accepted."""
         return self._found.of(name).acceptance_rate
 
     def round_seconds(self) -> tuple[float, ...]:

@@ -47,10 +47,7 @@ class RoundCosts:
 
     @cached_property
     def corners(self) -> tuple[tuple[int, ...], ...]:
-        """For each number of tokens, the larger numbers that can be best if all further tokens are worth the same.
-
-        They are the corners of the lower convex hull of the larger numbers' seconds.
-        """
+        """For each number of tokens, the larger ones on the lower convex hull of seconds, which alone can be best."""
         found: list[tuple[int, ...]] = [()]
         for count in range(len(self.seconds) - 1, 0, -1):
             hull = found[-1]
@@ -100,7 +97,6 @@ class CostCurve:
 
     @property
     def wants_plain(self) -> bool:
-        """Whether the next round should be plain, to be timed."""
         return not self._is_frozen and (len(self._plain) < _PLAIN or self._since_plain >= _PLAIN_AGAIN)
 
     @property
@@ -120,7 +116,6 @@ class CostCurve:
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
-        """Records a round of free drafts."""
         if self._is_frozen:
             seconds = self._costs.seconds[min(drafted, SIZES[-1])]
         if seconds <= 0:
@@ -152,7 +147,6 @@ class CostCurve:
         self._costs = self._measured()
 
     def see(self, tokens: int, seconds: float) -> None:
-        """Records the speed of a round, of any kind."""
         self._since_plain += 1
         self._tokens = self._tokens * _MEMORY + tokens
         self._seconds = self._seconds * _MEMORY + seconds

@@ -57,7 +57,6 @@ class NamedModel:
         self.config = self._load("config", AutoConfig.from_pretrained)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
         found: PreTrainedTokenizerBase = self._load("tokenizer", AutoTokenizer.from_pretrained)
         return found
 

@@ -36,7 +36,6 @@ class Row(NamedTuple):
         return found if is_chat(found) else self._text(found, f"{where}, and no chat")
 
     def text(self, field: str) -> str:
-        """Returns the text in a column."""
         return self._text(self.columns.get(field), f"the column {field!r}")
 
     def _text(self, found: Any, where: str) -> str:
@@ -67,11 +66,7 @@ def texts(data: str, field: str | None = None) -> list[str]:
 
 
 def read_rows(data: str, field: str | None = None) -> list[Row]:
-    """Returns all rows, at least one.
-
-    ``data`` is a ``.txt`` file with a prompt in each line, a ``.jsonl`` or ``.json`` file with an object in each line,
-    or the name of a dataset of the Hub, whose training split is read.
-    """
+    """All rows, at least one, of a file (``.txt``, ``.jsonl``, ``.json``) or a Hub dataset's training split."""
     if Path(data).suffix == _WHOLE:
         _check_no_field(data, field, "has a prompt in each line")
         found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in _lines(data)]
@@ -107,7 +102,6 @@ def _check_no_field(data: str, field: str | None, why: str) -> None:
 
 
 def _rows(data: str) -> Iterator[Row]:
-    """The objects of a file, or the rows of a dataset of the Hub."""
     suffix = Path(data).suffix
     found: Iterable[tuple[int, Any]]
     if suffix in _LINES:

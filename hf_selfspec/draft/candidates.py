@@ -53,11 +53,7 @@ class Candidates(DraftSource):
 
 
 def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[CandidateGenerator]:
-    """Returns a generator for each row of a batch, so that a generator that keeps something of its text sees one row.
-
-    The first is ``generator`` itself, the others are deep copies that share its modules (a ``__deepcopy__`` can make
-    them share more). Prompt lookup keeps nothing, so one generator serves all rows.
-    """
+    """A generator for each row of a batch: ``generator`` itself, then deep copies that share its modules."""
     if rows == 1 or type(generator) is PromptLookupCandidateGenerator:
         return [generator] * rows
     held = getattr(generator, "__dict__", {}).values()
@@ -72,11 +68,8 @@ def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[Candidate
 
 
 class CandidateDraft(FixedDrafter):
-    """Drafts each row's tokens with a ``CandidateGenerator`` of its own.
-
-    They are called as ``get_candidates(input_ids [1, s])`` with the row's text, left padding removed; they return
-    ``[1, s + t]`` ids and, where tokens were sampled, their processed logits ``[1, t, v]``, which are used only there.
-    """
+    """Drafts each row's tokens with a ``CandidateGenerator`` of its own, called with ids ``[1, s]`` without padding;
+    logits that it returns, ``[1, t, v]``, are used only where tokens were sampled."""
 
     def __init__(self, generators: list[CandidateGenerator], session: Session) -> None:
         padding = session.target.padding
@@ -141,13 +134,8 @@ class CandidateDraft(FixedDrafter):
         return q
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Reports to each generator how many of its tokens were accepted, as transformers' assisted generation does.
-
-        It gets the row's text with the new tokens, the scores ``[1, t + 1, v]`` of the model at the last token and at
-        the ``t`` drafted ones, and how many drafted tokens were kept. Difference from transformers: where a logits
-        processor looks at the text, scores are the model's logits, since it must not be called for tokens that are not
-        emitted.
-        """
+        """Reports to each generator what was accepted, as assisted generation does, but with the model's logits where a
+        logits processor looks at the text: it must not be called for tokens that are not emitted."""
         for row, (generator, request) in enumerate(zip(self.generators, self._requests, strict=True)):
             if request is not None:
                 start, length, drafted = request
@@ -158,10 +146,7 @@ class CandidateDraft(FixedDrafter):
 
 
 class StandaloneDraft(PartialDraft, CandidateGenerator):
-    """An early exit for any loop that calls :meth:`get_candidates`, with a cache of its own (one row).
-
-    All its blocks come before the first altered layer, so its keys and values are exact and are kept.
-    """
+    """An early exit for any loop that calls :meth:`get_candidates`, with a cache of its own (one row)."""
 
     _seen: tuple[int, ...] = ()
 

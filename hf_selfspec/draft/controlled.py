@@ -27,10 +27,7 @@ def controller_of(session: Session) -> Controller:
 
 
 def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
-    """The drafter of the source ``name`` under a controller if it makes estimates; otherwise it always drafts.
-
-    In the processes of a parallel model, whose times differ, its own estimate alone decides.
-    """
+    """The drafter of the source ``name`` under a controller if it makes estimates; otherwise it always drafts."""
     found = completed(drafter)
     if found.expected_speedup == math.inf or session.is_tensor_parallel:
         return found

@@ -27,11 +27,7 @@ _M = TypeVar("_M", bound=DraftModule)
 
 
 class ExitSource(DraftSource, Generic[_M]):
-    """A source that drafts at an exit layer, perhaps with a module that was fitted to it, or some rows of the head.
-
-    Attributes:
-        module: what was fitted, itself.
-    """
+    """A source that drafts at an exit layer, perhaps with a fitted ``module``, or some rows of the head."""
 
     module: _M
     head: ReducedHead | str | os.PathLike[str] | None = None
@@ -43,7 +39,6 @@ class ExitSource(DraftSource, Generic[_M]):
         return module
 
     def _load_head(self) -> None:
-        """Loads the reduced head, if there is one."""
         if self.head is not None:
             object.__setattr__(self, "_reduced", self._load("head", ReducedHead))
 
@@ -67,11 +62,7 @@ class ExitSource(DraftSource, Generic[_M]):
             )
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
-        """The blocks that run for this model, ``None`` where a probe has to find them.
-
-        Raises:
-            SettingError: the model has too few layers.
-        """
+        """The blocks that run for this model, ``None`` where a probe has to find them."""
         raise NotImplementedError
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:

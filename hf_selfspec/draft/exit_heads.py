@@ -91,12 +91,8 @@ class DynamicExit(ExitSource[ExitHeads]):
 
 
 class HeadsDraft(PartialDraft):
-    """Drafts with exit heads.
-
-    A token goes through as many layers as it takes until a head is sure. Where it goes deeper than earlier tokens did,
-    they are processed with it: each stretch of layers runs once, over all tokens that have not been through it. No
-    token has been deeper than the ones before it, so these are always the last tokens.
-    """
+    """Drafts with exit heads: a token goes through layers until a head is sure, together with the tokens before it that
+    have not been as deep."""
 
     skips_forced = False
 
@@ -165,10 +161,8 @@ class HeadsDraft(PartialDraft):
         return DraftStep(logits, state, self._states[-1], is_sure=decided)
 
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
-        """Runs the least deep tokens up to the layer of the others, or up to the first head at which all rows decide.
-
-        ``decide`` is called at each head with its number, from 1 on, and its input ``[b, d]`` for the last token.
-        """
+        """Runs the least deep tokens up to the layer of the others, or up to the first head at which all rows
+        ``decide``, which is called with the head's number, from 1 on, and its input ``[b, d]`` for the last token."""
         level = self._levels[-1]
         first = self._levels.index(level)
         reached = self._levels[first - 1] if first else len(self._bounds) - 1

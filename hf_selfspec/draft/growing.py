@@ -11,14 +11,8 @@ from ..batch import Draft, Text
 
 @dataclass
 class DraftStep:
-    """What the part that drafts predicts after one token.
-
-    Attributes:
-        logits: ``[b, v]`` of the next token.
-        state: ``[b, d]`` the hidden state that they were computed from, for stop rules.
-        prefix_state: ``[b, n, d]`` the states from which verification can start, ``None`` where it cannot.
-        is_sure: for each row whether it proposes a token; all do by default.
-    """
+    """What is predicted after one token: ``logits`` ``[b, v]`` from ``state`` ``[b, d]``, the states ``[b, n, d]`` from
+    which verification can start, if any, and for each row whether it proposes a token (``None``: all do)."""
 
     logits: torch.Tensor
     state: torch.Tensor
@@ -27,12 +21,8 @@ class DraftStep:
 
 
 class GrowingDraft:
-    """What was drafted so far; ``is_read`` where processors or rules read the draft in the text.
-
-    Attributes:
-        drafting: for each row whether its draft continues.
-        lengths: for each row the number of tokens that count.
-    """
+    """What was drafted so far: for each row whether its draft is continued (``drafting``) and how many tokens count
+    (``lengths``). ``is_read`` where processors or rules read the draft in the text."""
 
     def __init__(self, text: Text, max_new: list[int], is_read: bool = True) -> None:
         self.drafting = [count > 0 for count in max_new]
@@ -51,10 +41,8 @@ class GrowingDraft:
         return len(self._line)
 
     def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
-        """Adds the next depth: tokens ``[b, width]``, the one to extend first, and what they were drawn from.
-
-        ``state`` ``[b, n, d]`` are states of the tokens that were fed, from which verification can start.
-        """
+        """Adds the next depth: tokens ``[b, width]``, the one to extend first, what they were drawn from, and states
+        ``[b, n, d]`` of the tokens that were fed, from which verification can start."""
         if self._is_read:
             self._text.write_draft(picks[:, 0], self.depth)
         self._line.append(picks[:, 0])
@@ -100,5 +88,4 @@ class GrowingDraft:
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenates pieces ``[b, n, ...]``; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

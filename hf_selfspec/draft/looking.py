@@ -34,7 +34,6 @@ class LookingDraft(PartialDraft):
         return self.target.clock() - self.target.compile_seconds
 
     def _has_time(self, tokens: int) -> bool:
-        """Whether the budget allows a forward over ``tokens`` tokens."""
         return self._pace.seconds(tokens) <= self._budget.left
 
     def _known(self, counts: list[int]) -> list[int]:
@@ -51,10 +50,7 @@ class LookingDraft(PartialDraft):
         return trace(drafted, self.scorer.roughly(self._last_logits.of(drafted)), sure, do_sample=True)
 
     def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> bool:
-        """Times forwards at the end of the text as far as there is time, see :meth:`Stopwatch.measure`.
-
-        They write to the cache only what is there already, or to scratch slots.
-        """
+        """Times forwards at the end of the text as far as there is time; the text in the cache stays as it is."""
         ends = [root + 1 for root in text.last_slots()]
         starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
         steps, usual = self.steps, (self.plan, self.limits, self.constraint)

@@ -15,7 +15,6 @@ from .source import Drafter, DraftSource, Session
 
 # How many tokens of earlier texts are kept.
 _STORED, _MOST_STORED = 65_536, 2**20
-# The name under which findings are kept.
 NAME = "lookup"
 
 

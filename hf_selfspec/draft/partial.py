@@ -23,13 +23,8 @@ from .source import FixedDrafter, Session
 
 
 class PartialDraft(FixedDrafter):
-    """Proposes tokens by running the blocks of a plan, and ``head`` in place of the model's output head if it is given.
-
-    Attributes:
-        limits: the session; its stop rule and tree may be replaced between drafts.
-        skips_forced: tokens that grammars force are drafted without a step, so that the next step feeds several.
-        reuse_from: minimum number of drafted tokens for verification to start from their states after the exact prefix.
-    """
+    """Runs the blocks of a plan, and ``head`` in place of the model's own if given. With ``skips_forced`` tokens that
+    grammars force take no step; from ``reuse_from`` tokens on verification starts from their states."""
 
     skips_forced = True
 
@@ -60,7 +55,6 @@ class PartialDraft(FixedDrafter):
         return self.plan.first_altered if self.target.anatomy.replay else 0
 
     def _in_steps(self, text: Text, max_new: list[int]) -> Draft:
-        """The draft, made one token per row at a time."""
         roots, prefix = text.last_slots(), self._prefix
         limit = min(self.limits.longest, max(max_new))
         rule = self._rule(text.batch_size)
@@ -130,12 +124,8 @@ class PartialDraft(FixedDrafter):
     def _sound(
         self, grown: GrowingDraft, logits: torch.Tensor, scores: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Which rows' scores ``[b, v]`` a token can be chosen from; logits and scores, made finite where needed.
-
-        None can where the draft overflows (float16), or where processors forbid everything; the full model continues
-        from there. On a CPU the drafts of these rows end at once. Elsewhere that would have to wait, so ``[b]`` of them
-        is returned for a later read, or ``None`` if there is none: then the full model rejects junk.
-        """
+        """Which rows' scores ``[b, v]`` a token can be chosen from, for a later read, else ``None``; logits and scores,
+        made finite where needed (float16 overflows). On a CPU the drafts of other rows end at once."""
         on_cpu, sound = scores.device.type == "cpu", None
         if not on_cpu and self._length_is_fixed and self.limits.tree is None:
             return None, logits, scores
@@ -151,14 +141,10 @@ class PartialDraft(FixedDrafter):
 
     @property
     def _length_is_fixed(self) -> bool:
-        """Whether drafts have a fixed length, whatever the tokens."""
         return isinstance(self.limits.stop, FixedLength) and not self.limits.eos_tokens
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
-        """Runs the drafting part of the model over one more token ``[b, 1]`` of each row, or several, in these slots.
-
-        Rows that are no longer drafting run along without effect.
-        """
+        """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""
         run = ForwardPass(self.plan, capture=self._prefix or -1, head_rows=self.head)
         step = self.target.step(feed, cursors, run)
         assert step.logits is not None
@@ -239,7 +225,6 @@ def _check_probe(session: Session, plan: LayerPlan) -> None:
 
 
 def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:
-    """The wanted rows of tensors ``[b, ...]``."""
     if all(wanted):
         return list(values)
     rows = upload([row for row, wants in enumerate(wanted) if wants], values[0].device)

@@ -40,20 +40,12 @@ _SOON, _FIRST = 32, 24
 # Texts on which forwards are timed, and how often each is on the first.
 _TIMED_TEXTS = 4
 _TIMINGS = 2
-# The stop rule until one is chosen.
 _FIRST_STOP = FixedLength(2)
 
 
 class ProbingDraft(LookingDraft):
-    """Drafts nothing until an exit is known to pay, then from the best one.
-
-    At first single exits are tried, each on a few tokens, by a forward through its layers alone: a lower bound of its
-    costs and what it would have predicted tell whether it may pay. Where one may, a forward over the last tokens shows
-    what every exit would have predicted after each of them, and a few forwards over one and several tokens show what
-    they cost. Later texts are looked at, too, until 1,024 tokens were seen; each choice is based on all of them. All
-    this takes a budgeted share of the time of all calls. A given ``layer`` is the only one, and a stop rule of the
-    session stays; ``head`` runs in place of the model's own.
-    """
+    """Drafts nothing until an exit is known to pay, then from the best one. A given ``layer`` is the only one, and a
+    stop rule of the session stays; ``head`` runs in place of the model's own."""
 
     def __init__(self, session: Session, layer: int | None, head: HeadRows | None) -> None:
         num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name
@@ -147,7 +139,6 @@ class ProbingDraft(LookingDraft):
     # One exit -----------------------------------------------------------------------------------------------------
 
     def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tries an exit on the last tokens, once there is time for it."""
         study, left = self.study, self._budget.left
         self._tried_at = self._tried_at or text.prompt_width
         layer = study.next_exit()

@@ -31,12 +31,8 @@ _RESTED = 8
 
 
 class SearchingDraft(LookingDraft):
-    """Drafts with the best set of skipped blocks so far, and tries another set after each round.
-
-    A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
-    The window goes into slots beyond the text, whose own keys and values stay as they are. The stop rule of the session
-    is used until the search has chosen one, if it ``chooses_stop``.
-    """
+    """Drafts with the best set of skipped blocks so far, and tries another one after each round, by a forward over the
+    last generated tokens in slots beyond the text."""
 
     def __init__(
         self, session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str
@@ -183,7 +179,6 @@ class SearchingDraft(LookingDraft):
         return True
 
     def _begin_window(self, text: Text, unseen: int) -> None:
-        """Starts the trials on a complete window of text."""
         self._looked = max(text.lengths) - 1
         self._behind = min(unseen - 1, self._window, *text.last_slots())
         self.search.begin_window()
@@ -203,7 +198,6 @@ class SearchingDraft(LookingDraft):
             pass
 
     def _try(self, text: Text, least: int) -> bool:
-        """Tries a set on the last tokens, if there is one to try and time for it."""
         if not self._find_closest(text):
             return False
         pace, left = self.search.pace, self._budget.left

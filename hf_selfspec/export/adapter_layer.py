@@ -37,11 +37,8 @@ class AdapterLayer:
 
 
 def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
-    """Returns the adapter as a decoder layer that follows its exit layer.
-
-    Where heads share keys and values, these are repeated for each head in all layers, since a config has a single
-    number of key-value heads. ``prefix`` is the name of the list of layers, with a dot behind it.
-    """
+    """The adapter as a decoder layer after its exit layer; keys and values that heads share are repeated in all layers.
+    ``prefix`` is the name of the list of layers, with a trailing dot."""
     if not adapter.attention or adapter.mlp is not None:
         raise UnsupportedOptionError(
             "only an adapter with attention alone can be exported: no layer of a model has an MLP like the adapter's. "

@@ -120,7 +120,6 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
 
 
 def _is_last(name: str, last: Sequence[str]) -> bool:
-    """Whether a parameter, or the module that holds it, has one of these names."""
     return any(part in last for part in name.split(".")[-2:])
 
 
@@ -131,11 +130,8 @@ def model_of_layers(
     prefix: str,
     replaced: Mapping[str, torch.Tensor],
 ) -> PreTrainedModel:
-    """Returns a model of the given config with the tensors of another model's ``kept`` layers; nothing is copied.
-
-    ``prefix`` is the name of the list of layers, with a trailing dot; tensors that are ``replaced`` have their names in
-    the new model.
-    """
+    """A model of the config with the ``kept`` layers' tensors, not copied, and ``replaced`` ones, by their new names.
+    ``prefix`` is the name of the list of layers, with a trailing dot."""
     try:
         with torch.device("meta"):
             draft = type(model)(config)

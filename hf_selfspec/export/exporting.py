@@ -174,7 +174,6 @@ def _check_place(name: str, folder: str | os.PathLike[str], at: Path) -> None:
 
 
 def _check_model(name: str, model: PreTrainedModel) -> None:
-    """Refuses models whose tensors are not those of an ordinary checkpoint."""
     which = type(model).__name__
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device) for tensor in tensors}

@@ -111,7 +111,6 @@ class _Matching:
 
     @property
     def taken(self) -> list[int]:
-        """The tokens that the matcher has consumed."""
         return [token for token in self._steps if token is not None]
 
     def advance(self, token: int) -> None:
@@ -141,10 +140,8 @@ class _Matching:
 
 
 class XGrammar(_Matching):
-    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask; ``texts`` are those of all tokens.
-
-    Without texts :meth:`expected` returns ``None``.
-    """
+    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask; without ``texts`` of all tokens
+    :meth:`expected` returns ``None``."""
 
     library = "xgrammar"
 

@@ -26,10 +26,7 @@ Path = tuple[int, ...]
 
 
 class _Row:
-    """A grammar as a function of the new tokens of its row: its state moves back and forth as needed.
-
-    Results are cached by path, the drafted tokens after a text, since drafts need many paths after the same text.
-    """
+    """A grammar as a function of its row's new tokens; results are cached by the drafted path after a text."""
 
     def __init__(self, grammar: Grammar, vocabulary: int, name: str) -> None:
         self.vocabulary = vocabulary
@@ -50,12 +47,10 @@ class _Row:
         return found
 
     def mask_after(self, tokens: list[int]) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for the tokens that may follow all these tokens."""
         text = self._text if tokens[: len(self._text)] == self._text else tokens
         return self.mask(text, tuple(tokens[len(text) :]))
 
     def fresh_mask(self) -> torch.Tensor:
-        """The mask for the grammar's present state."""
         vocabulary = self.vocabulary
         mask = self._grammar.mask(vocabulary)
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != (vocabulary,):
@@ -66,7 +61,6 @@ class _Row:
         return mask
 
     def go_to(self, text: Sequence[int], path: Path = ()) -> None:
-        """Moves the grammar to the state after exactly these tokens."""
         taken, tokens = self._taken, [*text, *path]
         same = len(text) if taken[: len(text)] == tokens[: len(text)] else 0
         for known, token in zip(taken[same:], tokens[same:], strict=False):
@@ -81,7 +75,6 @@ class _Row:
             taken.append(token)
 
     def _found(self, name: str, text: list[int], path: Path, find: Callable[[], Any]) -> Any:
-        """What ``find`` returns after ``text`` and ``path``, found once."""
         if text is not self._text:
             if text != self._text:
                 self._known.clear()
@@ -95,11 +88,7 @@ class _Row:
 
 
 class GrammarMask:
-    """A logits processor that replaces one that forbids tokens by grammars that can be rolled back.
-
-    Its result follows from its arguments alone, so it can be called for drafts, for any position and for one row. The
-    user's own ``processor`` is called once, by :meth:`begin`.
-    """
+    """A logits processor in place of one that forbids tokens by grammars; can be called for any position and row."""
 
     is_stateless = True
 
@@ -117,10 +106,7 @@ class GrammarMask:
         return self.rows[0].vocabulary
 
     def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
-        """Calls the processor with the prompts ``input_ids`` ``[b, s]``, as the first step of plain ``generate`` does.
-
-        Since it does nothing but forbid tokens, it does not need to wait for logits.
-        """
+        """Calls the processor with the prompts ``[b, s]``, as plain ``generate`` does, before there are logits."""
         scores = torch.zeros(len(input_ids), vocabulary, device=input_ids.device, dtype=torch.float32)
         self._processor(input_ids, scores)
         self.rows = [_Row(grammar, vocabulary, self.name) for grammar in self._adapt(input_ids)]

@@ -30,11 +30,8 @@ _lock = threading.Lock()
 
 
 def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:
-    """Chooses what serves a call: its arguments, its generation config, the model's, or the attached, in this order.
-
-    Returns it with where it was set, if not in the call itself: plain ``generate`` then serves the calls that it cannot
-    serve. ``None`` is for transformers' own decoding.
-    """
+    """Chooses what serves a call, and says where it was set (by arguments, generation config, the model's, or attached,
+    in this order), if not in the call itself. ``None`` is for transformers' own decoding."""
     custom = call.get("custom_generate")
     if isinstance(custom, SelfSpec):
         if assistant is False:

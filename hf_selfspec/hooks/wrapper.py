@@ -104,10 +104,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
 
 
 class _Options:
-    """The options of a call: its arguments, else those of its config, else those of the model's.
-
-    ``generate`` has the same in the end, but merges whole configs, which takes longer than all checks.
-    """
+    """The options of a call: its arguments, else those of its config, else those of the model's."""
 
     def __init__(self, model: Any, named: dict[str, Any]) -> None:
         self._own, self._named = model.generation_config, named

@@ -70,14 +70,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class TextFile:
-    """The link between the file and one model's findings in this process.
-
-    A file has an id, which changes when its texts are forgotten. If the id of the findings is not the file's, the texts
-    were forgotten since, in another process or by removing the file, so the findings are dropped.
-
-    Attributes:
-        id: id of the file to which the findings belong, ``None`` before they were first read or written.
-    """
+    """The link between the file and one model's findings. If the ``id`` of the findings is not the file's, its texts
+    were forgotten since, so the findings are dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,7 +119,6 @@ class TextFile:
         return saved
 
     def _seen(self) -> tuple[int, int]:
-        """A value that changes whenever the file changes."""
         found = self.path.stat()
         return found.st_mtime_ns, found.st_ino
 

@@ -60,7 +60,6 @@ class Knowledge:
         return Knowledge, (self.saved,)
 
     def record(self, model: PreTrainedModel) -> ModelRecord:
-        """All that is known of a model."""
         with self.lock:
             return self._records.setdefault(model, ModelRecord())
 
@@ -74,12 +73,10 @@ class Knowledge:
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The models about which there are findings."""
         with self.lock:
             return [model for model, record in self._records.items() if record.findings]
 
     def add_call(self, stats: GenerationStats) -> None:
-        """Records a finished call."""
         with self.lock:
             self.stats = stats
             thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
@@ -115,10 +112,7 @@ class Knowledge:
         text_id: str = "",
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        """Writes settings and what is known of ``model``, or the ``wanted`` part of it.
-
-        The file is for the weights that the model has now; their ``fingerprint`` is computed if it is not given.
-        """
+        """Writes settings and what is known of ``model``, or the ``wanted`` part, for its present weights."""
         with self.lock:
             saved = self.saved or (None if model is None else self.record(model).read)
             # What was read but not used yet is kept.
@@ -220,7 +214,6 @@ class KnowledgeOfCall:
             self._cache(path)
 
     def _cache(self, path: Path, texts: TextFile | None = None, key: Key | None = None) -> None:
-        """Writes a file: findings for single kinds of calls, or those of one key with ``texts``."""
         knowledge, model, settings = self.knowledge, self.model, self.settings()
         try:
             with knowledge.lock, reported(path):
@@ -276,7 +269,6 @@ class KnowledgeOfCall:
         return found
 
     def _text_writer(self, texts: TextFile, key: Key) -> Callable[[], None]:
-        """What writes findings about texts as long as their model exists."""
         alive = weakref.ref(self.model)
         knowledge, settings, cache_dir, task = self.knowledge, self.settings, self.cache_dir, self.task
 

@@ -53,7 +53,6 @@ class Saved:
     text_id: str = ""  # see TextFile
 
     def states(self, source: str) -> dict[Kind | None, dict[str, Any]]:
-        """The states of one source by kind of call."""
         return {key.kind: state for key, state in self.findings.items() if key.source in (source, "")}
 
 
@@ -156,11 +155,7 @@ def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None
 
 
 def _check_place(name: str, value: Any) -> None:
-    """Checks that a place is the absolute path of a folder or the name of a repository on the Hub.
-
-    Windows logs in to the machine that a path names after two slashes of either kind, so a file must not choose such
-    paths.
-    """
+    """Checks for an absolute path or a Hub repository; Windows would log in to the machine that ``//name`` names."""
     is_usual = isinstance(value, str) and not re.match(r"[\\/]{2}", value)
     if not is_usual or not (Path(value).is_absolute() or is_name(value)):
         raise SettingError(

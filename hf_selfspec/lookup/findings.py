@@ -29,17 +29,12 @@ _unwritten: weakref.WeakSet[LookupFindings] = weakref.WeakSet()
 
 @atexit.register
 def _write_rest() -> None:
-    """Writes what the last calls of the process have added."""
     for found in list(_unwritten):
         found.write()
 
 
 class LookupFindings(TextFindings):
-    """Successors of token pairs, earlier texts, and how often each kind of evidence is right.
-
-    ``rates`` are by kind of call, such as greedy or sampled; ``lock`` is held while findings are used. A file with
-    tokens beyond ``vocabulary`` is rejected.
-    """
+    """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
 
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
         self.lock = RLock()
@@ -51,12 +46,10 @@ class LookupFindings(TextFindings):
         self._written = -_WRITTEN
 
     def next_text(self) -> int:
-        """The number of a new text."""
         self._texts += 1
         return self._texts
 
     def end(self, texts: Iterable[Sequence[int]]) -> None:
-        """Puts finished texts into the store."""
         with self.lock:
             self.add_texts(list(texts))
         if monotonic() - self._written >= _WRITTEN:
@@ -65,17 +58,13 @@ class LookupFindings(TextFindings):
             _unwritten.add(self)
 
     def write(self) -> None:
-        """Writes what is known to disk, if it is kept there."""
         self._written = monotonic()
         _unwritten.discard(self)
         if self.changed is not None:
             self.changed()
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
-        """Adds texts to the store, without their beginnings where it or a later text has these already (in chats).
-
-        Of more than it keeps, only the last ones are looked at.
-        """
+        """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""
         most, known, kept = self._most_stored, set[tuple[int, ...]](), list[list[int]]()
         for text in reversed(texts):
             if sum(map(len, kept)) >= most:
@@ -104,14 +93,12 @@ class LookupFindings(TextFindings):
         return found is not None and found.length == LONGEST_MATCH
 
     def forget(self) -> None:
-        """Drops texts, successors and evidence."""
         with self.lock:
             self.successors.forget()
             self.store = SuffixIndex(self._most_stored)
             self.rates.clear()
 
     def state(self) -> dict[str, Any]:
-        """What is known, as JSON values."""
         with self.lock:
             known = {
                 # Texts could be reconstructed from these, so they are left out where texts are not kept.
@@ -137,7 +124,6 @@ class LookupFindings(TextFindings):
                 self.store.extend(chain(older, mine))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned."""
         known = self._checked(state)
         store = SuffixIndex(self._most_stored)
         store.extend(known["store"])
@@ -171,7 +157,6 @@ def _unknown(texts: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> 
 
 
 def _packed(state: Any) -> Any:
-    """Arrays as text."""
     if isinstance(state, np.ndarray):
         data = base64.b64encode(np.ascontiguousarray(state).tobytes()).decode("ascii")
         return {"dtype": state.dtype.str, "shape": list(state.shape), "base64": data}
@@ -190,7 +175,6 @@ def _unpacked(state: Any) -> Any:
 
 
 def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
-    """Raises ``ValueError`` where an array holds anything but token ids and separators."""
     if tokens.dtype.kind not in "iu":
         raise ValueError(f"tokens of the type {tokens.dtype}")
     if tokens.size and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:

@@ -67,10 +67,7 @@ def store_key(length: int, view: int, is_longer: bool) -> int:
 
 
 def successor_keys(is_pair: bool, is_fresh: bool) -> tuple[int, tuple[float, ...]]:
-    """The first key of successors of a pair or a single token, seen in this text or in others, and the edges of grades.
-
-    The key of a successor is the first one plus the number of edges that its probability reaches.
-    """
+    """The first key of successors of a pair or a token, here or elsewhere, and the edges, each of which adds 1."""
     return _SUCCESSOR + (2 * is_pair + is_fresh) * _NUM_GRADES, _EDGES if is_pair else _EDGES_OF_SINGLE
 
 
@@ -95,11 +92,7 @@ def _shifted(probability: float, by: float) -> float:
 
 
 class Rates:
-    """Running rates at which offered tokens were right, by the kind of evidence, given that none before them was.
-
-    Tokens are offered in turn, as siblings are verified: the rate of each counts where all that were offered before it
-    were wrong, so the probabilities of one place never add up to more than 1.
-    """
+    """Rates at which offered tokens were right, by kind of evidence, if none before were: at most 1 in all."""
 
     def __init__(self) -> None:
         self.rates = list(_first_guesses())
@@ -116,7 +109,6 @@ class Rates:
             rates[key] -= rates[key] / count
 
     def state(self) -> dict[str, list[float]]:
-        """The rates, and the number of observations behind each."""
         return {"rates": list(self.rates), "seen": list(self._seen)}
 
     @classmethod

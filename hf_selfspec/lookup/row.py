@@ -43,7 +43,6 @@ class LookupRow:
         seed: TokenTree | None = None,
         guide: Spot | None = None,
     ) -> TokenTree:
-        """Returns the draft for the next round; see :func:`grow`."""
         return grow(self._sources, costs, pace, deepest, branching, seed, guide)
 
     @property
@@ -72,10 +71,7 @@ class LookupRow:
         self.own.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
-        """Learns from a round and appends the tokens that it emitted, accepted ones and the one after them.
-
-        ``tops`` are the model's likeliest tokens after the nodes ``0..n``; two empty lists where they are not known.
-        """
+        """Learns from a round and appends its ``emitted`` tokens; ``tops`` are the likeliest after nodes ``0..n``."""
         visited = set()
         for node, token in tree.walk(emitted):
             visited.add(node)

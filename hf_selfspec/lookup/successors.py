@@ -25,10 +25,8 @@ class Found(NamedTuple):
 
 
 class Successors:
-    """The likeliest successors of the last two tokens when the model last saw these, else of the last one.
-
-    Of more than ``most`` pairs the oldest are dropped. Arrays in place of objects: a tenth of the memory.
-    """
+    """The likeliest successors of the last two tokens, else of the last; over ``most`` pairs, the oldest are
+    dropped."""
 
     def __init__(self, most: int = 65_536) -> None:
         self.most = most
@@ -58,7 +56,6 @@ class Successors:
         self._probabilities[start : start + WIDTH] = array("f", [*probabilities[:count], *_NOTHING[count:]])
 
     def get(self, before: int, token: int) -> Found | None:
-        """The successors of the pair, else those of ``token``, ``None`` if there are none."""
         slot = self._slots.get(before << BITS | token)
         is_pair = slot is not None
         if slot is None:
@@ -69,11 +66,9 @@ class Successors:
         return Found(is_pair, self._texts[slot], self._tokens[start:end], self._probabilities[start:end])
 
     def forget(self) -> None:
-        """Forgets everything."""
         Successors.__init__(self, self.most)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All pairs with their successors as arrays, the oldest pair first."""
         order = np.roll(np.arange(len(self._pairs)), -self._oldest)
         return {
             "pairs": np.array(self._pairs, np.int64)[order],
@@ -108,7 +103,6 @@ class Successors:
             self._singles[pair & _LAST] = slot
 
     def _new(self, key: int) -> int:
-        """A slot for a pair, the oldest one's if all are taken."""
         slot = len(self._pairs)
         if slot < self.most:
             self._pairs.append(key)
@@ -132,7 +126,6 @@ _NOTHING = [0.0] * WIDTH
 
 
 def _checked(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of a state, the oldest pair first; raises ``ValueError`` where they are something else."""
     pairs = np.asarray(state["pairs"], np.int64)
     tokens = np.asarray(state["tokens"], np.int32)
     probabilities = np.asarray(state["probabilities"], np.float32)

@@ -27,12 +27,8 @@ class Match(NamedTuple):
 
 
 class SuffixIndex:
-    """Finds the longest suffix of a text that occurred in the indexed tokens before and goes on there.
-
-    Hash chains as in LZ77: the latest occurrence of each three tokens, and for each position the one before it. Where
-    three tokens do not occur, the latest occurrence of two or one counts. Adding a token takes constant time. Of more
-    than ``most`` tokens the older half is dropped.
-    """
+    """Finds the longest suffix of a text that occurred before, by hash chains as in LZ77, in constant time per token;
+    of more than ``most`` tokens the older half is dropped."""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most
@@ -82,7 +78,6 @@ class SuffixIndex:
         return None
 
     def _match_three(self, tail: Sequence[int], last: int) -> Match | None:
-        """The longest match of three tokens or more."""
         known, earlier = self.tokens, self._earlier
         position = self._triples.get((tail[-3] << BITS | tail[-2]) << BITS | tail[-1], -1)
         longest, where = 0, -1

@@ -25,14 +25,8 @@ _NO_KEY = -1
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens. Node 0 is the row's last token, which is not listed.
-
-    Attributes:
-        tokens: the tokens of the nodes ``1..n``.
-        parents: the parent of each; 0 for the row's last token. Parents come before children.
-        reach: for each, the estimated probability that it is accepted.
-        offers: for each node after which free tokens were looked for, all that were found.
-    """
+    """Drafted nodes ``1..n`` after node 0, the row's last token: tokens, parents (which come first), the probability to
+    ``reach`` each, and ``offers``, all free tokens that were found after some."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -77,10 +71,7 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where free tokens come from; ``text`` is the number of the row's own text.
-
-    ``acceptance_ratio`` is how often drafts of this text are right, divided by how often they were expected to be.
-    """
+    """Where free tokens come from; ``acceptance_ratio`` is how often drafts were right over how often expected."""
 
     own: SuffixIndex
     store: SuffixIndex
@@ -131,10 +122,7 @@ def grow(
 
 
 class _Growth:
-    """A tree while it grows, and a heap of the nodes that could come next.
-
-    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token.
-    """
+    """A growing tree, and a heap of possible nodes: minus their probability, a running number, parent, token."""
 
     def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Spot | None) -> None:
         self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
@@ -155,7 +143,6 @@ class _Growth:
                 self.expand(node, children)
 
     def take_likeliest(self) -> None:
-        """Takes the node that is most likely to be accepted."""
         reach, _, parent, token = heappop(self.heap)
         path = [*self.paths[parent], token]
         self.tokens.append(token)
@@ -187,7 +174,6 @@ class _Growth:
                 self.push(reach * probability, node, token)
 
     def push(self, reach: float, node: int, token: int) -> None:
-        """Adds a token after ``node`` to the heap."""
         self.count += 1
         heappush(self.heap, (-reach, self.count, node, token))
 
@@ -227,7 +213,6 @@ class _Growth:
         return offers
 
     def tree(self, size: int) -> TokenTree:
-        """The first ``size`` nodes."""
         end = size + 1
         return TokenTree(
             tuple(self.tokens[1:end]),

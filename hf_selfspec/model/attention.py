@@ -92,11 +92,8 @@ class MaskSpec:
         return torch.where(allowed, zero, torch.finfo(dtype).min)
 
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads one after another, additive.
-
-        Done once per forward, with rows aligned as GPUs need them: sdpa would convert a boolean mask, and pad one of
-        another width, in each layer.
-        """
+        """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for grouped query heads, additive, once per
+        forward, with rows aligned as sdpa on a GPU needs them."""
         key = (id(mask), group, dtype)
         if key not in self.grouped:
             b, _, s, n = mask.shape
@@ -145,20 +142,13 @@ _served = SharedChange()
 
 
 def served_attention() -> list[str]:
-    """Returns the names of the attention implementations that are served, all flash kernels among them.
-
-    Those of the kernels hub are registered by the names of their repositories once a model uses them.
-    """
+    """The names of the attention implementations that are served, all flash kernels among them."""
     usual, names = ("eager", "sdpa", "flex_attention"), list(ALL_MASK_ATTENTION_FUNCTIONS)
     return [name for name in names if name in usual or ("flash" in name and "|" not in name)]  # "paged|..." is another
 
 
 def speculative_attention() -> AbstractContextManager[None]:
-    """Lets transformers' attention obey the :class:`MaskSpec` of the thread; threads without one are not affected.
-
-    Every fused implementation (sdpa, flash, flex) is replaced by sdpa while a spec is active, since the others take
-    no mask of this kind; eager attention keeps its own code and gets the additive mask that it expects.
-    """
+    """Lets attention obey the :class:`MaskSpec` of the thread; sdpa then replaces the fused implementations."""
     return _served.of(masking_utils, add=_replace)
 
 
@@ -179,11 +169,8 @@ _without_cudnn = SharedChange()
 
 
 def without_cudnn_attention() -> AbstractContextManager[None]:
-    """Switches cuDNN's attention off, for all threads, until the last one leaves.
-
-    Torch prefers it in 16 bits on Hopper and newer GPUs. It builds a plan for each new shape and stride of its inputs
-    (23 to 37 ms on an H100) and keeps all of them, and shapes change in every round.
-    """
+    """Switches cuDNN's attention off for all threads: it builds a plan for each new shape (23 to 37 ms on an H100) and
+    keeps all of them, and shapes change in every round."""
 
     def switch_off(forwards: InstanceForwards) -> None:
         of = torch.backends.cuda
@@ -207,11 +194,8 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in which the query heads that share a key head are laid out as further queries of that head.
-
-    Transformers' sdpa path repeats every key and value head for each query head when there is a mask and more than
-    one query; at 8k context that copy costs several times the attention itself.
-    """
+    """Attention in which the query heads that share a key head are laid out as further queries of that head, since at
+    8k context copies of the keys would cost several times the attention itself."""
     b, heads, s, h = query.shape
     k = key.shape[1]
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:

@@ -190,10 +190,7 @@ class SpeculativeCache(Cache):
                 layer.keys, layer.values = keys, values
 
     def places(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows ``[b, 1]`` and slots ``[b, length]`` that the running forward writes.
-
-        ``None`` where all rows write at ``max_cursor``, which needs no index.
-        """
+        """Rows ``[b, 1]`` and slots ``[b, length]`` of the forward, ``None`` where all write at ``max_cursor``."""
         if self.fixed_slots is not None:
             return torch.arange(len(self.fixed_slots), device=device)[:, None], self.fixed_slots
         if self.cursors.are_equal:
@@ -237,11 +234,8 @@ class SpeculativeCache(Cache):
                 buffer[rows, :, target] = buffer[rows, :, source]
 
     def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
-        """Copies the content of a cache that an earlier ``generate`` returned; the cursors do not change.
-
-        ``columns`` ``[b, m]`` are those of its tokens that go to slots ``0..m-1`` of each row (``None``: all, in
-        order), ``slots`` the number of tokens of each row in it.
-        """
+        """Copies a cache that an earlier ``generate`` returned: its ``columns`` ``[b, m]`` (``None``: all) go to slots
+        ``0..m-1``, of which each row has ``slots``. The cursors do not change."""
         length = other.get_seq_length()
         for state, before in zip(self.layers, other.layers, strict=False):
             if isinstance(state, _RecurrentLayer):
@@ -264,11 +258,8 @@ class SpeculativeCache(Cache):
             layer.filled = max(layer.filled, whole.shape[2])
 
     def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
-        """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
-
-        ``columns`` ``[b, length]`` are the slots of its tokens, -1 for padding (``None``: slots ``0..length-1``),
-        ``slots`` the number of tokens of each row.
-        """
+        """Fills a ``DynamicCache`` as ``generate`` without us would have left it. ``columns`` ``[b, length]`` are
+        slots, -1 for padding (``None``: all in order), ``slots`` the number of tokens of each row."""
         other.reset()
         for layer in other.layers:
             if getattr(layer, "is_initialized", False):

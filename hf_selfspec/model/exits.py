@@ -57,15 +57,8 @@ def _then(module: nn.Module, original: Any, hook: Any) -> Any:
 
 
 class Exits:
-    """The exits of one model, between :meth:`attach` and :meth:`detach`.
-
-    Attributes:
-        chosen: exit layers ``E`` (the first ``E`` layers have run) that the next forward brings to the head.
-        states: ``[len(chosen), b, s, d]`` inputs of the head at each chosen exit in the last forward, ``None`` before
-            the first forward and where nothing was chosen.
-        final: ``[b, s, d]`` input of the head for the whole model in that forward.
-        left: the states as they left each chosen layer, before the final norm.
-    """
+    """The exits of one model. A forward brings those after ``chosen`` layers to the head: ``states``
+    ``[len(chosen), b, s, d]`` and ``final`` ``[b, s, d]`` are its inputs, ``left`` the states before the final norm."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -126,12 +119,8 @@ class Exits:
         return list(found.values())
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
-
-        The model's forward runs, and its stack of layers returns the given states directly. What it returns besides
-        them, and the precision (autocast), are those of the last observed forward. Hooks that others have registered on
-        the stack run as well, with ids of zeros.
-        """
+        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits, by the model's own forward, in
+        the precision of the last observed one. Others' hooks on the stack run as well, with ids of zeros."""
         output, chosen, stack = self._output, self.chosen, self.anatomy.stack
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)

@@ -32,10 +32,7 @@ def decoding_experts(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def experts_by_size(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Returns a context in which ``batched_mm`` serves as many tokens as gather fewer weights than there are.
-
-    For more there is ``grouped_mm``, which no graph has. Functions that were chosen in place of it stay.
-    """
+    """A context in which ``batched_mm`` serves as many tokens as gather fewer weights than there are."""
 
     def change(forwards: InstanceForwards) -> None:
         for kind in (ExpertsInterface, *ExpertsInterface.__subclasses__()):

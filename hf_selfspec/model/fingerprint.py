@@ -70,7 +70,6 @@ class Fingerprint:
 
 
 def _samples(values: torch.Tensor) -> torch.Tensor:
-    """A few of ``values`` ``[n]``, evenly spread."""
     last, count = len(values) - 1, min(_SAMPLES, len(values))
     return values[torch.arange(count, device=values.device) * last // max(count - 1, 1)]
 

@@ -65,10 +65,8 @@ def _making() -> Iterator[None]:
 
 @dataclass
 class Graph:
-    """One graph, and whether it is faster than the model's own code, for each number of tokens that it is padded from.
-
-    That is final once it is known, so that equal calls have equal results as long as the process lives.
-    """
+    """One graph, and for each number of tokens padded to it whether it is faster than the model's own code, which is
+    final once it is known, so that equal calls have equal results."""
 
     run: Run  # maps the inputs to the results
     what: str  # what it is a graph of, for messages
@@ -110,10 +108,7 @@ class Graphs:
         return sum(graph is not None for graph in self._graphs.values())
 
     def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
-        """Returns the graph of ``function`` for the shapes of ``inputs``, ``None`` as long as there is none.
-
-        ``key`` is what the graph depends on besides its inputs.
-        """
+        """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none."""
         with self._lock:
             if key in self._graphs or self.refused:
                 return self._graphs.get(key)

@@ -25,10 +25,7 @@ MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
 def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the forward arguments that are not laid out anew: the user's own, and input besides the text.
-
-    Tensors for a model that takes text only are an error: they would have to grow with the text.
-    """
+    """The forward arguments that are not laid out anew: the user's own, and input besides the text."""
     extra = {
         name: value
         for name, value in arguments.items()
@@ -68,11 +65,7 @@ def has_tensors(value: Any) -> bool:
 
 
 def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Whether an argument only marks all tokens as text, as processors do for prompts without images.
-
-    ``token_type_ids`` have other meanings, too. They are such marks if the model does not take them after the prefill,
-    with generated tokens.
-    """
+    """Whether an argument only marks all tokens as text, as ``token_type_ids`` do if only the prefill takes them."""
     if name not in MARKS or not isinstance(value, torch.Tensor) or value.any():
         return False
     if name != "token_type_ids":
@@ -104,11 +97,8 @@ class DecodeInputs:
         slots: Sequence[int],
         output: Mapping[str, Any] | None = None,
     ) -> DecodeInputs:
-        """Prepares one more token as the model's own ``generate`` does, and keeps what we do not lay out ourselves.
-
-        ``arguments`` are those of the forward over the prompt, ``output`` is its output (``None`` before it), and
-        ``slots`` are those of the next token.
-        """
+        """Prepares one more token, in ``slots``, as the model's own ``generate`` does, after a forward over the prompt
+        (``output``, ``None`` before it) with ``arguments``, and keeps what we do not lay out ourselves."""
         seen = _NoOutput() if output is None else output
         later = model._update_model_kwargs_for_generation(seen, dict(arguments), is_encoder_decoder=False)
         text = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)

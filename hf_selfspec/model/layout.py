@@ -13,16 +13,8 @@ from .transfer import RowNumbers, upload
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The structure of a forward's tokens where they are not a plain line.
-
-    Attributes:
-        parents: for each row, or for all together, the parent of each token: its index, -1 for a token that continues
-            the text. Parents come before children
-        depths: likewise for each token the distance of its position from the slot at which the forward starts. It is
-            negative for tokens that are in the text already and go through the model again
-        hidden: number of slots before the first token that no token sees, where the text's own copy of the tokens is
-        ids: for each row the ids of the tokens after the first one, if they are uploaded together with this layout
-    """
+    """Tokens that are no plain line: for each row, or all, ``parents`` (earlier indices, -1: the text), ``depths``
+    (negative: text that runs again), ``hidden`` slots before them, and ``ids`` after the first."""
 
     parents: Sequence[Sequence[int]]
     depths: Sequence[Sequence[int]]
@@ -32,11 +24,8 @@ class TreeLayout:
 
     @classmethod
     def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
-        """The layout of each row's last token and its draft.
-
-        ``parents`` are those of nodes 1 and up, node 0 being the last token; -1 for a node that does not count, which
-        sees only itself and the text. ``ids`` are those of these nodes, if the host knows them.
-        """
+        """The layout of each row's last token, node 0, and its draft: ``parents`` of nodes 1 and up, -1 for one that
+        does not count and sees only itself and the text, and their ``ids``, if the host knows them."""
         depths = []
         for row in parents:
             depth = [0]
@@ -94,10 +83,8 @@ class TreeLayout:
         return self._on[device]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The positions ``[b, n]`` of the tokens in the cache's slots, and which of them a token may see ``[b, s, n]``.
-
-        The tokens of the tree are in ``slots`` ``[b, t]``; those from ``first`` on run, the others are in the cache.
-        """
+        """The positions ``[b, n]`` in the cache, and which a token may see ``[b, s, n]``, for a tree in ``slots``
+        ``[b, t]`` whose tokens from ``first`` on run."""
         device, (b, t) = slots.device, slots.shape
         keys = torch.arange(length, device=device)[None]
         visible = torch.ones(b, t - first, length, dtype=torch.bool, device=device)

@@ -90,11 +90,8 @@ if torch.backends.mkldnn.is_available():
 
 
 class LinearAutotuner:
-    """Knows the fastest way for each shape of weight, number of tokens and number of threads.
-
-    A way is chosen at the first use and never changed, so that equal calls have equal results as long as the process
-    lives. Threads share the choices; while one times, others that need a new choice wait.
-    """
+    """Knows the fastest way for each shape of weight, number of tokens and of threads; a way never changes once it is
+    chosen, so that equal calls have equal results."""
 
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
         self._ways = ways

@@ -70,12 +70,8 @@ def is_tensor_parallel(model: PreTrainedModel) -> bool:
 
 
 def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[], float]:
-    """Returns a clock in seconds; all processes of a model read that of the first one, together.
-
-    So decisions based on timings are the same everywhere. Each reading is then a broadcast, which waits for the device,
-    so the clock stands still until another forward has run: what the host does between two forwards counts as time of
-    the second.
-    """
+    """A clock in seconds; all processes of a model read that of the first one, by a broadcast, so that they decide
+    alike. There it stands still between forwards."""
     if not is_tensor_parallel(model):
         return perf_counter
     mesh: Any = getattr(model, "_device_mesh", None)

@@ -249,13 +249,8 @@ _installations = SharedChange()
 
 @contextmanager
 def partial_forwards(model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDeltas] = ()) -> Iterator[None]:
-    """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
-
-    Threads without one are not affected. Several threads share one preparation; the last one to leave removes it, also
-    after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards. Faster
-    linear layers (:func:`few_token_linears`) come first and leave last, so that either can leave in any thread.
-    ``deltas`` are all that plans add to outputs of the model's modules.
-    """
+    """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`; threads share one
+    preparation. ``deltas`` are all that plans add to outputs of the model's modules."""
 
     def add(forwards: InstanceForwards) -> None:
         for module in (module for some in deltas for module in some.of):

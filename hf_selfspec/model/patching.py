@@ -33,10 +33,7 @@ class PerThread(threading.local, Generic[_T]):
 
 
 class InstanceForwards(ExitStack):
-    """Replaces forwards and other values, and remembers the earlier ones, so that :meth:`close` leaves no trace.
-
-    An existing instance ``forward`` (accelerate sets one) is restored, too.
-    """
+    """Replaces forwards and other values; :meth:`close` restores earlier ones (accelerate sets forwards, too)."""
 
     users = 0  # of a change that threads share
 
@@ -68,11 +65,8 @@ class SharedChange:
         make: Callable[[InstanceForwards], None] | None = None,
         add: Callable[[InstanceForwards], None] | None = None,
     ) -> Iterator[None]:
-        """Keeps ``owner``, a model or a Python module, changed, even if another thread leaves first.
-
-        The first thread makes what ``make`` changes, each thread what ``add`` changes besides. A change that fails
-        half-way is undone.
-        """
+        """Keeps ``owner`` changed until the last thread leaves: the first makes what ``make`` changes, each what
+        ``add`` changes. A change that fails half-way is undone."""
         with self._lock:
             shared = self._owners.setdefault(owner, InstanceForwards())
             shared.users += 1

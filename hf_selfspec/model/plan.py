@@ -47,10 +47,7 @@ class LayerPlan:
 
     @property
     def first_altered(self) -> int:
-        """The first layer that does not run in full (``L`` for the whole model).
-
-        Hidden states that enter it, and keys and values below it, are those of the full model: the exact prefix.
-        """
+        """The first layer that does not run in full (``L`` for the whole model); all before it is the exact prefix."""
         first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
         return first if self.deltas is None else min(first, self.deltas.first_layer)
 

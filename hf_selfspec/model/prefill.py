@@ -24,7 +24,6 @@ def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
 
 
 def _prefill_text(target: Target, inputs: Inputs) -> torch.Tensor:
-    """Prompts of text only, in pieces of at most ``prefill_chunk_size`` tokens."""
     prompt = inputs.prompt
     if seen := tokens_in(inputs.past):
         target.cache.take_in(inputs.past, prompt.past_columns(seen), prompt.cursors)
@@ -52,10 +51,7 @@ def _piece(target: Target, prompt: Prompt, start: int) -> int:
 
 
 def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
-    """Prompts with images or sound, or with positions of their own: bit for bit as in plain ``generate``.
-
-    The model fills a cache of transformers, padding included; from there the tokens are copied to their slots.
-    """
+    """Prompts with images, sound or own positions: the model fills transformers' cache, bit for bit as ``generate``."""
     model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
     past = copy.deepcopy(inputs.arguments["past_key_values"])
     arguments = inputs.arguments | {"past_key_values": past}

@@ -73,10 +73,8 @@ class Prompt:
         mask_length: int | None,  # m where `generate` dropped a mask of ones
         ragged: bool,  # whether the model takes rows at different lengths
     ) -> Prompt:
-        """Lays out a prompt of ids, or embeddings ``[b, s, d]``, with a mask ``[b, m]`` over the whole text.
-
-        Position ids are ``[b or 1, m]``, or ``[n, b or 1, m]`` for a rotary embedding of several dimensions.
-        """
+        """Lays out a prompt of ids, or embeddings ``[b, s, d]``, with a mask ``[b, m]`` over the whole text and
+        positions ``[b or 1, m]``, or ``[n, b or 1, m]`` for a rotary embedding of several dimensions."""
         b, columns = input_ids.shape
         names = ("inputs_embeds", "attention_mask", "position_ids")
         inputs_embeds, attention_mask, position_ids = (arguments.get(name) for name in names)

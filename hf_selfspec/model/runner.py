@@ -72,10 +72,7 @@ class GraphRunner:
                 graphs.places.append(Place() if graphs.refused else place)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
-        """Returns the logits ``[b, s, v]`` of a forward, ``None`` if there are none.
-
-        They come from its graph, if there is one that is not slower than the model's own code.
-        """
+        """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
         target, tokens, nodes = self.target, feed.tokens, feed.nodes
         whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]

@@ -110,11 +110,7 @@ class Target:
         self._is_obeying, self._unused_rounds = True, 0
 
     def observe_prefill(self, layer: int, observer: Observer) -> None:
-        """Passes the states that enter a layer in all prefills to ``observer``.
-
-        Raises:
-            UnsupportedOptionError: there is another one.
-        """
+        """Passes the states that enter a layer in all prefills to ``observer``, of which there can be one."""
         if self.prefill_observer is not None:
             raise UnsupportedOptionError("only one draft source can use the prompt's states: give one of these.")
         self.prefill_observer = layer, observer
@@ -129,10 +125,7 @@ class Target:
 
     @cached_property
     def _can_leave(self) -> bool:
-        """Whether rows can leave the forwards: no graph, input or hook that could have a value for each row needs them.
-
-        An example of such a hook: PEFT's for ``adapter_names``.
-        """
+        """Whether rows can leave: no graph, input or hook (as of PEFT's ``adapter_names``) may need every row."""
         return self.graphs is None and self.takes_any_rows and not has_hooks(self.model, but_of=ROW_BLIND)
 
     def is_active(self, row: int) -> bool:
@@ -148,10 +141,7 @@ class Target:
             self.active_rows = ActiveRows(kept, total)
 
     def commit(self, roots: Sequence[int], moves: list[tuple[int, int, int]] | None = None) -> None:
-        """Makes these slots those of the rows' last tokens, after accepted tokens moved from slot to slot of a row.
-
-        See :meth:`SpeculativeCache.keep_path` and :meth:`SpeculativeCache.commit`.
-        """
+        """Makes these slots those of the rows' last tokens, after accepted tokens moved from slot to slot of a row."""
         self.roots, active, moves = RowNumbers.of(roots), self.active_rows, moves or []
         if active is not None:
             place = {row: index for index, row in enumerate(active.kept)}
@@ -192,10 +182,7 @@ class Target:
     # Forwards ------------------------------------------------------------------------------------------------------
 
     def needs_no_mask(self, cursors: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether prompts from these slots on take the masks of ``generate`` without padding, often none at all.
-
-        Rows start on the left, so that the causal rule alone hides what stands after them.
-        """
+        """Whether prompts from these slots on take the masks of ``generate`` without padding, often none at all."""
         is_causal = self.anatomy.causal or min(lengths) == max(lengths)
         return max(cursors) == 0 and self.holes is None and is_causal
 
@@ -204,11 +191,8 @@ class Target:
         return self.model if run.stop is None or self.following.extra else self.anatomy.decoder
 
     def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
-        """Runs the whole model over prompts and returns the logits ``[b, v]`` of each row's last token.
-
-        ``tokens`` are ids ``[b, s]`` or embeddings ``[b, s, d]``; rows start on the left, at slots ``cursors``, and may
-        have junk after ``lengths`` tokens. The logits of a row without any are junk.
-        """
+        """Runs the whole model over prompts, ids ``[b, s]`` or embeddings ``[b, s, d]``, aligned left, with junk after
+        ``lengths``; returns the logits ``[b, v]`` of each row's last token, junk where there is none."""
         ends = None if min(lengths) == tokens.shape[1] else [max(length, 1) - 1 for length in lengths]
         observer = self.prefill_observer
         run = ForwardPass(self.full_plan, capture=-1 if observer is None else observer[0], ends=ends, keep=1)
@@ -228,15 +212,8 @@ class Target:
         nodes: TreeLayout | None = None,
         first_node: int = 0,
     ) -> ForwardPass:
-        """Runs one forward over a few tokens at the end of each row, and returns it with what it has found.
-
-        Args:
-            tokens: ``[b, s]`` ids.
-            cursors: slot (and so position) of each row's first node.
-            run: what runs; the whole model by default.
-            nodes: the draft tree, of which ``tokens`` are the last ``s`` nodes; a line by default.
-            first_node: index of the first of ``tokens`` among the nodes; earlier nodes are in the cache already.
-        """
+        """Runs one forward over ``tokens`` ``[b, s]`` and returns it with what it has found; they are the ``nodes`` of
+        a tree (default: a line) from ``first_node`` on, whose node 0 is at the slots ``cursors``."""
         run = self._run(tokens, cursors, ForwardPass(self.full_plan) if run is None else run, nodes, first_node)
         if run.head_rows is not None and run.stop is None and not run.head_rows.is_used:
             warn_once(

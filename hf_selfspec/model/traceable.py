@@ -50,12 +50,7 @@ def step_above(slots: int) -> int:
 
 
 class Place:
-    """The memory of one generation at a time.
-
-    A CUDA graph has to be recorded anew for other addresses, so buffers of one name and shape are always at the same
-    one: at the beginning of the smallest piece of memory that they fit into. Only a buffer that is larger than all
-    before makes a new piece, and older ones stay as long as they are together no larger than that.
-    """
+    """The memory of one generation at a time: buffers of one name and shape have the same address, for CUDA graphs."""
 
     def __init__(self) -> None:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large

@@ -64,10 +64,7 @@ class Pending:
 
 
 def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
-    """Returns integer, boolean and float32 tensors of one device as nested lists, copied to the host together.
-
-    ``along`` is read in the same transfer, but not returned.
-    """
+    """Returns integer, boolean and float32 tensors of one device as lists, copied together; ``along`` is only read."""
     if along is not None:
         found = read(*tensors, *along.tensors)
         along.found = found[len(tensors) :]

@@ -121,7 +121,6 @@ class Adapter(DraftModule):
         return self.output(found.transpose(1, 2).reshape(b, s, d))
 
     def _rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Vectors ``[2, b, k, s, h]`` rotated by their positions."""
         half = self.head_width // 2
         speeds = self.rope_theta ** (-torch.arange(half, device=vectors.device, dtype=torch.float32) / half)
         angles = (positions[:, None, :, None].float() * speeds).to(torch.float32)

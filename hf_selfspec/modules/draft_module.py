@@ -191,7 +191,6 @@ def _object(name: str, value: object) -> dict[str, Any]:
 
 
 def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
-    """The path of a file in a folder, or in a repository of the Hub."""
     if os.path.isdir(folder := path_of(name)):
         if not (folder / file).is_file():
             raise SettingError(f"{name} has no {file}: give a folder that holds a saved {kind}.")

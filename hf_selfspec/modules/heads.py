@@ -189,12 +189,8 @@ Predictions = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
-    """Finds thresholds of each head by each metric, and measures drafts with them and the metrics themselves.
-
-    The metric to use is the given one, or that with the highest mean ROC AUC (DSSD §3.4.1). Returns ``epsilons``,
-    ``tokens``, ``metric``, and by metric ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` (of drafts)
-    and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
-    """
+    """Finds ``thresholds`` ``[K][epsilons]`` by metric, their ``acceptance`` ``[epsilons]`` and ``auc`` ``[K]``;
+    ``None`` where unmeasured. The default metric is that with the highest mean AUC (DSSD §3.4.1)."""
     right = torch.cat([right for _, right in texts], 1)
     tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:

@@ -191,7 +191,6 @@ def _length(max_length: int | None, positions: int | None) -> int:
 
 
 def _token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> list[list[int]]:
-    """The first ``length`` token ids of each text."""
     given = checked_texts("exit_report", texts, empty=True)
     # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
     rows = [token_ids(tokenizer, text)[:length] for text in given]

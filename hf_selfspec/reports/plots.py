@@ -53,9 +53,7 @@ def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
 def plot(
     calls: Sequence[GenerationStats], search: SkipSearch | None, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """Draws the set of skipped blocks over the steps of its search (SWIFT, Figure 12), matchness and tokens per second
-    over generated tokens (Figure 6), and the share of time by module (Figure 8); without a search two panels.
-    """
+    """Draws a search's skipped blocks (SWIFT, Figure 12), matchness and speed (Figure 6) and time by module (8)."""
     figure = new_figure("SelfSpec.plot", 13 if search else 9, 3.6)
     panels = list(figure.subplots(1, 3 if search else 2, width_ratios=[4, 4, 2] if search else [4, 2]))
     if search is not None:

@@ -22,11 +22,8 @@ _HISTORY, _EXCHANGES, _STEPS = 200, 200, 32
 
 
 class _BestExchange(UpperConfidenceBound):
-    """Upper confidence bound, maximised by hill climbing from the best known set, exchanging one block for another.
-
-    The package's own maximiser samples points in the unit cube and refines some by gradients, which takes seconds at 60
-    dimensions and gives sets of the required size only by rounding.
-    """
+    """Maximises the upper confidence bound by exchanging blocks of the best set; the package's own maximiser takes
+    seconds at 60 dimensions and keeps the size only by rounding."""
 
     def __init__(self, rng: np.random.Generator, resize: bool) -> None:
         super().__init__(kappa=_KAPPA)
@@ -64,10 +61,8 @@ class _BestExchange(UpperConfidenceBound):
 def suggest(
     space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
-    """The set with the highest upper confidence bound that hill climbing from the best of the scored sets finds.
-
-    With ``resize``, it may have a size that was not tried. Of many sets the best and the latest count.
-    """
+    """The set with the highest upper confidence bound near the best scored ones, with ``resize`` maybe of a new
+    size."""
     known = list(scores)
     if len(known) > _HISTORY:
         best = sorted(known, key=lambda plan: -scores[plan])[: _HISTORY // 2]

@@ -40,11 +40,8 @@ def seconds_of(run: Callable[[], object], device: torch.device, clock: Callable[
 
 @dataclass(frozen=True)
 class ForwardCosts:
-    """A model of the seconds that forwards take.
-
-    A forward over all blocks and one token takes ``fixed + L (attention + mlp)``; one over ``m > 1`` tokens takes
-    ``further[m - 1]`` more, or ``several + L token (m - 1)`` if rounds of that size were not timed.
-    """
+    """Seconds of forwards: ``fixed + L (attention + mlp)`` over one token, ``further[m - 1]`` more over ``m > 1``, or
+    ``several + L token (m - 1)`` where that was not timed."""
 
     fixed: float  # embedding, masks, head and everything else that does not depend on the blocks
     attention: float  # an attention block with one token
@@ -67,12 +64,10 @@ class ForwardCosts:
         return costs
 
     def draft(self, plan: LayerPlan) -> float:
-        """Time of drafting one token."""
         attention = self.attention * (self.num_layers - len(plan.skipped_attention))
         return self.fixed + attention + self.mlp * (self.num_layers - len(plan.skipped_mlp)) + self.step
 
     def plain(self) -> float:
-        """Time of one token through the whole model."""
         return self.fixed + self.num_layers * (self.attention + self.mlp)
 
     def verify(self, prefix: int, drafted: int) -> float:
@@ -87,31 +82,22 @@ class ForwardCosts:
         return whole + self.fixed - spared
 
     def _further(self, drafted: int) -> float:
-        """What ``drafted`` tokens add to a forward over one."""
         timed = len(self.further) - 1
         if timed < 0:
             return self.several + self.num_layers * self.token * drafted
         return self.further[min(drafted, timed)] + self.num_layers * self.token * max(drafted - timed, 0)
 
     def reuse_from(self, prefix: int) -> int:
-        """The number of drafted tokens from which it pays to start from their states (LayerSkip §4.3).
-
-        This saves their pass through the first ``prefix`` layers, but the last of them has to go through these layers
-        alone, in an extra forward. Either way each layer runs once, so only the cost of further tokens counts.
-        """
+        """The number of drafted tokens from which it pays to start from their states (LayerSkip §4.3), which costs an
+        extra forward of the last one through the first ``prefix`` layers."""
         spared = prefix * self.token
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
 @dataclass
 class Stopwatch:
-    """Times of the forwards from which costs follow, and of drafting a token, on several texts.
-
-    The plan ``early`` leaves out some layers as a whole, ``attention`` only MLP blocks (``None`` if attention and MLP
-    need not be told apart). ``seconds`` has all times of the forwards ``early``, ``attention``, ``full``, ``few`` and
-    ``many``, and of ``draft``; a text's own may be completed in another call. ``found`` are the costs by the ``texts``
-    so far, ``None`` before the first.
-    """
+    """Times of forwards (``early`` without some layers, ``attention`` without MLP blocks, ``full``, ``few``, ``many``)
+    and of ``draft``, on several texts; ``found`` are the costs by the ``texts`` so far."""
 
     early: LayerPlan
     attention: LayerPlan | None = None
@@ -130,12 +116,8 @@ class Stopwatch:
         draft: Callable[[], object],
         may_run: Callable[[int], bool],
     ) -> bool:
-        """Times each forward ``repeats`` times in turn, at the end of the text and without changing it.
-
-        ``ids`` ``[b, MANY]`` are the last tokens of each row, from its slot in ``starts`` on; all but the last, in slot
-        ``roots``, are in the cache, and junk follows in rows that have fewer. Where ``may_run`` says that there is no
-        time for a forward over a number of tokens, this returns ``False``, and the next call continues from there.
-        """
+        """Times the forwards ``repeats`` times in turn over the last tokens ``ids`` ``[b, MANY]``, without changing the
+        text; ``False`` if ``may_run`` has refused one, from which the next call continues."""
         last = _from(roots, 1, ids, starts)
         few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
         few = _from(few_starts, FEW, ids, starts)
@@ -199,10 +181,7 @@ def share_of(budget: float, pays: bool) -> float:
 
 
 class Budget:
-    """The time budget of one call, created at its start: a ``share`` of its time so far, which may change.
-
-    A share of 1 is no limit. Earlier calls may have left ``carried`` seconds over.
-    """
+    """The time budget of one call: a ``share`` of its time so far (1 for no limit), and ``carried`` seconds."""
 
     def __init__(self, share: float, clock: Callable[[], float], carried: float = 0.0) -> None:
         self.share = share
@@ -221,7 +200,6 @@ class Budget:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Counts the time that is spent inside."""
         self._spending_since = begun = self._clock()
         try:
             yield
@@ -238,11 +216,10 @@ class Pace:
         self._token = _TOKEN
 
     def add_round(self, seconds: float) -> None:
-        """Records the time of a round; without a draft it is that of a one-token forward, with one it is longer."""
+        """Records the time of a round; without a draft it is that of a one-token forward."""
         self._one = _MEMORY * self._one + (1 - _MEMORY) * seconds if self._one else seconds
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Records the time of a forward over several tokens."""
         if self._one and tokens:
             self._token = max(seconds / self._one - 1, 0.0) / tokens
 

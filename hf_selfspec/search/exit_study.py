@@ -102,10 +102,7 @@ class ExitStudy(Findings):
         max_draft: int,
         rounds: Sequence[float] | None = None,
     ) -> ExitChoice:
-        """Adds what each exit predicts along more text, and chooses again.
-
-        ``rounds`` completes the timings on this text, see :meth:`Stopwatch.complete`; ``None`` if there were none.
-        """
+        """Adds what each exit predicts along more text, and chooses again; ``rounds`` as in :class:`Stopwatch`."""
         with self._lock:
             # An exit that is no longer compared is left out, so that all have seen the same texts.
             compared = traces.keys() & self._traces.keys() if self._traces else traces.keys()

@@ -116,10 +116,8 @@ def usual_ratio(parameters: int) -> float:
 
 @dataclass(frozen=True)
 class SkipSpace:
-    """The attention and MLP blocks among which a search chooses.
-
-    The first and the last layer always run (SWIFT §4.1), and so does attention whose keys other layers read.
-    """
+    """The blocks among which a search chooses: not those of the first and last layer, nor attention others read
+    from."""
 
     num_layers: int
     # (layer, "attention" or "mlp") by layer, and (layer, "layer") for layers of hybrids that do not have both.
@@ -142,7 +140,6 @@ class SkipSpace:
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
-        """The layers that may be skipped as a whole."""
         attention, mlp, both = ({layer for layer, block in self.blocks if block == name} for name in (*_BLOCKS, _LAYER))
         return tuple(sorted(attention & mlp | both))
 
@@ -158,7 +155,6 @@ class SkipSpace:
         return max(1, round(ratio * len(self.blocks)))
 
     def plan(self, chosen: Iterable[int]) -> LayerPlan:
-        """The plan that skips the blocks at these indices of :attr:`blocks`."""
         skipped: dict[str, set[int]] = {name: set() for name in _BLOCKS}
         for place in chosen:
             layer, name = self.blocks[place]
@@ -167,7 +163,6 @@ class SkipSpace:
         return LayerPlan(self.num_layers, frozenset(skipped["attention"]), frozenset(skipped["mlp"]))
 
     def places(self, plan: LayerPlan) -> frozenset[int]:
-        """Indices of the blocks that ``plan`` skips."""
         skipped = {"attention": plan.skipped_attention, "mlp": plan.skipped_mlp, _LAYER: plan.skipped_layers}
         return frozenset(place for place, (layer, name) in enumerate(self.blocks) if layer in skipped[name])
 
@@ -183,12 +178,10 @@ class SkipSpace:
         return self.plan(order[: self.count(ratio)].tolist())
 
     def random(self, rng: np.random.Generator, ratio: float) -> LayerPlan:
-        """A set drawn uniformly from those of this ratio."""
         return self.highest(rng.random(len(self.blocks)), ratio)
 
 
 def _blocks(anatomy: Anatomy, layer: int) -> tuple[str, ...]:
-    """The blocks of a layer that may be skipped."""
     if anatomy.is_recurrent and not (anatomy.attention[layer] and anatomy.mlp[layer]):
         return (_LAYER,)
     return _BLOCKS if layer not in anatomy.kv_sources else ("mlp",)
@@ -196,10 +189,8 @@ def _blocks(anatomy: Anatomy, layer: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimated scores of sets ``[sets]`` on average text, and the effects of skipping each block ``[blocks]``.
-
-    ``doubt`` ``[blocks, blocks]`` is a square root of the effects' covariance.
-    """
+    """Estimated scores ``[sets]`` on average text and effects of skipping ``[blocks]``; ``doubt`` ``[blocks, blocks]``
+    is a square root of the effects' covariance."""
 
     sets: np.ndarray
     effects: np.ndarray
@@ -219,11 +210,8 @@ def next_set(
     ratio: float,
     rng: np.random.Generator,
 ) -> LayerPlan:
-    """A set of a skip ratio after ``step`` trials: uniform at first, then by Thompson sampling, at times Bayesian.
-
-    In the paper (SWIFT §4.1) all but the Bayesian ones are uniform: if half of 60 blocks are good to skip, those sets
-    find two thirds of them.
-    """
+    """A set of a skip ratio after ``step`` trials: uniform at first, as always in SWIFT (§4.1), then by Thompson
+    sampling, which finds more of the good blocks, at times Bayesian."""
     if (step + 1) % bayes_interval == 0:
         scores = dict(zip(sets, estimates().sets.tolist(), strict=True)) if sets else {}
         like = {plan: score for plan, score in scores.items() if len(space.places(plan)) == space.count(ratio)}
@@ -248,10 +236,7 @@ def first_sizes(layers: int) -> list[int]:
 
 
 def next_sizes(layers: int, best: int, matchness: float, target: float, window: int) -> list[int]:
-    """The best number of skipped layers and another: fewer where too little matches, more where much does.
-
-    In between they alternate from window to window.
-    """
+    """The best number of skipped layers and another: fewer where too little matches, more where much does."""
     step = max(1, round(_STEP * layers))
     goes_up = matchness >= _TOO_LOW and (matchness > target or window % 2 == 1)
     other = best + step if goes_up else best - step

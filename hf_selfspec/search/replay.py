@@ -27,11 +27,8 @@ _PRODUCTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 @dataclass(frozen=True)
 class Trace:
-    """What part of a model predicts along texts ``[b, n]`` that the whole model generated.
-
-    ``accept`` is the probability that a token drafted at each position is accepted, after accepted ones, and
-    ``confidence`` the draft's top-1 probability there.
-    """
+    """What part of a model predicts along texts ``[b, n]``: the probability to ``accept`` its token after accepted
+    ones, and its top-1 ``confidence``."""
 
     accept: np.ndarray
     confidence: np.ndarray
@@ -46,15 +43,11 @@ class Trace:
         return self.accept.size
 
     def part(self, row: int, start: int, end: int) -> Trace:
-        """The positions from ``start`` to before ``end`` of one row."""
         return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])
 
 
 def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor, do_sample: bool) -> Trace:
-    """The trace of a draft with processed logits ``[b, n, v]``, where the whole model's ``scores`` are known.
-
-    Where tokens are sampled, a draft is accepted with probability ``Σ min(p, q)``.
-    """
+    """The trace of a draft from processed logits ``[b, n, v]``; drawn tokens are accepted with ``Σ min(p, q)``."""
     if do_sample:
         accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
     else:
@@ -81,7 +74,6 @@ class Replays(NamedTuple):
 
     @property
     def fastest(self) -> int:
-        """The index of the rule with the least time per token."""
         return int(self.seconds_per_token.argmin())
 
     @classmethod
@@ -92,13 +84,8 @@ class Replays(NamedTuple):
 def replays(
     traces: Iterable[Trace], rules: Sequence[Rule], plan: LayerPlan, costs: ForwardCosts, max_draft: int
 ) -> Replays:
-    """The expected results of each rule if ``plan`` drafts along all of the texts.
-
-    A round that starts at position ``i`` drafts ``D_i`` tokens and advances by one more than are accepted. After a
-    rejected token a real draft would follow another text; the confidences of this text are used instead. A draft that
-    reaches the end continues at the beginning, so that the last drafts are as long as the others. Rows of a batch are
-    treated as if each were alone, although they wait for the one with the longest draft.
-    """
+    """The expected results of each rule if ``plan`` drafts along all texts, each row as if alone. Confidences after a
+    rejection are this text's; a draft that reaches the end continues at the beginning."""
     prefix, counts = plan.first_altered, np.arange(max_draft + 1)
     seconds = counts * costs.draft(plan) + [costs.verify(prefix, length) for length in counts.tolist()]
     sums = np.zeros((4, len(rules)))

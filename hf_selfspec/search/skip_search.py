@@ -33,15 +33,8 @@ _TIMED_TEXTS, _TIMED_AFTER = 2, 4
 
 
 class SkipSearch(Findings):
-    """One search for one model and kind of call; threads may share it.
-
-    A window of 32 tokens shows little, some texts are easier than others, and the best of many scores is too high. So a
-    set that scored well is tried again on later text, and sets are compared on the same text (:class:`Records`; SWIFT
-    keeps the highest score, so that a set that was lucky once would never be replaced).
-
-    ``start`` drafts until a better set is found. ``ratio`` is the share of the blocks that proposed sets skip; with
-    ``auto``, it is that of the first ones, other sizes are tried too, and speed decides instead of matchness.
-    """
+    """One search for one model and kind of call; threads may share it. Good sets are tried again on later text, since
+    the best of many scores is too high; with ``auto``, sizes vary and speed decides instead of matchness."""
 
     def __init__(
         self,
@@ -115,7 +108,6 @@ class SkipSearch(Findings):
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
     def see_closest(self, plans: list[LayerPlan]) -> None:
-        """Takes the closest sets of 1, 2, ... layers for the current text."""
         with self._lock:
             self._closest = plans
 
@@ -192,7 +184,6 @@ class SkipSearch(Findings):
         return True
 
     def time(self, rounds: Sequence[float] = ()) -> None:
-        """Takes in the timings of a text, see :meth:`Stopwatch.complete`."""
         with self._lock:
             costs = self.timings.complete(rounds)
             if self.auto:
@@ -201,10 +192,8 @@ class SkipSearch(Findings):
                 self._choose()
 
     def watch(self, plan: LayerPlan, drafted: int, accepted: int, tokens: int) -> None:
-        """Records a round in which ``plan`` drafted, and the tokens that it has brought.
-
-        If much less is accepted than when the search ended, it starts over (SWIFT's dynamic streams, Figure 7).
-        """
+        """Records a round of ``plan``; if much less is accepted than at its end, the search starts over (SWIFT, Figure
+        7)."""
         with self._lock:
             self.generated += tokens
             if plan == self.best:

@@ -41,10 +41,7 @@ _WATCHED, _FAR_BELOW = 256, 0.65
 
 @dataclass(frozen=True)
 class Trial:
-    """One set, tried on one window of text: what it predicts there in each row.
-
-    ``generated`` is the number of tokens generated until then, in all calls of this kind.
-    """
+    """What one set predicts in each row of one window, after ``generated`` tokens in all calls of this kind."""
 
     plan: LayerPlan
     traces: tuple[Trace, ...]
@@ -88,11 +85,7 @@ class SetRecord:
 
 
 class Records:
-    """The trials of one search, by set.
-
-    With costs, the score of a trial is the log speed-up that follows from its trace, these costs and the best stop rule
-    of its set; without costs it is the matchness.
-    """
+    """The trials of one search, by set; scores are log speed-ups with the best stop rule, without costs matchness."""
 
     def __init__(
         self, space: SkipSpace, rules: Sequence[Rule], max_draft: int, costs: ForwardCosts | None, by_size: bool = False
@@ -116,7 +109,6 @@ class Records:
         return np.eye(11)[round(10 * len(self._space.places(plan)) / len(self._space.blocks))]
 
     def use(self, costs: ForwardCosts) -> None:
-        """Compares sets by their speed-up with these costs from now on."""
         self.costs = costs
         for record in self.sets.values():
             record.runs = [self._replay(trial) for trial in record.trials]
@@ -168,7 +160,6 @@ class Records:
         return Scores(blocks, values, weights, sets.astype(int), places)
 
     def _score(self, record: SetRecord, place: int) -> float:
-        """The score of one of a set's trials."""
         if self.costs is None:
             return record.trials[place].matchness
         return math.log(self.costs.plain() / record.runs[place].seconds_per_token[record.rule])
@@ -186,10 +177,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 class Scores(NamedTuple):
-    """The scores of all trials ``[n]``, how much text each covered, and the indices of its set and its window.
-
-    ``blocks`` ``[sets, blocks]`` is 1 for the blocks that each set skips.
-    """
+    """Scores of trials ``[n]``, their weights, sets and windows; ``blocks`` ``[sets, blocks]``: 1 where skipped."""
 
     blocks: np.ndarray
     values: np.ndarray
@@ -254,7 +242,6 @@ class Feedback:
         self._usual: float | None = None
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Records a round."""
         if drafted:
             self._rounds.append((drafted, accepted))
 

@@ -118,8 +118,6 @@ def tune(
 
 @dataclasses.dataclass
 class _Tuning:
-    """One search, step by step."""
-
     model: PreTrainedModel
     rows: list[torch.Tensor]
     search: OfflineSearch
@@ -133,7 +131,6 @@ class _Tuning:
         self.speeds: dict[LayerPlan, float] = {}
 
     def run(self) -> SelfSpec:
-        """Runs all steps and the last round, and saves the result."""
         search, speeds = self.search, self.speeds
         if self.folder is not None:
             self._resume(self.folder / PROGRESS_NAME)

@@ -105,10 +105,7 @@ class BoundedRule:
         return sure
 
     def lengths(self, sure: np.ndarray, max_draft: int) -> np.ndarray:
-        """Returns ``[b, n]`` how long drafts are that start at each token of texts with these confidences.
-
-        A draft that reaches the end of a text continues at its beginning.
-        """
+        """The lengths ``[b, n]`` of drafts from each token on, in texts with these confidences that wrap around."""
         n, most = sure.shape[1], longest_draft(self, max_draft)
         ahead = np.tile(sure, most // n + 2)
         values, value = list[np.ndarray](), None
@@ -120,11 +117,7 @@ class BoundedRule:
 
 
 class RunningBound(RunningRule):
-    """A :class:`BoundedRule` while one generation runs, with a threshold for each row.
-
-    Where only logits are needed, a step can read the values of all rows in the same transfer as the tokens, and compare
-    them on the host.
-    """
+    """A :class:`BoundedRule` while one generation runs, with a threshold for each row."""
 
     def __init__(self, rule: BoundedRule, thresholds: Sequence[float]) -> None:
         self.thresholds = tuple(thresholds)

@@ -61,13 +61,7 @@ _ROTATIONAL = Rotational()
 
 
 def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
-    """``e(l)``, the weight of the exit after layer ``l`` before normalisation (LayerSkip, equation 7).
-
-    Args:
-        layer: ``l``, 0 to ``L-1``.
-        num_layers: ``L``.
-        e_scale: scale of the weights of the exits before the last.
-    """
+    """``e(l)``, the weight of the exit after layer ``l`` (from 0) before normalisation (LayerSkip, equation 7)."""
     below = min(layer, num_layers - 2)
     scale = e_scale * below * (below + 1) / 2
     return scale if layer < num_layers - 1 else num_layers - 1 + scale

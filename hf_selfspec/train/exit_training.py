@@ -22,11 +22,8 @@ _IGNORED = -100
 
 
 class ExitTraining(TrainingRun):
-    """The exits of one model while they are trained: hooks, the losses of each step, sums between logs.
-
-    The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. With
-    ``distils``, exits learn the distribution of the last layer instead of the labels.
-    """
+    """The exits of one model in training: their losses, with ``distils`` against the last layer's distribution, join
+    the loss that the model returns."""
 
     def __init__(
         self,
@@ -103,10 +100,7 @@ class ExitTraining(TrainingRun):
 
     @torch.compiler.disable
     def _add_exits(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Makes the loss of the model's output ``Σ ẽ · CE``, plus a router's loss if the model has added that.
-
-        TRL's trainers compute it as minus the sum of the tokens' ``log_probs``, if their models return these.
-        """
+        """Makes the loss ``Σ ẽ · CE`` plus a router's; TRL's trainers compute it from ``log_probs``."""
         if not self._trains():
             return output
         assert self._targets is not None
@@ -182,12 +176,8 @@ def _targets(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 class _ExitLosses(torch.autograd.Function):
-    """Sums the cross entropies of exits: ``Σ weight · Σ loss``, and the sums ``[k]`` without a gradient.
-
-    The head takes states ``[k, n, d]`` to logits for targets ``[n]``, a chunk of tokens at a time. Gradients are
-    computed in the forward pass already, so the head runs once for each token; the backward pass only scales them.
-    With a teacher (states ``[n, d]`` from which the head predicts the wanted distribution ``p``), it is ``KL(p ‖ q)``.
-    """
+    """``Σ weight · Σ loss`` of exits with states ``[k, n, d]``, and the sums ``[k]``; cross entropies, with a teacher
+    ``KL(p ‖ q)``. Gradients are computed in the forward pass already, so the head runs once for each token."""
 
     @staticmethod
     def forward(

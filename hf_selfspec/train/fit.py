@@ -23,7 +23,7 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count
+from ..validation import Option, check_count, check_positive
 from .fit_trainer import (
     GAIN,
     FitTrainer,
@@ -158,6 +158,8 @@ class TrainedFit(Fit[M]):
         args: Any = self.args
         if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
+        if args is not None and args.max_steps <= 0:
+            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
@@ -254,7 +256,6 @@ class FitModule(nn.Module):
         return output
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
-        """The mean of each metric over all tokens."""
         means = evaluated.predictions.mean((0, 1))
         return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
 

@@ -51,10 +51,7 @@ _SPEEDS = ("speedup", "speedup_of_free_drafts", "speedup_with_free_drafts")
 
 
 class FitTrainer(Trainer):
-    """The stock Trainer, whose evaluations measure the speed of generation with the module over plain ``generate``.
-
-    This ``eval_speedup`` decides with ``patience`` which weights are kept, and when training ends.
-    """
+    """The stock Trainer with ``eval_speedup``, the speed-up over plain ``generate``, by which ``patience`` decides."""
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)

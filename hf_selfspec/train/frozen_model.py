@@ -39,11 +39,7 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FrozenModel:
-    """A model whose states at some exit layers are the data of a fit.
-
-    The states of each row of text, ``(2 len(layers) + 1) s d`` values, are kept in ``cache_dir``, so that further
-    epochs and fits need no forward; where they would take more than ``cache_bytes`` in all, the model runs each time.
-    """
+    """A model whose states at some exit layers are a fit's data, kept in ``cache_dir`` up to ``cache_bytes``."""
 
     def __init__(
         self,
@@ -113,7 +109,6 @@ class FrozenModel:
 
     @torch.no_grad()
     def hidden_states(self, ids: torch.Tensor) -> HiddenStates:
-        """Returns the model's states on ``ids`` ``[b, s]``, from the cache if they are there."""
         if self._folder is None:
             return self.run(ids)
         rows = [_read(self._file(row)) for row in ids]
@@ -181,7 +176,6 @@ class FrozenModel:
         linear.weight.copy_(weight)
 
     def _file(self, row: torch.Tensor) -> Path:
-        """Where the states of a row are; those in an autocast are others."""
         assert self._folder is not None
         kind = self.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -189,7 +183,6 @@ class FrozenModel:
         return self._folder / f"{name}{_SUFFIX}"
 
     def _keep(self, file: Path, found: HiddenStates) -> None:
-        """Writes the states of a row, if there is room."""
         size = _NAMES + sum(tensor.nbytes for tensor in found.values())
         if size <= self._room:
             with reported(file), written_whole(file) as beside:
@@ -198,7 +191,6 @@ class FrozenModel:
 
 
 def _name(model: PreTrainedModel) -> str:
-    """The name of a folder for the states of a model with its present weights, precision and active adapters."""
     fingerprint = Fingerprint.of_decoder(model)
     if fingerprint.weights is None:
         raise SettingError(

@@ -242,7 +242,6 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
 def _calibrate(
     name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float], metric: str | None
 ) -> None:
-    """Calibrates heads on what the model writes after the beginnings of rows; warns if they reach no accuracy."""
     calibration = calibrate(_predictions(frozen, heads, _written(frozen, rows)), epsilons, metric)
     figures = (heads.about.get("figures") or {}) | figures_of(calibration)
     heads.about = {**heads.about, "figures": figures, "calibration": calibration}
@@ -275,8 +274,6 @@ def _per_token(metric: Metric, frozen: FrozenModel, heads: ExitHeads, head: int,
 
 @torch.no_grad()
 def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[Predictions]:
-    """What heads predict where the model continues the beginnings of rows."""
-
     def both(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         return torch.stack([agreement(drafted, teacher), *(metric(drafted) for metric in METRICS.values())], -1)
 

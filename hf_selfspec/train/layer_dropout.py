@@ -205,10 +205,7 @@ def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor] | None:
-    """The number of sequences in packed rows, and ``[b, s]`` that of each token; ``None`` where each row is one.
-
-    Attention finds them alike: by their ends, or by their positions where no mask shows the padding of rows.
-    """
+    """The number of sequences in packed rows, and ``[b, s]`` that of each token; ``None`` where each row is one."""
     b, s = first.shape[:2]
     ends, positions, mask = (kwargs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
     if ends is not None:

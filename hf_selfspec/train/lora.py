@@ -115,11 +115,8 @@ def _offset() -> int:
 
 
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
-    """Returns what goes into the head as the first layers draft with LoRA, ``[b, s, d]`` for ids ``[b, s]``.
-
-    In windows that begin elsewhere in each call, tokens read the window's keys and values from the layers with LoRA,
-    and those of everything before it from the layers without.
-    """
+    """What goes into the head as the first layers draft with LoRA, ``[b, s, d]`` for ids ``[b, s]``: windows, whose
+    place differs in each call, read all before them from layers without LoRA."""
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
     count, stack, deltas = anatomy.num_layers, anatomy.stack, lora.deltas(anatomy)

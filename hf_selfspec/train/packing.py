@@ -18,10 +18,7 @@ HELD_OUT, MOST_HELD_OUT = 20, 64
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Texts (strings, or rows with a ``text`` or with ``input_ids``) as rows of ``length`` tokens.
-
-    They are concatenated, each with an end-of-text token if there is one; an incomplete row at the end is dropped.
-    """
+    """Texts, joined with end-of-text tokens, as rows of ``length`` tokens; an incomplete last row is dropped."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[Any], length: int, name: str = "fit"

@@ -24,7 +24,7 @@ class TrainingRun:
     def begin_step(self, step: int, steps: int) -> None: ...
 
     def end_step(self) -> None:
-        """Ends a step before the weights change."""
+        """Called before the weights change."""
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
         """What goes into the Trainer's log besides the loss; called on all ranks."""
@@ -32,10 +32,7 @@ class TrainingRun:
 
 
 class ModelCallback(TrainerCallback):
-    """A callback that attaches something to the model during ``Trainer.train``.
-
-    What it attaches is gone when ``train`` returns or raises. One callback serves one training at a time.
-    """
+    """Attaches something to the model during ``Trainer.train``, one training at a time, and removes it afterwards."""
 
     _served = False
     _run = TrainingRun()  # of the current training

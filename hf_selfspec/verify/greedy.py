@@ -7,11 +7,7 @@ import torch
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """Returns ``[...]``, the index of the highest of scores ``[..., v]``.
-
-    On a CPU torch takes ten times as long as NumPy: 690 µs against 70 µs for 16 x 49,152 numbers (one thread of
-    an AMD EPYC).
-    """
+    """The index ``[...]`` of the highest of ``[..., v]``; on a CPU by NumPy, in a tenth of torch's time."""
     return torch.from_numpy(np.asarray(scores.numpy().argmax(-1))) if scores.device.type == "cpu" else scores.argmax(-1)
 
 

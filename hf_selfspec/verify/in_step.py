@@ -23,12 +23,8 @@ def verify_in_step(
     steps: list[torch.Tensor] | None,
     pad_token: int,
 ) -> list[Verdict]:
-    """Walks all rows through their drafts together, as far as the full model agrees in each of them.
-
-    Processors and criteria are called exactly as plain ``generate`` calls them: once for each emitted token, in order,
-    for the whole batch, with the whole text so far. The walk ends with the first token that a row's draft does not
-    contain, so every row gets the same number of tokens.
-    """
+    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
+    processors and criteria are called for the whole batch as by plain ``generate``."""
     choose = choose_sampled if scorer.do_sample else choose_greedy
     drafted, rows = draft.tokens.tolist(), range(text.batch_size)
     verdicts = [Verdict([], [], False, []) for _ in rows]

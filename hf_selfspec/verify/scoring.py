@@ -60,7 +60,6 @@ class Scorer:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token with the highest logit is chosen."""
         return self._empty and not self.do_sample
 
     @property
@@ -77,7 +76,6 @@ class Scorer:
             grammar.begin(input_ids, vocabulary)
 
     def fit(self, vocabulary: int) -> None:
-        """Makes the masks of grammars as wide as the logits."""
         for grammar in self.grammars:
             grammar.fit(vocabulary)
 
@@ -124,7 +122,6 @@ class Scorer:
 
 
 def _for_row(processors: lp.LogitsProcessorList, row: int, batch_size: int) -> lp.LogitsProcessorList:
-    """The processors for calls with one row alone, bound to that row."""
     return lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
 
 

@@ -24,13 +24,8 @@ from .stopping import Stopper
 
 @dataclass(frozen=True)
 class _Choices:
-    """What the full model chooses at each node, found for all of them at once.
-
-    Attributes:
-        tokens: for each row and node the token that follows.
-        accepted: for a line of drawn tokens, for each row and node whether the next one is accepted.
-        instead: for such a line, for each row and node the token in place of the next one if that is rejected.
-    """
+    """What the full model chooses at each row and node: the next ``tokens``; for a line of drawn tokens, whether the
+    next one is ``accepted`` and the one ``instead`` of it."""
 
     tokens: list[list[int]]
     accepted: list[list[bool]] | None = None
@@ -138,13 +133,7 @@ def verify(
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
-    """The fields of :class:`_Choices`, ``None`` where they cannot be found for all nodes at once.
-
-    Args:
-        scores: ``[b, t + 1, v]``.
-        draft: the drafted nodes.
-        do_sample: whether tokens are drawn.
-    """
+    """The fields of :class:`_Choices` from scores ``[b, t + 1, v]``, ``None`` where not found for all nodes at once."""
     if not do_sample:
         return (best_tokens(scores),)
     p = scores.softmax(-1)

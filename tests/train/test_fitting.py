@@ -370,7 +370,7 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
         ({"text": []}, SettingError, "was given no text: the dataset is empty"),
         ({"text": ["text"]}, SettingTypeError, "and the tokenizer"),
         ({"args": {"max_steps": 3}}, SettingTypeError, "args) must be TrainingArguments"),
-        ({"args": arguments(Path("out"), num_train_epochs=0)}, SettingError, "args): num_train_epochs must be a"),
+        ({"args": arguments(Path("out"), num_train_epochs=0)}, SettingError, "num_train_epochs must be a finite"),
         ({"model": 3}, SettingTypeError, "takes a causal LM of transformers"),
     ],
 )

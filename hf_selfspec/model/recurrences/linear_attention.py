@@ -81,10 +81,8 @@ class KimiDelta(GatedDelta):
 
 
 class StateSpace(LinearAttention):
-    """Mamba-2's recurrence; state ``[b, k, n, h]``. See :class:`Recurrence`.
-
-    It is linear attention without the delta rule: ``B`` are keys, ``C`` queries, ``Δ x`` values, ``Δ A`` the decay.
-    """
+    """Mamba-2's recurrence, state ``[b, k, n, h]``: linear attention without the delta rule, where ``B`` are keys,
+    ``C`` queries, ``Δ x`` values, ``Δ A`` the decay."""
 
     kernel = "mamba2_chunk_scan"
     parameters: tuple[str, ...] = (

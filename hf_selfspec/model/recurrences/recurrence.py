@@ -33,10 +33,8 @@ class Recurrence:
     def prefill(
         self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the model's own function from a state ``[b, ...]``, ``None`` at the beginning of the text.
-
-        Returns its output, and the state after the tokens that count: those of ``kept`` ``[b, s]``, ``None`` for all.
-        """
+        """Runs the model's own function from a state ``[b, ...]``, ``None`` at the beginning; returns its output, and
+        the state after the tokens that count, ``kept`` ``[b, s]`` (``None``: all)."""
 
     @abstractmethod
     def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
@@ -119,10 +117,8 @@ class Convolution:
 
 
 class SelectiveScan(Recurrence):
-    """Mamba-1's recurrence; state ``[b, d, n]``. See :class:`Recurrence`.
-
-    Transformers' function starts from zero whatever the cache holds, so text that continues from a state takes steps.
-    """
+    """Mamba-1's recurrence, state ``[b, d, n]``; text that continues takes steps, since transformers' function starts
+    from zero whatever the cache holds."""
 
     kernel = "mamba_selective_scan"
     parameters: tuple[str, ...] = (

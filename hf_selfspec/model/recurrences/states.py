@@ -131,7 +131,6 @@ class StateLog:
 
 
 def _picked(entries: Entries, columns: list[list[int]]) -> Entries:
-    """For each row these of its entries."""
     device = entries[0].device
     rows, places = torch.arange(len(columns), device=device)[:, None], torch.tensor(columns, device=device)
     return tuple(values[rows, :, places].transpose(1, 2) for values in entries)
