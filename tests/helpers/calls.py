@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from helpers.models import BATCH, VOCABULARY, ragged_batch
+from helpers.models import BATCH, ROW, VOCABULARY, ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 
@@ -40,6 +40,14 @@ def assert_mixed(spec: SelfSpec) -> None:
     assert spec.stats is not None
     # A search may have found a draft that is always right.
     assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
+
+
+def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
+    """One row and a batch: tokens of ``model`` with ``spec`` are those of plain ``reference`` (``model`` if none)."""
+    for inputs in (ROW, BATCH):
+        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=16)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
+        assert_mixed(spec)
 
 
 class Recorder(BaseStreamer):
