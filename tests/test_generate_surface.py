@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.architectures import build
-from helpers.calls import Recorder, assert_mixed, new_spec
+from helpers.calls import Recorder, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW, VOCABULARY
 from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
@@ -53,12 +53,6 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     ours = model.generate(**inputs, **options, assistant=spec)
     assert_mixed(spec)
     return ours, plain
-
-
-def new_tokens(model: PreTrainedModel, inputs: Inputs, **options: Any) -> list[list[int]]:
-    """What plain ``generate`` adds to each row."""
-    ids = model.generate(**inputs, **({"max_new_tokens": 24} | options))
-    return ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 # When generation stops -----------------------------------------------------------------------------------------------
@@ -115,8 +109,6 @@ def test_stop_strings_in_a_config(fresh_llama: LlamaForCausalLM, tokenizer: PreT
 
 
 class Types(Recorder):
-    """Keeps the types of what a streamer receives."""
-
     def put(self, value: torch.Tensor) -> None:
         self.calls.append(value.dtype)
 
@@ -254,7 +246,6 @@ def test_own_stop_function(llama: LlamaForCausalLM) -> None:
 
     spec = SelfSpec(draft=EarlyExit(3), stop=stop, max_draft=6)
     both(llama, spec, ROW)
-    assert spec.stats is not None
     assert spec.stats.drafted == spec.stats.draft_steps == len(drafted)
     assert 0 < drafted.count(False) <= spec.stats.rounds
 

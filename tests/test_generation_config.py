@@ -58,11 +58,7 @@ def test_config_of_the_call_and_of_the_model(fresh_llama: LlamaForCausalLM, spec
     ids=str,
 )
 def test_options_are_those_of_generate(
-    fresh_llama: LlamaForCausalLM,
-    spec: SelfSpec,
-    own: dict[str, Any],
-    passed: dict[str, Any] | None,
-    arguments: dict[str, Any],
+    fresh_llama: LlamaForCausalLM, spec: SelfSpec, own: Any, passed: Any, arguments: Any
 ) -> None:
     """The checks before a call see what ``generate`` merges, so that none of these is refused."""
     plain = fresh_llama.generate(**ROW, max_new_tokens=8)
@@ -149,14 +145,16 @@ def test_a_passed_copy_of_the_models_config(fresh_llama: LlamaForCausalLM, spec:
 
 # The config itself ---------------------------------------------------------------------------------------------------
 
-SAVED = [
-    SelfSpec(),
-    SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(), 7, "found", "code"),
-    SelfSpec(EarlyExit(3), AdaptiveThreshold(ProductThreshold(0.7))),
-]
 
-
-@pytest.mark.parametrize("spec", SAVED, ids=lambda spec: f"{spec!r:.40}")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SelfSpec(),
+        SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(), 7, "found", "code"),
+        SelfSpec(EarlyExit(3), AdaptiveThreshold(ProductThreshold(0.7))),
+    ],
+    ids=lambda spec: f"{spec!r:.40}",
+)
 def test_saved_and_loaded(spec: SelfSpec, tmp_path: Path) -> None:
     config = GenerationConfig(assistant=spec, max_new_tokens=8)
     config.validate(strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from typing import Any
 
@@ -70,8 +69,6 @@ def test_changing_rotary_frequencies_are_refused(rope: str, prompt: int, refused
 
 
 class Flipped(LlamaForCausalLM):
-    """A model with an argument of its own in its forward."""
-
     def forward(
         self, input_ids: Any = None, position_ids: Any = None, logits_to_keep: Any = 0, flip: Any = False, **kwargs: Any
     ) -> Any:
@@ -109,7 +106,6 @@ def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*cannot take")
         assert torch.equal(model.generate(**batch, **options, assistant=spec), expected)
-    assert spec.stats is not None
     assert spec.stats.drafted >= 2 * spec.stats.rounds
 
 
@@ -131,23 +127,6 @@ def test_padding_does_not_count_as_prompt() -> None:
     batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
     expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
-
-
-def test_a_draft_that_overflows_has_nothing_to_say() -> None:
-    model = tiny_llama()
-    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
-    head = model.lm_head.forward
-
-    def overflowing(hidden: torch.Tensor) -> torch.Tensor:
-        run = partial._current.now
-        drafts = run is not None and run.plan.skipped_layers
-        return head(hidden) * (float("nan") if drafts else 1.0)
-
-    model.lm_head.forward = overflowing
-    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
-    assert torch.equal(model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec), expected)
-    assert spec.stats is not None
-    assert spec.stats.drafted == 0
 
 
 def test_unknown_attention_is_refused_and_registrations_stay() -> None:
@@ -237,15 +216,6 @@ def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
     assert stance() == "force_eager"
     second.__exit__(None, None, None)
     assert stance() == before
-
-
-def test_settings_can_be_copied_without_their_statistics(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
-    shorter, same = dataclasses.replace(spec, max_draft=2), copy.deepcopy(spec)
-    llama.generate(**ragged_batch(), max_new_tokens=4, assistant=shorter)
-    assert spec.stats is None
-    assert same.stats is None
-    assert same == spec
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, torch.tensor([0.5, -1.0, 2.0, 0.0]))])

@@ -10,16 +10,6 @@ from helpers.models import ragged_batch
 from hf_selfspec import SelfSpec
 
 
-class RowsEnd:
-    """Ends the rows after 3, 7 and 9 tokens."""
-
-    def __init__(self, width: int) -> None:
-        self.ends = torch.tensor([width + 3, width + 7, width + 9])
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        return input_ids.shape[1] >= self.ends
-
-
 @pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.filterwarnings("ignore:A decoder-only architecture is being used:UserWarning")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -28,13 +18,14 @@ def test_right_padding(name: str) -> None:
     inputs, model, spec = ragged_batch(), build(name), SelfSpec()
     inputs = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in inputs.items()}
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
-    plain = model.generate(**inputs, **options, stopping_criteria=[RowsEnd(9)])
+    ends = torch.tensor([9 + 3, 9 + 7, 9 + 9])
+    options["stopping_criteria"] = [lambda input_ids, scores, **given: input_ids.shape[1] >= ends]
+    plain = model.generate(**inputs, **options)
     with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
-        ids = model.generate(**inputs, **options, stopping_criteria=[RowsEnd(9)], assistant=spec)
+        ids = model.generate(**inputs, **options, assistant=spec)
     assert torch.equal(ids, plain)
     assert ids[0, 12:].tolist() == [0] * 6
     stats = spec.stats
-    assert stats is not None
     assert stats.left_to_generate == "its prompts are padded on the right"
     assert (stats.tokens, stats.drafted, stats.drafts) == (3 + 7 + 9, 0, False)
     assert [len(row) for row in stats.from_draft] == [3, 7, 9]

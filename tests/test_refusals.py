@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,12 +58,6 @@ def refused(
         assert word in str(caught.value)
 
 
-@pytest.fixture
-def reinstalled() -> Iterator[None]:
-    yield
-    hf_selfspec.install()
-
-
 # Options of generate --------------------------------------------------------------------------------------------------
 
 # Name, value, and words of the message beside the name and the value: what to do.
@@ -113,7 +107,6 @@ def test_argument(llama: LlamaForCausalLM, options: Any, error: Any, words: Any)
     refused(llama, error, words, **options)
 
 
-@pytest.mark.usefixtures("reinstalled")
 @pytest.mark.parametrize("installed", [True, False])
 def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -> None:
     """Also where ``generate`` is not wrapped, so that options are first seen when they have been prepared."""
@@ -121,6 +114,7 @@ def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -
         hf_selfspec.uninstall()
     with pytest.raises(UnsupportedOptionError, match="prompt_lookup_num_tokens=3"):
         llama.generate(**ROW, max_new_tokens=4, custom_generate=SelfSpec(), prompt_lookup_num_tokens=3)
+    hf_selfspec.install()
 
 
 @pytest.mark.parametrize("kind", ["StaticCache", "offloaded DynamicCache"])
@@ -194,7 +188,6 @@ def test_bad_logits(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tenso
 
 
 def break_call(module: torch.nn.Module, number: int) -> Any:
-    """Lets the ``number``-th call of ``module`` see NaN."""
     calls = iter(range(1, 1000))
     return module.register_forward_pre_hook(
         lambda _, args: (args[0] * float("nan"),) if next(calls) == number else args

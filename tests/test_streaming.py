@@ -22,13 +22,11 @@ def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec | bool, **opti
 
 
 def test_marks_are_those_of_the_statistics(llama: LlamaForCausalLM) -> None:
-    """Call after call."""
     inputs, spec, pieces = ragged_batch((8,), seed=3), new_spec(), list[Piece]()
     streamer = MarkedStreamer(character_tokenizer(), pieces.append)
     for _ in range(2):
         pieces.clear()
         llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec, streamer=streamer)
-    assert spec.stats is not None
     assert [piece.from_draft for piece in pieces] == spec.stats.from_draft[0]
     assert {piece.from_draft for piece in pieces} == {True, False}
     plain = llama.generate(**inputs, max_new_tokens=20, do_sample=False)[0, 8:]
@@ -41,7 +39,6 @@ def test_plain_generate_has_no_marks(llama: LlamaForCausalLM) -> None:
     assert not any(piece.from_draft for piece in streamed(llama, inputs, False))
     inputs["attention_mask"][0, -2:] = 0  # left to generate
     assert not any(piece.from_draft for piece in streamed(llama, inputs, spec))
-    assert spec.stats is not None
     assert spec.stats.left_to_generate
 
 
@@ -51,32 +48,21 @@ def test_several_rows_are_refused(llama: LlamaForCausalLM) -> None:
 
 
 def test_characters_of_several_tokens_are_whole() -> None:
-    """The demo model's tokenizer writes letters outside ASCII as bytes."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    text = 'print("größe → 🙂🙂")\n\tdone'
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces: list[Piece] = []
-    streamer = MarkedStreamer(tokenizer, pieces.append)
-    streamer.put(torch.tensor([[1, 2]]))
-    for index, token in enumerate(tokens):
-        streamer.from_draft = [index % 2 == 0]
-        streamer.put(torch.tensor([token]))
-    streamer.end()
-    assert "".join(piece.text for piece in pieces) == text
-    assert len(pieces) < len(tokens)
-    assert not any("\ufffd" in piece.text for piece in pieces)
-
-
-def test_an_unfinished_character_comes_at_the_end() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    tokens = tokenizer("🙂", add_special_tokens=False)["input_ids"]
-    pieces: list[Piece] = []
-    streamer = MarkedStreamer(tokenizer, pieces.append)
-    streamer.put(torch.tensor([[1]]))
-    streamer.put(torch.tensor(tokens[:1]))
-    assert pieces == []
-    streamer.end()
-    assert [piece.text for piece in pieces] == ["\ufffd"]
+    """The demo model's tokenizer writes letters outside ASCII as bytes; what is unfinished comes at the end."""
+    tokenizer, text = AutoTokenizer.from_pretrained(DEMO_MODEL), 'print("größe → 🙂🙂")\n\tdone'
+    tokens, emoji = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, "🙂"))
+    for given in (tokens, emoji[:1]):
+        pieces: list[Piece] = []
+        streamer = MarkedStreamer(tokenizer, pieces.append)
+        streamer.put(torch.tensor([[1, 2]]))
+        for index, token in enumerate(given):
+            streamer.from_draft = [index % 2 == 0]
+            streamer.put(torch.tensor([token]))
+        assert bool(pieces) == (given is tokens)
+        streamer.end()
+        assert "".join(piece.text for piece in pieces) == (text if given is tokens else "\ufffd")
+        assert len(pieces) < len(given) or given is not tokens
+        assert not any("\ufffd" in piece.text for piece in pieces) or given is not tokens
 
 
 # stream ---------------------------------------------------------------------------------------------------------------
@@ -94,7 +80,6 @@ def test_stream_returns_the_text(llama: LlamaForCausalLM) -> None:
     ids = torch.tensor([tokenizer("def f(x):")["input_ids"]])
     plain = llama.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert text == tokenizer.decode(plain, skip_special_tokens=True) == "".join(piece.text for piece in pieces)
-    assert spec.stats is not None
     assert spec.stats.tokens == 12
 
 

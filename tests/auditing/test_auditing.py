@@ -116,8 +116,6 @@ def test_nothing_drafted_is_told(llama: LlamaForCausalLM) -> None:
 
 
 class Numbers:
-    """The tokens of a text of digits."""
-
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [int(digit) for digit in text]}
 
@@ -151,7 +149,6 @@ def test_a_biased_distribution_does_not_pass(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_impossible_tokens_do_not_pass(changing: Any) -> None:
-    """However few they are."""
     done: list[int] = []
 
     def with_one_more(ids: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,6 @@ def test_ratio_of_means_is_spec_benchs_and_stands_beside_that_of_totals() -> Non
     plain = [call(1.0, 10), call(4.0, 20), call(2.0, 10)] * 4
     mine = [call(0.5, 10), call(4.0, 20), call(1.0, 10)] * 4
     found = ratios(plain, mine, Call.whole, "wall")
-    assert found is not None
     means = found["ratio_of_means"]
     assert means["value"] == pytest.approx((20 + 5 + 10) / (10 + 5 + 5))
     assert found["ratio_of_totals"]["value"] == pytest.approx((40 / 5.5) / (40 / 7))
@@ -96,7 +95,6 @@ def test_ratio_of_means_is_spec_benchs_and_stands_beside_that_of_totals() -> Non
 
 def test_decoding_leaves_out_what_comes_before_the_first_tokens() -> None:
     found = ratios([call(5.0, 9, prefill=1.0)], [call(3.0, 9, prefill=1.0)], Call.decoding, "cpu")
-    assert found is not None
     assert found["ratio_of_means"]["value"] == found["ratio_of_totals"]["value"] == pytest.approx(2.0)
     alone = [call(1.0, 1, prefill=1.0)]
     assert ratios(alone, alone, Call.decoding, "wall") is None
@@ -118,14 +116,12 @@ def test_intervals_are_those_of_the_bootstrap_over_ten_prompts_and_more() -> Non
 def test_acceptance_by_hand() -> None:
     first, second = rounds(6, 12, {"0": 2, "1": 2, "2": 2}), rounds(4, 8, {"2": 4})
     found = acceptance([call(1, 9, rounds=first), call(1, 9, rounds=second), call(1, 9)])
-    assert found is not None
     assert (found["num_rounds"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (10, 20, 14)
     assert found["mean_acceptance_length"] == pytest.approx(2.4)
     assert found["draft_acceptance_rate"] == pytest.approx(0.7)
     assert found["acceptance_histogram"] == {"0": 2, "1": 2, "2": 6}
     assert found["conditional_acceptance"] == [pytest.approx(8 / 10), pytest.approx(6 / 8)]
     unknown = acceptance([call(1, 9, rounds=rounds(3, None, {"1": 3}))])
-    assert unknown is not None
     assert unknown["draft_acceptance_rate"] is None
     assert acceptance([call(1, 9)]) is None
 

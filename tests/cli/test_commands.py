@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
 from helpers.models import tiny_llama
-from helpers.processes import DEMO_MODEL
+from helpers.processes import DEMO_MODEL, told_in_one_line
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.request import texts_of
 from hf_selfspec.cli import app, main
@@ -29,7 +29,6 @@ from hf_selfspec.data.texts import read_prompts
 ROOT = Path(hf_selfspec.__file__).parents[1]
 HEAVY = ("numpy", "torch", "transformers")
 
-
 pytestmark = [
     pytest.mark.usefixtures("as_before"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
@@ -38,13 +37,11 @@ pytestmark = [
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with this tree's package and command line."""
     places = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run([sys.executable, *words], env=places, capture_output=True, text=True, check=False)
 
 
 def commands() -> dict[str, list[str]]:
-    """The options of each command, by its words."""
     found = dict(typer.main.get_command(app).commands)
     found |= {f"fit {name}": one for name, one in found.pop("fit").commands.items()}
     return {name: [option for one in command.params for option in one.opts] for name, command in found.items()}
@@ -85,7 +82,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tiny model."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(vocabulary=4096).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
@@ -145,7 +141,6 @@ def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 # generate ------------------------------------------------------------------------------------------------------------
-
 
 PROMPT = "def read_text(path):"
 
@@ -298,16 +293,6 @@ def asked(name: str, place: Path, changed: list[str]) -> list[str]:
         at = given.index(changed[0])
         given[at : at + len(changed)] = []
     return [*name.split(), *(word.replace("{}", str(place)) for word in [*given, *changed])]
-
-
-def told_in_one_line(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    assert main(words) == code
-    told = capsys.readouterr()
-    assert told.out == ""
-    (line,) = told.err.splitlines()
-    assert line.startswith("hf-selfspec: ")
-    return line
 
 
 def test_every_command_is_in_the_table_of_mistakes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
-from helpers.models import ragged_batch, tiny_llama
+from helpers.models import ragged_batch
 from hf_selfspec import (
     Cascade,
     ClosestLayers,
@@ -47,35 +46,6 @@ def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
 # Times of rounds -----------------------------------------------------------------------------------------------------
 
 
-def test_first_guesses() -> None:
-    """More tokens never cost less, and off the CPU nearly nothing."""
-    for on_cpu in (True, False):
-        seconds = CostCurve(on_cpu).costs.seconds
-        assert len(seconds) == LARGEST + 1
-        assert seconds[0] == 1.0
-        assert list(seconds) == sorted(seconds)
-    assert CostCurve(True).costs.seconds[15] > 2.0 > 1.2 > CostCurve(False).costs.seconds[31]
-    assert CostCurve(True).pace == 1.0
-    assert not CostCurve(True).is_measured
-
-
-def test_costs_of_other_rows_are_a_start() -> None:
-    """They show how far this machine is from the first guesses."""
-    given = [2.0 * seconds for seconds in CostCurve(True, 4).costs.seconds]
-    four = fed(CostCurve(True, 4), {size: given[size] for size in SIZES}, 20)
-    three, told = CostCurve(True, 3), CostCurve(True, 3)
-    three.begin_like(four)
-    assert three.is_measured
-    # Costs are drawn towards those of the guesses, which are the same here.
-    for size in SIZES:
-        assert three.costs.seconds[size] / three.plain == pytest.approx(told.costs.seconds[size], rel=0.01)
-    ratio = three.plain / four.plain
-    assert ratio == pytest.approx(1.5 / 1.65, rel=0.02)
-    frozen = CostCurve(True, 3, is_frozen=True)
-    frozen.begin_like(four)
-    assert not frozen.is_measured
-
-
 def test_costs_follow_the_times() -> None:
     """To within a tenth of them, in steps that end where sizes do."""
     given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
@@ -97,46 +67,6 @@ def test_costs_follow_the_times() -> None:
     assert fed(clock, slower, 20).costs.seconds[15] == pytest.approx(0.24, rel=0.1)
 
 
-def test_stale_times_are_dropped() -> None:
-    """A size that seemed too dear is believed less and less while it is not drafted."""
-    clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
-    dear = clock.costs.seconds[15]
-    found = []
-    for _ in range(4):
-        fed(clock, {0: 0.02}, 150)
-        found.append(clock.costs.seconds[15])
-    assert dear > 0.3
-    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs.seconds[15], rel=0.1)
-    assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
-
-
-def test_pace() -> None:
-    """Of late, and not below one token for each plain round."""
-    clock = CostCurve(True)
-    for _ in range(900):
-        clock.add(3, 4, 0.02)
-    assert clock.pace == pytest.approx(200.0, rel=0.01)
-    for _ in range(900):
-        clock.add(3, 2, 0.02)
-    assert clock.pace == pytest.approx(100.0, rel=0.01)
-    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
-    assert slow.pace == pytest.approx(1 / slow.plain)
-
-
-def test_a_frozen_clock_ignores_times() -> None:
-    clock, before = CostCurve(True, is_frozen=True), CostCurve(True).costs
-    for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
-        for seconds in (0.001, 100.0):
-            clock.add(drafted, tokens, seconds)
-    assert clock.costs == before
-    assert not clock.is_measured
-    other = CostCurve(True, is_frozen=True)
-    for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
-        for _ in range(2):
-            other.add(drafted, tokens, 1.0)
-    assert clock.pace == other.pace > 1.0
-
-
 def test_a_curve_for_each_kind_of_round() -> None:
     found = Measurements()
 
@@ -154,65 +84,10 @@ def test_a_curve_for_each_kind_of_round() -> None:
     assert len(found._curves) <= 64
 
 
-def test_what_nothing_costs_is_timed_apart() -> None:
-    """Rounds of free drafts take longer than those in which nothing is done, even without a draft."""
-    curve = CostCurve(True)
-    for _ in range(20):
-        curve.add_plain(1, 0.02)
-        curve.add(0, 1, 0.025)
-    assert curve.plain == 0.02
-    assert curve.costs.seconds[0] == pytest.approx(0.025, rel=0.05)
-    other = CostCurve(True, 2)
-    other.begin_like(curve)
-    assert other.wants_plain
-    assert not curve.wants_plain
-    fed(curve, {3: 0.03}, 200)
-    assert curve.wants_plain  # again, after many rounds
-    frozen = CostCurve(True, is_frozen=True)
-    frozen.add_plain(1, 0.02)
-    assert not frozen.is_measured
-
-
-# Results of sources --------------------------------------------------------------------------------------------------
-
-
-def test_results_by_hand() -> None:
-    """Promises are believed at first, then results; what loses is looked at again for a small share of the time."""
-    arm = ArmStats()
-    assert arm.acceptance_rate == 0.5
-    assert (arm.speedup(None), arm.speedup(3.0), arm.speedup(0.0)) == (math.inf, 3.0, 0.0)
-    for _ in range(3):
-        arm.add(4, 2.0, 3, 6)
-    assert arm.speedup(None) == math.inf  # too few
-    assert arm.acceptance_rate == pytest.approx((1.98 * 3 + 1) / (1.98 * 6 + 2))  # without the first round
-    arm.add(4, 2.0, 3, 6)
-    assert arm.speedup(None) == arm.speedup(1000.0) == pytest.approx(2.0)
-    assert arm.speedup(0.0) == 0.0
-    for _ in range(200):
-        arm.add(1, 1.5, 0, 6)
-    assert arm.speedup(None) == pytest.approx(1 / 1.5, rel=0.01)
-    assert arm.acceptance_rate < 0.02
-    waited = 0
-    while arm.speedup(7.0) != 7.0:
-        arm.wait(1.0)
-        waited += 1
-    assert waited == pytest.approx(4 * 0.5 / 0.006, abs=2)
-    for _ in range(4):
-        arm.add(1, 1.5, 0, 6)
-    assert arm.speedup(7.0) == pytest.approx(1 / 1.5, rel=0.01)
-    for _ in range(400):
-        arm.wait(1.0)
-    for _ in range(4):
-        arm.add(4, 1.0, 6, 6)
-    assert arm.speedup(None) > 1.5  # what is new weighs as much as what was
-
-
 # The choice of a cascade ---------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """A clock that moves when it is told to."""
-
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -222,15 +97,6 @@ class Watch:
 
 @dataclass(frozen=True)
 class Told(DraftSource):
-    """Drafts what the model will generate, at a price.
-
-    Attributes:
-        answer: the tokens of the whole text.
-        seconds: what a draft takes.
-        watch: is moved on by them.
-        promises: what it expects of itself.
-    """
-
     answer: tuple[int, ...]
     seconds: list[float] = field(compare=False, repr=False)
     watch: Watch = field(compare=False, repr=False)
@@ -263,11 +129,6 @@ class Telling(FixedDrafter):
         Telling.accepted.update(node for node in verdicts[0].nodes if node >= 0)
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
 PROMPT = ragged_batch((12,), seed=11)
 ROUND = 0.1
 
@@ -288,13 +149,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def arms(spec: SelfSpec, model: LlamaForCausalLM) -> dict[str, ArmStats]:
-    """The results of all sources."""
     (found,) = spec._knowledge.record(model).measurements.values()
     return found.arms
 
 
 def run(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 60) -> int:
-    """Drafts of the other source in a call."""
     Telling.drafts = 0
     options = {"max_new_tokens": tokens, "do_sample": False}
     ids = model.generate(**PROMPT, **options, assistant=spec)

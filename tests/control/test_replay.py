@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -47,7 +46,6 @@ class Writer:
 
 
 def stream(kind: str, count: int, seed: int) -> Stream:
-    """A text of a kind."""
     hot, usual = Writer(seed, 8192, UNSURE), Writer(seed, 150, SURE)
     text = [usual.random.randrange(150) for _ in range(60)]
     begun, tops = len(text), list[tuple[list[int], list[float]]]()
@@ -67,10 +65,6 @@ def stream(kind: str, count: int, seed: int) -> Stream:
 KINDS = ("nothing repeats", "open text", "repeats", "mixed", "begins to repeat", "ends to repeat")
 
 
-def always(self: Any, name: str, promised: float | None = None) -> bool:
-    return name == FREE and self._rows > 0
-
-
 @pytest.mark.every_run(
     "EPYC-(nothing repeats-1|begins to repeat-8)|Xeon-(open text|ends to repeat)-1|bfloat16-repeats-8|flat-mixed-1"
 )
@@ -80,27 +74,19 @@ def always(self: Any, name: str, promised: float | None = None) -> bool:
 def test_free_drafts(table: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [stream(kind, TOKENS if rows == 1 else TOKENS // 4, seed) for seed in range(rows)]
     ours = Replay(table).play(streams)
-    monkeypatch.setattr(Controller, "pays", always)
+    monkeypatch.setattr(Controller, "pays", lambda self, name, promised=None: name == FREE and self._rows > 0)
     drafting = Replay(table).play(streams)
     assert ours >= 0.98
     # Rows that go on rest while others draft learn less of the text that they share.
     assert ours >= (0.97 if rows == 1 else 0.93) * drafting
 
 
-def bad(place: int) -> float:
-    return 0.1
-
-
-def good(place: int) -> float:
-    return 0.85
-
-
-def turns_good(place: int) -> float:
-    return good(place) if place > TOKENS // 2 else bad(place)
-
-
-def turns_bad(place: int) -> float:
-    return bad(place) if place > TOKENS // 2 else good(place)
+RATES: dict[str, Callable[[int], float]] = {
+    "bad": lambda place: 0.1,
+    "good": lambda place: 0.85,
+    "turns_good": lambda place: 0.85 if place > TOKENS // 2 else 0.1,
+    "turns_bad": lambda place: 0.1 if place > TOKENS // 2 else 0.85,
+}
 
 
 @pytest.mark.every_run(
@@ -108,15 +94,15 @@ def turns_bad(place: int) -> float:
     "|flat-alone-(good-3.0|turns_bad-None)|flat-cascade-(bad-3.0|turns_good-None)"
 )
 @pytest.mark.parametrize("promised", [None, 3.0])
-@pytest.mark.parametrize("rate", [bad, good, turns_good, turns_bad], ids=lambda rate: rate.__name__)
+@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("free", [False, True], ids=["alone", "cascade"])
 @pytest.mark.parametrize("table", ["Xeon", "flat"])
 def test_drafts_of_layers(
-    table: str, free: bool, rate: Any, promised: float | None, monkeypatch: pytest.MonkeyPatch
+    table: str, free: bool, rate: str, promised: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four tokens for the price of 1.2, on text in which nothing repeats."""
     streams = [stream("nothing repeats", TOKENS, 0)]
-    source = ("layers", 4, rate, 1.2, promised)
+    source = ("layers", 4, RATES[rate], 1.2, promised)
     ours = Replay(table, sources=[source], free=free).play(streams)
     monkeypatch.setattr(ArmStats, "speedup", lambda self, promised: math.inf if self.trusted_after == 4 else 0.0)
     drafting = Replay(table, sources=[source], free=free).play(streams)
@@ -145,7 +131,7 @@ def test_wrong_first_prices_are_found(table: str, kind: str) -> None:
 @pytest.mark.parametrize("table", ["EPYC", "flat"])
 def test_one_disturbed_round_decides_nothing(table: str, number: int, free: bool) -> None:
     """Whatever kept the machine busy in one of the first rounds, what nothing costs is timed again."""
-    replay = Replay(table, sources=() if free else [("layers", 4, bad, 1.2, None)], free=free)
+    replay = Replay(table, sources=() if free else [("layers", 4, RATES["bad"], 1.2, None)], free=free)
     replay.disturbed = {number: 1.0}
     streams = [stream("nothing repeats", TOKENS, 0)]
     assert replay.play(streams) >= 0.97

@@ -79,19 +79,13 @@ def test_copies_share_models_and_nothing_else(fresh_llama: LlamaForCausalLM) -> 
     assert generator.counts["rows"] == 6
 
 
-class Locked(WithModel):
-    """Cannot be copied."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self.lock = threading.Lock()
-
-
 def test_a_generator_that_cannot_be_copied(fresh_llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec(draft=Locked(fresh_llama))
+    generator = WithModel(fresh_llama)
+    generator.lock = threading.Lock()
+    spec = SelfSpec(draft=generator)
     forwards: list[Any] = []
     fresh_llama.register_forward_pre_hook(lambda *args: forwards.append(args))
-    words = r"Locked cannot draft for a batch of 3 rows: .*cannot pickle .*__deepcopy__, or generate for one row"
+    words = r"WithModel cannot draft for a batch of 3 rows: .*cannot pickle .*__deepcopy__, or generate for one row"
     with pytest.raises(UnsupportedOptionError, match=words):
         fresh_llama.generate(**BATCH, max_new_tokens=8, assistant=spec)
     assert not forwards
@@ -108,8 +102,6 @@ def test_prompt_lookup_keeps_nothing_so_one_serves_all_rows(fresh_llama: LlamaFo
     assert spec.stats.accepted > 0
     assert vars(generator) == before
 
-
-# Settings ------------------------------------------------------------------------------------------------------------
 
 NEEDY = [
     kind

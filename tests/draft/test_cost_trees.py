@@ -7,24 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from helpers.models import tiny_llama
-from helpers.sampling import does_not_take_siblings_out_of_q, peak
-from hf_selfspec import (
-    ClosestLayers,
-    CostTree,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-    TopKTree,
-)
+from helpers.sampling import VOCABULARY, does_not_take_siblings_out_of_q, peak, peaked
+from hf_selfspec import ClosestLayers, CostTree, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control import controller
 from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.search import choice
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.verify import walk
@@ -68,9 +59,6 @@ def spec_for(search: str, tree: str) -> SelfSpec:
     return SelfSpec(SkipLayers(search=SEARCHES[search]), FixedLength(3), TREES[tree])
 
 
-# The rule ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tree", "top", "reach", "width"),
     [
@@ -110,7 +98,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, **options: 
 
 def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
     """Later tokens are reached less often, so that they have fewer."""
-    model, price = peaked(), 0.15
+    model, price = peaked(LAYERS, 2.5), 0.15
     spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(3), CostTree(price, most=3))
     torch.manual_seed(0)
     generate(model, torch.tensor([[3, 4, 2]]), 60, assistant=spec, do_sample=True)
@@ -119,9 +107,6 @@ def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
     assert {1, 2, 3} == {width for draft in widths for width in draft}
     first, last = (sum(draft[place] for draft in widths if len(draft) == 3) for place in (0, 2))
     assert first > last
-
-
-# With a search -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_run("clasp-cost-3|swift-top-k-3")
@@ -173,21 +158,9 @@ def test_the_price_is_what_the_search_has_measured(trees: list[tuple[Any, Draft]
     assert {tree for tree, _ in trees} == {CostTree(0.3)}
 
 
-# Sampling ------------------------------------------------------------------------------------------------------------
-
-VOCABULARY, NEW_TOKENS, ROWS, CALLS = 5, 12, 120, 5
+NEW_TOKENS, ROWS, CALLS = 12, 120, 5
 # The largest of some hundred scores of a right implementation; the biased ones of this file are far above.
 LIMIT = 4.9
-
-
-def peaked() -> LlamaForCausalLM:
-    """Few tokens, distributions far from uniform, and layers whose absence shows."""
-    model = tiny_llama(LAYERS, vocabulary=VOCABULARY, factor=2.5, seed=4)
-    peak(model.model.norm)
-    for layer in model.model.layers:
-        for name, factor in (("q_proj", 10.0), ("k_proj", 10.0), ("v_proj", 1.5), ("o_proj", 1.5)):
-            getattr(layer.self_attn, name).weight.mul_(factor)
-    return model
 
 
 def sample(spec: SelfSpec, model: PreTrainedModel) -> torch.Tensor:
@@ -221,7 +194,7 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
 @pytest.mark.parametrize("tree", ["cost", "top-k"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:
-    model, spec = peaked(), spec_for(search, tree)
+    model, spec = peaked(LAYERS, 2.5), spec_for(search, tree)
     sequences = sample(spec, model)
     found = spec._knowledge.latest(model)
     assert found.phase == "optimization"
@@ -235,5 +208,5 @@ def test_samples_have_the_models_distribution(search: str, tree: str, trees: lis
 @pytest.mark.slow
 def test_a_biased_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "choose_sampled", does_not_take_siblings_out_of_q)
-    model = peaked()
+    model = peaked(LAYERS, 2.5)
     assert largest_score(model, sample(SelfSpec(SkipLayers(), FixedLength(3), TREES["top-k"]), model)) > 1.3 * LIMIT

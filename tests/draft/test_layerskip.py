@@ -8,7 +8,6 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,21 +16,12 @@ from peft import LoraConfig, PeftModel
 from transformers import DynamicCache
 
 from helpers.architectures import build
+from helpers.calls import unchanged
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import (
-    ConfidenceThreshold,
-    EarlyExit,
-    ExitChoice,
-    FixedLength,
-    ProductThreshold,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import ConfidenceThreshold, EarlyExit, ExitChoice, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
@@ -53,21 +43,7 @@ def greedy(model, ids, tokens=48, **kwargs):
     return model.generate(ids, max_new_tokens=tokens, **options)
 
 
-def is_untouched(model):
-    """Nothing is left on any module."""
-    return not any(
-        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in model.modules()
-    )
-
-
 # Costs and replay ----------------------------------------------------------------------------------------------------
-
-
-def study_of(spec: SelfSpec, model) -> ExitStudy:
-    """What ``spec`` has found for the last kind of call of ``model``."""
-    study = spec._knowledge.latest(model)
-    assert isinstance(study, ExitStudy)
-    return study
 
 
 def exit_plan(layer: int) -> LayerPlan:
@@ -193,9 +169,8 @@ def test_replay_foretells_what_decoding_does():
     spec = SelfSpec(draft=EarlyExit(3), stop=rule)
     text = greedy(model, ids, tokens, assistant=spec)
     trace = _traces(model, text, ids.shape[1], [3])[3]
-    found = replay(
-        Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25
-    )  # after the prefill's token
+    after_the_prefill = Trace(trace.accept[:, 1:], trace.confidence[:, 1:])
+    found = replay(after_the_prefill, rule, exit_plan(2), COSTS, 25)
     assert 0 < spec.stats.accepted < spec.stats.drafted
     # A rejected draft goes on along another text, and the end of the text cuts the last drafts, but not in a replay.
     assert found.accepted == pytest.approx(spec.stats.accepted, abs=2)
@@ -243,16 +218,16 @@ def test_states_of_exits_belong_to_their_rows():
 def test_probing_changes_no_token(rows):
     model, spec = tiny_llama(), SelfSpec.layerskip()
     assert spec.choice(model) is None
-    for _ in range(3):
-        ids = prompt(9, rows)
-        assert torch.equal(greedy(model, ids, assistant=spec), greedy(model, ids))
+    ids = prompt(9, rows)
+    with unchanged(model):
+        for _ in range(3):
+            assert torch.equal(greedy(model, ids, assistant=spec), greedy(model, ids))
     choice = spec.choice(model)
     assert isinstance(choice, ExitChoice)
     exits = set(range(1, model.config.num_hidden_layers))
     # After 256 tokens only the three that look fastest are compared.
     assert set(choice.by_layer) == exits if rows == 1 else len(exits & set(choice.by_layer)) == 3
     assert choice.tokens >= 3 * 40 * rows
-    assert is_untouched(model)
 
 
 def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
@@ -267,11 +242,9 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
-    timed = study_of(spec, model).timings.seconds
+    timed = spec._knowledge.latest(model).timings.seconds
     # Twice on the first text, and once on each of three later ones.
-    assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
-        ("early", "full", "few", "many", "draft"), 5
-    )
+    assert {name: len(timed[name]) for name in timed} == dict.fromkeys(("early", "full", "few", "many", "draft"), 5)
     other = tiny_llama()
     assert spec.choice(other) is None
     greedy(other, prompt(), assistant=spec)
@@ -358,7 +331,7 @@ def test_a_study_is_complete_while_threads_add_to_it():
     assert study.timings.texts == 12
 
 
-def test_timings_use_no_random_numbers():
+def test_timings_use_no_random_numbers(monkeypatch):
     """Those of the generation go on where they were."""
     model, states = tiny_llama(), []
     model.generation_config.eos_token_id = None
@@ -371,20 +344,19 @@ def test_timings_use_no_random_numbers():
         states.append(torch.equal(before, torch.get_rng_state()))
         return complete
 
-    with patch.object(probe.ProbingDraft, "measure", watched):
-        model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
+    monkeypatch.setattr(probe.ProbingDraft, "measure", watched)
+    model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
     assert states == [True, True]
 
 
-def use_costs(monkeypatch, **costs):
-    layers = {"attention": costs.pop("layer") / 2, "several": 0.0, "num_layers": 6}
-    layers["mlp"] = layers["attention"]
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: ForwardCosts(**layers, **costs))
+def use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0):
+    costs = ForwardCosts(fixed, layer / 2, layer / 2, 0.0, token, step, 6)
+    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: costs)
 
 
 def test_the_chosen_exit_is_used(monkeypatch):
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
+    use_costs(monkeypatch)
     greedy(model, prompt(), assistant=spec)
     choice = spec.choice(model)
     assert (choice.layer, choice.stop) == (3, FixedLength(6))
@@ -399,7 +371,7 @@ def test_the_chosen_exit_is_used(monkeypatch):
 @pytest.mark.parametrize("tokens", [3, 5])
 def test_states_are_reused_where_that_pays(monkeypatch, tokens):
     model, given = tiny_llama(), []
-    use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
+    use_costs(monkeypatch)
     spec = SelfSpec.layerskip(num_draft=tokens)
     monkeypatch.setattr(
         Decoder, "_verify_pass", lambda self, draft, run=Decoder._verify_pass: given.append(draft) or run(self, draft)
@@ -443,9 +415,8 @@ def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):
         raise RuntimeError("in the probe")
 
     monkeypatch.setattr(Exits, "head", fail)
-    with pytest.raises(RuntimeError, match="in the probe"):
+    with unchanged(model), pytest.raises(RuntimeError, match="in the probe"):
         greedy(model, prompt(), assistant=SelfSpec.layerskip())
-    assert is_untouched(model)
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

@@ -16,43 +16,23 @@ from transformers import GenerationConfig, LlamaForCausalLM, TopPLogitsWarper
 
 import hf_selfspec
 from helpers.calls import LastSeen
-from helpers.models import ragged_batch, tiny_llama
+from helpers.models import BATCH, ROW, ragged_batch
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
-from hf_selfspec import (
-    Cascade,
-    Drafter,
-    DraftSource,
-    EarlyExit,
-    FixedLength,
-    GenerationStats,
-    Lookup,
-    SelfSpec,
-    Session,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-)
+from hf_selfspec import FixedLength, GenerationStats, SelfSpec
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.draft import FixedDrafter
+from hf_selfspec.draft import Cascade, Drafter, DraftSource, EarlyExit, FixedDrafter, Lookup, Session
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
 from hf_selfspec.learned.findings import Findings
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory, start
 
-# A source that names tokens ------------------------------------------------------------------------------------------
-
 
 @hf_selfspec.register("draft")
 @dataclass(frozen=True)
 class Recited(DraftSource):
-    """Names what followed the last token in a fixed list, wherever it stands there, as far as ``length`` tokens.
-
-    Args:
-        tokens: the list.
-        length: most tokens in a line.
-        lines: most lines that begin with different tokens.
-    """
+    """Names what followed the last token in a fixed list, wherever it stands there: so many lines of so many tokens."""
 
     tokens: tuple[int, ...]
     length: int = 4
@@ -93,9 +73,6 @@ class Reciting(FixedDrafter):
         return list(lines.values())[: self.lines] or [[]]
 
 
-# A source that draws tokens, learns, and lasts -----------------------------------------------------------------------
-
-
 @dataclass
 class Table(Findings):
     """What the model predicted after each token the last time that it stood there."""
@@ -112,11 +89,7 @@ class Table(Findings):
 @hf_selfspec.register("draft")
 @dataclass(frozen=True)
 class Recalled(DraftSource):
-    """Draws each token from what the model predicted after the token before it, the last time.
-
-    Args:
-        flatness: what its logits are divided by.
-    """
+    """Draws each token from what the model predicted after the token before it, the last time."""
 
     flatness: float = 1.0
 
@@ -163,9 +136,9 @@ class Recalling:
             if all(end for end, on in zip(ends, drafting, strict=True) if on):
                 break
         self._drafted = lengths
-        return (
-            Draft(torch.stack(tokens, 1), lengths, q=torch.stack(qs, 1) if qs else None) if tokens else Draft.none(text)
-        )
+        if not tokens:
+            return Draft.none(text)
+        return Draft(torch.stack(tokens, 1), lengths, q=torch.stack(qs, 1) if qs else None)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         if any(self._drafted):
@@ -185,9 +158,6 @@ class Recalling:
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = f"{len(self.table.logits)} tokens recalled"
-
-
-# Stop rules ----------------------------------------------------------------------------------------------------------
 
 
 @hf_selfspec.register("stop")
@@ -230,16 +200,8 @@ class GrowingRule:
             self.memory.value += 1
 
 
-# Greedy --------------------------------------------------------------------------------------------------------------
-
-ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6))
 INPUTS = {"one row": ROW, "ragged batch": BATCH}
 NEW_TOKENS = 32
-
-
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -301,8 +263,6 @@ def test_own_rules_end_drafts(llama: LlamaForCausalLM) -> None:
     assert max(stats.accepted_lengths) <= 2 < NEW_TOKENS // stats.rounds + 2
 
 
-# Sampling ------------------------------------------------------------------------------------------------------------
-
 LIST = (3, 0, 1, 4, 2, 2, 3, 1, 0, 4, 4, 1, 2, 0, 3)
 SAMPLED: dict[str, Callable[[], SelfSpec]] = {
     "named tree": lambda: SelfSpec(Recited(LIST, 2, 3)),
@@ -320,9 +280,6 @@ def test_joint_distribution_is_that_of_the_full_model(name: str) -> None:
     """Two calls, the second of which drafts with what the first one has shown."""
     sampled = sample(SAMPLED[name](), rows=600, calls=2, top_p=0.9)
     check_exact(sampled, exact_joint(tiny_vocabulary(), [TopPLogitsWarper(0.9)]))
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -375,11 +332,7 @@ def test_what_nobody_registered_is_neither_saved_nor_loaded(
     llama: LlamaForCausalLM, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cases = (
-        (
-            SelfSpec(Recited((3, 4))),
-            "draft has the class 'Recited'",
-            r"SelfSpec\(draft\) is Recited.*hf_selfspec.register",
-        ),
+        (SelfSpec(Recited((3, 4))), "draft has the class 'Recited'", r"\(draft\) is Recited.*hf_selfspec.register"),
         (SelfSpec(EarlyExit(3), Alternating()), "stop has the class 'Alternating'", r"SelfSpec\(stop\) is Alternating"),
         (SelfSpec(Cascade([Lookup(), Recalled()])), "draft.sources has the class 'Recalled'", "is Recalled"),
     )
@@ -400,8 +353,6 @@ def test_what_nobody_registered_is_neither_saved_nor_loaded(
     with pytest.raises(SettingError, match="saved with an assistant that this version of hf_selfspec cannot use"):
         llama.generate(**ROW, generation_config=config)
 
-
-# A new source is one file --------------------------------------------------------------------------------------------
 
 ONE_FILE = """
 from dataclasses import dataclass
@@ -447,9 +398,6 @@ def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypat
         assert SelfSpec.from_pretrained(tmp_path).draft == spec.draft
 
 
-# What registering refuses --------------------------------------------------------------------------------------------
-
-
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
 
@@ -468,9 +416,6 @@ def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
     for places in (("drafts",), ("draft", "rules"), (), (Recalled,)):
         with pytest.raises(SettingError, match=r"register\(\*places\) .* Write register\(\"draft\"\)"):
             hf_selfspec.register(*places)
-
-
-# What a source refuses -----------------------------------------------------------------------------------------------
 
 
 class Silent(FixedDrafter, DraftSource):

@@ -51,7 +51,6 @@ def tokenizer(chat_model: str) -> PreTrainedTokenizerBase:
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Plain generate's new ids."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     return model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist()
 
@@ -107,7 +106,6 @@ def test_the_chat_in_a_terminal(
 
 @contextmanager
 def running(app: Any) -> Iterator[str]:
-    """The address of a server in this process."""
     uvicorn = library("uvicorn")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
@@ -126,7 +124,6 @@ def wait(until: Callable[[], bool]) -> None:
 
 
 def events(text: str) -> list[Any]:
-    """What server-sent events hold."""
     lines = (line.removeprefix("data: ") for line in text.splitlines() if line)
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
 
 from helpers.models import tiny_llama
-from helpers.processes import EXAMPLES
+from helpers.processes import DEMO_MODEL, EXAMPLES
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
 
 sys.path.append(str(EXAMPLES))
@@ -25,7 +25,6 @@ from benchmarks.corpus import is_held_out
 from finetune_task import Evaluation, Recipe, TrainingPairs
 
 SIGNATURE = tasks.TASKS["signature"]
-DEMO_MODEL = Path(finetune_task.__file__).parent / "demo_model"
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +102,7 @@ def test_what_is_refused(library: Path, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
 @pytest.mark.parametrize(("lora", "callbacks"), [(False, True), (True, False)])
 def test_two_steps_make_a_model_and_a_table(
-    lora: bool,
-    callbacks: bool,
-    library: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    lora: bool, callbacks: bool, library: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = tmp_path / "start"
     tiny_llama(layers=4, vocabulary=len(tokenizer)).save_pretrained(start)
@@ -153,10 +147,7 @@ def test_two_steps_make_a_model_and_a_table(
 
 
 PROBLEMS = [
-    {
-        "question": f"How many are {number} and 1,000?",
-        "answer": f"{number}+1000\n#### {number + 1000:,}",
-    }
+    {"question": f"How many are {number} and 1,000?", "answer": f"{number}+1000\n#### {number + 1000:,}"}
     for number in range(60)
 ]
 

@@ -62,16 +62,9 @@ WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
 NO_OTHER_PLACE, NO_EXIT = ("diffllama",), ("gemma3n_text",)
 # Families whose layers can be an adapter, with the settings that are usual for them.
 WITH_ADAPTER: dict[str, dict[str, Any]] = {
-    "arcee": {},
-    "gemma": {},
-    "llama": {},
-    "ministral": ARCHITECTURES["ministral"],
-    "mistral": {},
+    **{name: {} for name in ("arcee", "gemma", "llama", "mistral", "qwen2", "seed_oss", "smollm3")},
+    **{name: ARCHITECTURES[name] for name in ("ministral", "qwen2_moe")},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2": {},
-    "qwen2_moe": ARCHITECTURES["qwen2_moe"],
-    "seed_oss": {},
-    "smollm3": {},
 }
 
 

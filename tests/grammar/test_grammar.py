@@ -142,22 +142,6 @@ def generated(
     return MODEL.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | ends | options, assistant=spec)
 
 
-def complete(tokenizer: PreTrainedTokenizerFast, inputs: Any, ids: torch.Tensor) -> list[str]:
-    """The texts that have come to their end."""
-    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :])
-    return [text.split("</s>")[0] for text in texts if "</s>" in text]
-
-
-def check_text(text: str, kind: str) -> None:
-    if kind == "regex":
-        assert re.fullmatch(REGEX, text)
-    else:
-        found = json.loads(text)
-        assert isinstance(found["is_old"], bool)
-        assert len(found["name"]) <= 6
-        assert len(found) == 2
-
-
 @pytest.mark.every_run("xgrammar-.*")
 @libraries_warn
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -174,9 +158,17 @@ def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, token
         assert torch.equal(ours, plain)
         assert spec.stats.together_for == "", "rows have to go on at their own pace"
         assert spec.stats.accepted > 0
-        for text in complete(tokenizer, inputs, ours):
-            check_text(text, kind)
-            checked += 1
+        for text in tokenizer.batch_decode(ours[:, inputs["input_ids"].shape[1] :]):
+            if "</s>" not in text:
+                continue  # it has not come to its end
+            text, checked = text.split("</s>")[0], checked + 1
+            if kind == "regex":
+                assert re.fullmatch(REGEX, text)
+                continue
+            found = json.loads(text)
+            assert isinstance(found["is_old"], bool)
+            assert len(found["name"]) <= 6
+            assert len(found) == 2
     assert checked >= 8
 
 
@@ -350,8 +342,6 @@ def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
 
 
 class DeadEnd(LogitsProcessor):
-    """Allows nothing behind some tokens."""
-
     is_stateless = True
 
     def __init__(self, tokens: list[int]) -> None:
@@ -391,8 +381,6 @@ def test_a_draft_ends_where_nothing_may_follow(
 
 
 class UntilSeven(StoppingCriteria):
-    """Ends a row with a token."""
-
     is_stateless = True
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -442,8 +430,6 @@ def test_forced_tokens_need_no_forward(registered: None) -> None:
 
 @dataclass(frozen=True)
 class Phrase(DraftSource):
-    """Always drafts the same tokens."""
-
     tokens: tuple[int, ...]
     parents: tuple[int, ...] | None = None
 
@@ -554,13 +540,9 @@ def test_wrong_registrations_are_refused_before_any_forward(registered: None, mo
             texts(SelfSpec(), ROW, Own(TABLE))
 
 
-class Numbers(Automaton):
-    def mask(self, vocabulary: int) -> torch.Tensor:
-        return torch.ones(vocabulary)
-
-
 def test_a_wrong_mask_is_refused(registered: None) -> None:
-    hf_selfspec.register_grammar(Own, lambda processor, ids: [Numbers(TABLE) for _ in ids])
+    numbers = type("Numbers", (Automaton,), {"mask": lambda self, vocabulary: torch.ones(vocabulary)})
+    hf_selfspec.register_grammar(Own, lambda processor, ids: [numbers(TABLE) for _ in ids])
     with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
         texts(SelfSpec(), ROW, Own(TABLE))
 

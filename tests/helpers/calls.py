@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from helpers.models import BATCH, VOCABULARY, ragged_batch
+from helpers.models import BATCH, ROW, VOCABULARY, ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 
@@ -29,11 +29,25 @@ def calls(spec: SelfSpec) -> int:
     return sum(not call.left_to_generate for call in spec._knowledge.calls)
 
 
+def new_tokens(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
+    """What plain ``generate`` adds to each row."""
+    ids = model.generate(**inputs, **({"max_new_tokens": 24} | options))
+    return ids[:, inputs["input_ids"].shape[1] :].tolist()
+
+
 def assert_mixed(spec: SelfSpec) -> None:
     """The drafts of the last call were partly kept and partly rejected."""
     assert spec.stats is not None
     # A search may have found a draft that is always right.
     assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
+
+
+def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
+    """One row and a batch: tokens of ``model`` with ``spec`` are those of plain ``reference`` (``model`` if none)."""
+    for inputs in (ROW, BATCH):
+        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=16)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
+        assert_mixed(spec)
 
 
 class Recorder(BaseStreamer):
@@ -53,10 +67,7 @@ PROMPTS = (ragged_batch((12,)), BATCH)
 
 
 def check_lossless(
-    model: PreTrainedModel,
-    spec: SelfSpec,
-    new_tokens: int = 24,
-    prompts: Sequence[dict[str, torch.Tensor]] = PROMPTS,
+    model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24, prompts: Sequence[dict[str, torch.Tensor]] = PROMPTS
 ) -> list[GenerationStats]:
     """Prompts have the ids of plain ``generate``; returns the statistics of each."""
     found = []

@@ -13,20 +13,11 @@ import torch.distributed
 from transformers import AutoModelForCausalLM
 
 from helpers.models import ragged_batch
-from hf_selfspec import (
-    ClosestLayers,
-    ConfidenceThreshold,
-    EarlyExit,
-    FixedLength,
-    OnTheFlySearch,
-    ReducedHead,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    UnsupportedModelError,
-    tune,
-)
+from hf_selfspec import ClosestLayers, ConfidenceThreshold, FixedLength, OnTheFlySearch, SelfSpec, TopKTree, tune
+from hf_selfspec.draft import EarlyExit, SkipLayers
+from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model import modules
+from hf_selfspec.modules import ReducedHead
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
 SPECS = {

@@ -46,14 +46,15 @@ def adapter_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT) ->
 
 
 class Recording:
-    """A stop rule that keeps what it is shown, and ends drafts in turn."""
+    """A stop rule that keeps what it is shown, and ends drafts in turn or never."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: bool = True) -> None:
+        self.ends = ends
         self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
-        return torch.full((len(logits),), len(self.calls) % 3 == 0)
+        return torch.full((len(logits),), self.ends and len(self.calls) % 3 == 0)
 
 
 LAYERS = (2, 4, 6)

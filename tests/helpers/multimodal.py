@@ -140,10 +140,7 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
     "mistral3": Media(4, (1, *_SIZE), beside=lambda: {"image_sizes": torch.tensor([[8, 8]])}),
     **dict.fromkeys((*QWEN, "exaone4_5"), _GRID),
     "qwen2_audio": Media(
-        8,
-        (1, 8, 32),
-        "input_features",
-        lambda: {"feature_attention_mask": torch.ones(1, 32, dtype=torch.long)},
+        8, (1, 8, 32), "input_features", lambda: {"feature_attention_mask": torch.ones(1, 32, dtype=torch.long)}
     ),
     "voxtral": Media(4, (1, 8, 32), "input_features"),
     "granite_speech": Media(

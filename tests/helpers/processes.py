@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import hf_selfspec
+from hf_selfspec.cli import main
 
 # PEFT reads an attribute of transformers' models that has a new name there.
 peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -25,6 +26,17 @@ DEMO_MODEL = EXAMPLES / "demo_model"
 def library(name: str) -> Any:
     """A library of the test extras; a test that needs it is skipped where it is not installed."""
     return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
+
+
+def told_in_one_line(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command line says of a mistake, with this exit code."""
+    capsys.readouterr()
+    assert main(words) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("hf-selfspec: ")
+    return line
 
 
 def in_two_processes(script: str | Path, *arguments: str | Path) -> None:

@@ -15,25 +15,11 @@ from helpers import pretend_gpu
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_gpu import Pretended, counts, move, pretended, spread
-from hf_selfspec import (
-    AdaptiveThreshold,
-    Cascade,
-    ClosestLayers,
-    ConfidenceThreshold,
-    CostTree,
-    EarlyExit,
-    EarlyExitAdapter,
-    EarlyExitLora,
-    FixedLength,
-    Lookup,
-    ReducedHead,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import AdaptiveThreshold, ClosestLayers, ConfidenceThreshold, CostTree, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.decoding import Decoder
+from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.modules import Adapter, DraftLora, LinearProbe
+from hf_selfspec.modules import Adapter, DraftLora, LinearProbe, ReducedHead
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
@@ -106,11 +92,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
             counts.phase = "round"
 
     counts.reset("round")
-    with (
-        patch.object(Decoder, "_round", counted),
-        patch.object(PartialDraft, "propose", proposed),
-        pretended(),
-    ):
+    with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
         place(model)
         pretend_gpu.leave_out(model.model.layers)
         output = model.generate(Pretended(ids), attention_mask=Pretended(mask), assistant=spec, **options)

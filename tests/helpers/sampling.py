@@ -53,9 +53,9 @@ def peak(final_norm: torch.nn.Module) -> None:
     final_norm.weight.mul_(10.0)
 
 
-@cache
-def llama() -> LlamaForCausalLM:
-    model = tiny_llama(layers=4, vocabulary=VOCABULARY, factor=1.5, seed=4)
+def peaked(layers: int, factor: float) -> LlamaForCausalLM:
+    """Few tokens, distributions far from uniform, and layers whose absence shows."""
+    model = tiny_llama(layers, vocabulary=VOCABULARY, factor=factor, seed=4)
     peak(model.model.norm)
     # Attention that is far from uniform and weighs in, so that a wrong context shows.
     with torch.no_grad():
@@ -63,6 +63,11 @@ def llama() -> LlamaForCausalLM:
             for name, factor in (("q_proj", 10.0), ("k_proj", 10.0), ("v_proj", 1.5), ("o_proj", 1.5)):
                 getattr(layer.self_attn, name).weight.mul_(factor)
     return model
+
+
+@cache
+def llama() -> LlamaForCausalLM:
+    return peaked(layers=4, factor=1.5)
 
 
 @torch.no_grad()

@@ -43,9 +43,6 @@ def assert_not_used(model: Any, spec: SelfSpec, **options: Any) -> None:
     assert calls(spec) == before
 
 
-# Attaching and detaching ---------------------------------------------------------------------------------------------
-
-
 def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     state = dict(vars(fresh_llama))
     attach(fresh_llama, spec)
@@ -116,9 +113,6 @@ def test_all_threads_use_it(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> No
     assert calls(spec) == 1
 
 
-# Wrappers ------------------------------------------------------------------------------------------------------------
-
-
 def lora(model: PreTrainedModel) -> peft.PeftModel:
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config).eval()
@@ -159,9 +153,6 @@ def test_pipeline(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     assert calls(spec) == 1
 
 
-# Calls that choose for themselves ------------------------------------------------------------------------------------
-
-
 def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     attach(fresh_llama, spec)
     other = new_spec()
@@ -185,9 +176,6 @@ def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     config = GenerationConfig(prompt_lookup_num_tokens=3)
     assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, generation_config=config), plain)
     assert calls(spec) == 0
-
-
-# Calls that cannot be served -----------------------------------------------------------------------------------------
 
 
 def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any] = ROW, **options: Any) -> None:

@@ -17,7 +17,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import hf_selfspec
-from helpers.calls import assert_mixed, new_spec
+from helpers.calls import assert_serves, new_spec
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import FixedLength, SelfSpec, SkipLayers, TopKTree, UnsupportedOptionError
@@ -35,17 +35,6 @@ SPECS = {
 @pytest.fixture(params=SPECS)
 def spec(request: pytest.FixtureRequest) -> SelfSpec:
     return SPECS[request.param]
-
-
-def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
-    """Tokens of ``model`` with ``spec`` are those of plain ``reference`` (``model`` itself if not given)."""
-    for inputs in (ROW, BATCH):
-        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=16)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
-        assert_mixed(spec)
-
-
-# generate ------------------------------------------------------------------------------------------------------------
 
 
 def test_assistant_and_custom_generate(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
@@ -118,21 +107,13 @@ def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     assert torch.equal(llama.generate(**ROW, max_new_tokens=16, assistant=spec), plain)
 
 
-# PEFT ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def lora() -> peft.PeftModel:
     """LoRA on attention and MLP with weights that change the output."""
     model = tiny_llama(factor=0.5)
     torch.manual_seed(4)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_alpha=8,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        init_lora_weights=False,
-    )
+    settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "init_lora_weights": False}
+    config = peft.LoraConfig(**settings, target_modules=["q_proj", "v_proj", "down_proj"])
     return peft.get_peft_model(model, config).eval()
 
 
@@ -164,9 +145,6 @@ def test_adapters_that_are_refused(config: peft.PeftConfig, words: str) -> None:
     invoked[:, -4:-2] = torch.tensor([5, 6])
     with pytest.raises(UnsupportedOptionError, match=words):
         model.generate(input_ids=invoked, max_new_tokens=4, assistant=SelfSpec())
-
-
-# Hooks ---------------------------------------------------------------------------------------------------------------
 
 
 def assert_serves_until_each_end(model: Any, spec: SelfSpec, **options: Any) -> None:
@@ -234,33 +212,18 @@ def test_rows_that_have_ended_leave_the_forwards(own: bool) -> None:
     assert sizes == ({3} if own else {3, 2, 1})
 
 
-# Compiled, dispatched, quantised -------------------------------------------------------------------------------------
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "object": lambda model: torch.compile(model, backend="eager"),
+    "in place": lambda model: model.compile(backend="eager") or model,
+    "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")) or model,
+    "layers": lambda model: [layer.compile(backend="eager") for layer in model.model.layers] and model,
+}
 
 
-def compiled_object(model: PreTrainedModel) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-def compiled_in_place(model: PreTrainedModel) -> Any:
-    model.compile(backend="eager")
-    return model
-
-
-def compiled_forward(model: PreTrainedModel) -> Any:
-    model.forward = torch.compile(model.forward, backend="eager")
-    return model
-
-
-def compiled_layers(model: PreTrainedModel) -> Any:
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    return model
-
-
-@pytest.mark.every_run("exit-compiled_(object|layers)")
-@pytest.mark.parametrize("compiled", [compiled_object, compiled_in_place, compiled_forward, compiled_layers])
-def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec, compiled: Callable[[PreTrainedModel], Any]) -> None:
-    model = compiled(tiny_llama(factor=0.5))
+@pytest.mark.every_run("exit-(object|layers)")
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec, compiled: str) -> None:
+    model = COMPILED[compiled](tiny_llama(factor=0.5))
     assert_serves(model, spec, llama)
     # Plain generate goes on with the compiled forward.
     assert torch.equal(model.generate(**ROW, max_new_tokens=4), llama.generate(**ROW, max_new_tokens=4))
@@ -284,9 +247,7 @@ def test_accelerate(
     llama: LlamaForCausalLM, spec: SelfSpec, place: Callable[[PreTrainedModel, Path], PreTrainedModel], tmp_path: Path
 ) -> None:
     model = place(tiny_llama(factor=0.5), tmp_path)
-    forwards = {
-        name: module.__dict__["forward"] for name, module in model.named_modules() if hasattr(module, "_hf_hook")
-    }
+    forwards = {name: vars(module)["forward"] for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
     assert any(parameter.device.type == "meta" for parameter in model.parameters())
     assert len(forwards) > 6
     assert_serves(model, spec, llama)

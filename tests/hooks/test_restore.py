@@ -17,22 +17,13 @@ from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from helpers.calls import new_spec, unchanged
+from helpers.calls import assert_serves, new_spec, unchanged
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
 EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())
 TREE = SelfSpec(draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1))))
-
-
-def assert_right(model: LlamaForCausalLM, spec: SelfSpec) -> None:
-    """One row and a batch: the tokens of plain ``generate``."""
-    for inputs in (ROW, BATCH):
-        plain = model.generate(**inputs, max_new_tokens=16)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
-        assert spec.stats is not None
-        assert 0 < spec.stats.acceptance_rate < 1
 
 
 def test_while_it_runs_the_model_is_changed(llama: LlamaForCausalLM) -> None:
@@ -68,12 +59,9 @@ def test_forwards_that_others_put_there(spec: SelfSpec) -> None:
         module.forward = watched(name, module.forward)
     mine = layer.forward
     with unchanged(model):
-        assert_right(model, spec)
+        assert_serves(model, spec)
     assert layer.__dict__["forward"] is mine
     assert set(calls) == {"model", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp", "lm_head"}
-
-
-# Exceptions ----------------------------------------------------------------------------------------------------------
 
 
 class BoomError(Exception):
@@ -86,49 +74,30 @@ class Bomb(BaseStreamer):
     def __init__(self, fuse: int, error: type[BaseException]) -> None:
         self.fuse, self.error = fuse, error
 
-    def tick(self) -> None:
+    def tick(self, *_: Any) -> None:
         self.fuse -= 1
         if self.fuse == 0:
             raise self.error
 
-    def put(self, value: torch.Tensor) -> None:
-        self.tick()
+    put = end = tick
 
-    def end(self) -> None:
-        self.tick()
-
-    def processor(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.tick()
-        return scores
-
-    def criterion(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def rule(self, input_ids: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        """A stop rule and a stopping criterion, at which nothing ends."""
         self.tick()
         return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    def stop(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        self.tick()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    def hook(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        self.tick()
 
 
 def explode(model: LlamaForCausalLM, place: str, bomb: Bomb, inputs: dict[str, torch.Tensor]) -> None:
     """Generates with the bomb in its place."""
-    options: dict[str, Any] = {"assistant": EXIT, "max_new_tokens": 16}
-    handle = None
-    if place == "processor":
-        options["logits_processor"] = [bomb.processor]
-    elif place == "criterion":
-        options["stopping_criteria"] = [bomb.criterion]
-    elif place == "streamer":
-        options["streamer"] = bomb
-    elif place == "stop rule":
-        options["assistant"] = SelfSpec(draft=EarlyExit(3), stop=bomb.stop)
-    else:
-        handle = model.get_submodule(place).register_forward_pre_hook(bomb.hook)
+    places: dict[str, dict[str, Any]] = {
+        "processor": {"logits_processor": [lambda ids, scores: bomb.tick() or scores]},
+        "criterion": {"stopping_criteria": [bomb.rule]},
+        "streamer": {"streamer": bomb},
+        "stop rule": {"assistant": SelfSpec(EarlyExit(3), bomb.rule)},
+    }
+    handle = None if place in places else model.get_submodule(place).register_forward_pre_hook(bomb.tick)
     try:
-        model.generate(**inputs, **options)
+        model.generate(**inputs, **{"assistant": EXIT, "max_new_tokens": 16} | places.get(place, {}))
     finally:
         if handle is not None:
             handle.remove()
@@ -154,10 +123,7 @@ def test_after_an_exception(llama: LlamaForCausalLM, inputs: dict[str, torch.Ten
         with pytest.raises(error):
             explode(llama, place, bomb, inputs)
         assert bomb.fuse == 0
-    assert_right(llama, EXIT)
-
-
-# Without a layer draft -----------------------------------------------------------------------------------------------
+    assert_serves(llama, EXIT)
 
 
 class Obeying(BaseStreamer):
@@ -192,7 +158,7 @@ def test_layers_run_as_they_are_where_none_drafts(llama: LlamaForCausalLM) -> No
 def test_after_an_exception_where_no_layer_drafts(llama: LlamaForCausalLM, fails_at: int) -> None:
     with unchanged(llama), pytest.raises(BoomError):
         llama.generate(**ROW, max_new_tokens=40, assistant=SelfSpec.lookup(), streamer=Obeying(llama, fails_at))
-    assert_right(llama, EXIT)
+    assert_serves(llama, EXIT)
 
 
 @pytest.fixture
@@ -234,10 +200,7 @@ def test_threads(llama: LlamaForCausalLM) -> None:
         for thread in threads:
             thread.join()
     assert found == [True] * len(specs) * len(prompts)
-    assert_right(llama, EXIT)
-
-
-# Memory --------------------------------------------------------------------------------------------------------------
+    assert_serves(llama, EXIT)
 
 
 def live_tensors() -> int:
@@ -263,8 +226,6 @@ def test_no_growth_over_many_calls(llama: LlamaForCausalLM) -> None:
     assert live_tensors() <= tensors
     assert process.memory_info().rss - memory < 32 * 2**20
 
-
-# Anything goes -------------------------------------------------------------------------------------------------------
 
 LAYERS = 6
 SKIPPABLE = st.lists(st.integers(1, LAYERS - 2), max_size=4)

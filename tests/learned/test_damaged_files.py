@@ -33,7 +33,6 @@ SETTINGS = {"draft": {"class": "EarlyExit", "layer": 3}, "stop": None, "tree": N
 
 
 def written(folder: Path, **settings: Any) -> Path:
-    """A saved SelfSpec with these settings changed."""
     content = {"format": 1, "settings": SETTINGS | settings, "fingerprint": None, "findings": []}
     (folder / FILE).write_text(json.dumps(content))
     return folder

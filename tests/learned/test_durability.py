@@ -221,7 +221,6 @@ def test_a_call_writes_a_file_once(llama: PreTrainedModel, tmp_path: Path, monke
 
 
 def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Generation goes on, and a warning tells."""
     (tmp_path / "file").write_text("")
     spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path / "file")
     with pytest.warns(UserWarning, match="cannot be written"):

@@ -267,7 +267,6 @@ def test_files_that_are_something_else(saved: Path, tmp_path: Path) -> None:
 
 
 def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Path:
-    """A copy of the file with one value replaced."""
     content = json.loads((saved / FILE).read_text())
     inner = reduce(operator.getitem, keys[:-1], content)
     inner[keys[-1]] = value
@@ -302,7 +301,6 @@ def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 @pytest.fixture(scope="module")
 def saved_probe(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the choice of a probe."""
     return saved_in(tmp_path_factory.mktemp("probe"), SelfSpec.layerskip(), llama)
 
 
@@ -334,7 +332,6 @@ def test_findings_that_do_not_fit(
 
 
 def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """A user's own stop rule."""
     return torch.zeros(len(logits), dtype=torch.bool)
 
 

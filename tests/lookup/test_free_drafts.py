@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.architectures import build
+from helpers.calls import new_tokens
 from helpers.fitted import adapter_of, heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from hf_selfspec import (
@@ -44,7 +45,6 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
-    """All that is drafted."""
     seen: list[Draft] = []
     original = ControlledDrafter.propose
 
@@ -75,11 +75,6 @@ INPUTS = {"one row": ROW, "ragged batch": BATCH}
 # Everything that generate offers -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
 @pytest.fixture(params=["lookup", "exit"])
 def spec(request: pytest.FixtureRequest) -> SelfSpec:
     return SPECS[request.param]()
@@ -91,14 +86,8 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     plain = model.generate(**inputs, **options)
     model.generate(**inputs, **options, assistant=spec)
     ours = model.generate(**inputs, **options, assistant=spec)
-    assert spec.stats is not None
     assert spec.stats.accepted > 0
     return ours, plain
-
-
-def new_tokens(model: PreTrainedModel, inputs: Inputs, **options: Any) -> list[list[int]]:
-    ids = model.generate(**inputs, **({"max_new_tokens": 20} | options))
-    return ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("placeholder", [VOCABULARY, -100])

@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +40,14 @@ PROMPT = ragged_batch((12,), seed=11)
 BATCH = ragged_batch((4, 9, 6))
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
 @pytest.fixture(autouse=True)
 def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_WRITTEN", 0.0)
 
 
 def call(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = PROMPT) -> GenerationStats:
-    """A call with the output of plain ``generate``."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
-    assert spec.stats is not None
     return spec.stats
 
 
@@ -308,18 +303,12 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
     assert mine.store.tokens == before
 
 
-def _changed(content: Any, *path: Any, value: Any) -> None:
-    for name in path[:-1]:
-        content = content[name]
-    content[path[-1]] = value
-
-
-# One of each kind; what else is refused is in test_lookup.py.
-DAMAGES: dict[str, Callable[[Any], None]] = {
-    "cut short": lambda state: _changed(state, "known", "store", "base64", value="AAAA"),
-    "objects": lambda state: _changed(state, "known", "store", "dtype", value="|O"),
-    "token beyond the vocabulary": lambda state: _changed(state, "known", "store", value=[5, VOCABULARY, 6]),
-    "no store": lambda state: state["known"].pop("store"),
+# One of each kind, by its place and its value; what else is refused is in test_lookup.py.
+DAMAGES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "cut short": (("store", "base64"), "AAAA"),
+    "objects": (("store", "dtype"), "|O"),
+    "token beyond the vocabulary": (("store",), [5, VOCABULARY, 6]),
+    "no store": (("store",), None),
 }
 
 
@@ -333,7 +322,8 @@ def test_damaged_files(llama: LlamaForCausalLM, tmp_path: Path, damage: str) -> 
 
     def damaged(path: Path) -> str:
         content = json.loads(path.read_text())
-        DAMAGES[damage](content["findings"][0]["state"])
+        (*outer, last), value = DAMAGES[damage]
+        reduce(getitem, outer, content["findings"][0]["state"]["known"])[last] = value
         path.write_text(json.dumps(content))
         return f"{path} is not a saved SelfSpec, or was cut short or changed"
 

@@ -11,9 +11,8 @@ import pytest
 
 from hf_selfspec.control.costs import RoundCosts
 from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree, suffix
-from hf_selfspec.lookup.rates import own_key, view_of
 from hf_selfspec.lookup.row import Top
-from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
+from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, texts_of
 
 FREE = RoundCosts.of(lambda drafted: 1.0, 31)
 STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
@@ -35,12 +34,17 @@ def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupFindings, L
     knowledge = LookupFindings()
     for number in range(texts + 1):
         text = random_text(seed + number)
-        row = LookupRow(knowledge, kind)
-        row.extend(text[:100])
+        row = row_of(text[:100], knowledge, kind)
         play(row, text[100:])
         if number < texts:
             knowledge.add_texts([row.own.tokens])
     return knowledge, row
+
+
+def row_of(text: list[int], knowledge: LookupFindings | None = None, kind: str = "") -> LookupRow:
+    row = LookupRow(knowledge or LookupFindings(), kind)
+    row.extend(text)
+    return row
 
 
 def play(row: LookupRow, text: Sequence[int]) -> None:
@@ -87,30 +91,14 @@ def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) 
             assert match.position == max(positions)
 
 
-def test_other_occurrences_are_counted() -> None:
-    begun = [1, 2, 3, 4, 0, 1, 2, 3]
-    for text, support in (
-        (begun, suffix.LONE),
-        ([*begun, 4, 5, 1, 2, 3], suffix.SHARED),
-        ([*begun, 7, 5, 1, 2, 3], suffix.CONTESTED),
-    ):
-        index = SuffixIndex()
-        index.extend(text)
-        assert (match := index.match(text[-LONGEST_MATCH:])) is not None
-        assert match.support == support
-
-
 def test_nothing_matches_or_goes_on_across_texts() -> None:
     index = SuffixIndex(1_000)
     index.extend([SEPARATOR, 1, 2, 3, SEPARATOR, 4, 5, 6])
     match = index.match([3, 4, 5])
-    assert match is not None
     assert match.length == 2
     knowledge = LookupFindings()
     knowledge.add_texts([[1, 2, 3, 4, 5], [6, 7]])
-    row = LookupRow(knowledge)
-    row.extend([1, 2, 3, 4, 5])
-    assert row.propose(FREE, 1.0, 8).tokens == ()
+    assert row_of([1, 2, 3, 4, 5], knowledge).propose(FREE, 1.0, 8).tokens == ()
 
 
 def test_a_store_keeps_the_latest_texts() -> None:
@@ -137,9 +125,7 @@ def test_texts_are_stored_without_what_is_known_of_them() -> None:
 
 
 def test_a_continuation_repeats_where_the_text_ends() -> None:
-    row = LookupRow(LookupFindings())
-    row.extend([7, 8, 9] * 4)
-    tree = row.propose(FREE, 1.0, deepest=10, branching=False)
+    tree = row_of([7, 8, 9] * 4).propose(FREE, 1.0, deepest=10, branching=False)
     assert tree.tokens == (7, 8, 9, 7, 8, 9, 7, 8, 9, 7)
     assert tree.parents == tuple(range(10))
 
@@ -152,11 +138,9 @@ def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
     successors.see((1, 2), [5, 6], [0.75, 0.125], 3)
     successors.see((9, 2), [7], [0.5], 4)
     found = successors.get(1, 2)
-    assert found is not None
     assert (found.is_pair, found.text) == (True, 3)
     assert (list(found.tokens[:3]), list(found.probabilities[:3])) == ([5, 6, -1], [0.75, 0.125, 0.0])
     single = successors.get(3, 2)
-    assert single is not None
     assert (single.is_pair, single.text, single.tokens[0]) == (False, 4, 7)
     assert successors.get(2, 1) is None
 
@@ -171,32 +155,6 @@ def test_the_oldest_pairs_leave() -> None:
     smaller = Successors(5)
     smaller.restore(successors.state())
     assert [token for token in range(25) if smaller.get(token, token + 1)] == list(range(20, 25))
-
-
-# Rates ---------------------------------------------------------------------------------------------------------------
-
-
-def test_rates_converge_and_follow_a_change() -> None:
-    rng = random.Random(0)
-    rates = Rates()
-    first, second = own_key(3, view_of(None), LONE), own_key(5, view_of(0.9), LONE)
-    for _ in range(2_000):
-        drawn = rng.random()
-        token = 1 if drawn < 0.2 else 2 if drawn < 0.6 else 3
-        rates.see([(1, first, 0.0), (2, second, 0.0)], token)
-    assert rates.rates[first] == pytest.approx(0.2, abs=0.1)
-    assert rates.rates[second] == pytest.approx(0.5, abs=0.1)  # where the first one was wrong
-    for _ in range(400):
-        rates.see([(1, first, 0.0)], 1)
-    assert rates.rates[first] > 0.8
-
-
-def test_longer_matches_are_trusted_more() -> None:
-    rates = Rates().rates
-    by_length = [rates[own_key(length, view_of(None), LONE)] for length in range(1, 40)]
-    assert by_length == sorted(by_length)
-    by_view = [rates[own_key(3, view_of(probability), LONE)] for probability in (0.9, 0.2, 0.01)]
-    assert by_view == sorted(by_view, reverse=True)
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
@@ -234,8 +192,7 @@ def test_trees_hold_together(seed: int, branching: bool, costs: RoundCosts) -> N
 
 @pytest.mark.parametrize("branching", [True, False])
 def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
-    row = LookupRow(LookupFindings())
-    row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
+    row = row_of([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
     seed = TokenTree((8, 4), (0, 1), (0.6, 0.3)) if branching else TokenTree((4,), (0,), (0.9,))
     tree = row.propose(FREE, 1.0, 6, branching, seed)
     kept = len(seed)
@@ -254,8 +211,7 @@ def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
 
 
 def test_a_seed_stays_where_nothing_pays() -> None:
-    row = LookupRow(LookupFindings())
-    row.extend([1, 2, 3, 4, 1, 2, 3])
+    row = row_of([1, 2, 3, 4, 1, 2, 3])
     known = row.propose(FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
     assert (known.tokens[:3], known.parents[:3]) == ((4, 8, 1), (0, 0, 1))  # what the seed has is not drafted again
     check(known, 6)
@@ -295,8 +251,7 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
     def known_after(
         text: list[int], tree: TokenTree, emitted: list[int], tops: list[Top]
     ) -> dict[tuple[int, int], int]:
-        row = LookupRow(knowledge := LookupFindings())
-        row.extend(text)
+        row = row_of(text, knowledge := LookupFindings())
         row.learn(tree, emitted, tops)
         assert row.own.tokens == text + emitted
         pairs = product(range(10), range(10))
@@ -311,10 +266,7 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
 
 
 def test_matches_that_fail_are_trusted_less() -> None:
-    knowledge = LookupFindings()
-    rng = random.Random(3)
-    row = LookupRow(knowledge)
-    row.extend(random_text(3, alphabet=4))
+    rng, row = random.Random(3), row_of(random_text(3, alphabet=4))
     before = row.propose(FREE, 1.0, 8, branching=False).expected
     for _ in range(300):
         tree = row.propose(FREE, 1.0, 8)
@@ -325,8 +277,7 @@ def test_matches_that_fail_are_trusted_less() -> None:
 
 def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     knowledge = LookupFindings()
-    row = LookupRow(knowledge)
-    row.extend([1, 2, 3, 4, 1, 2, 3])
+    row = row_of([1, 2, 3, 4, 1, 2, 3], knowledge)
     tree = row.propose(STEEP, 1.0, 8)
     assert len(tree) == 0
     key = tree.offers[0][0][1]
@@ -346,9 +297,7 @@ def test_what_is_known_lasts() -> None:
     assert other.state() == knowledge.state()
     trees = []
     for found in (knowledge, other):
-        fresh = LookupRow(found, "greedy")
-        fresh.extend(row.own.tokens)
-        trees.append(fresh.propose(FREE, 1.0, 8))
+        trees.append(row_of(row.own.tokens, found, "greedy").propose(FREE, 1.0, 8))
     assert trees[0] == trees[1]
     assert len(trees[0]) > 5
 

@@ -17,13 +17,15 @@ from hf_selfspec import EarlyExit, SelfSpec
 from hf_selfspec.model import runner, traceable
 from hf_selfspec.model.graphs import Graphs, graphs_of
 
+Recorded = dict[Hashable, set[tuple[int, ...]]]
+
 
 @pytest.fixture
-def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> dict[Hashable, set[tuple[int, ...]]]:
+def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """For each graph the addresses of keys and values that it ran with, as if it were a CUDA graph."""
     monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
-    found: dict[Hashable, set[tuple[int, ...]]] = defaultdict(set)
+    found: Recorded = defaultdict(set)
     find = Graphs.find
 
     def watched(self: Graphs, key: Hashable, function: Any, inputs: Any, what: str) -> Any:
@@ -36,7 +38,7 @@ def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> dict[Hasha
     return found
 
 
-def test_each_graph_is_recorded_once(recorded: dict[Hashable, set[tuple[int, ...]]]) -> None:
+def test_each_graph_is_recorded_once(recorded: Recorded) -> None:
     model, spec = tiny_llama(2, factor=0.5), SelfSpec(EarlyExit(1), THREE, compile=QUICK)
     for new in (150, 40, 150):  # 256, 128 and 256 slots
         same_ids(model, spec, new=new)
@@ -47,11 +49,9 @@ def test_each_graph_is_recorded_once(recorded: dict[Hashable, set[tuple[int, ...
     del keep
 
 
-def test_calls_at_the_same_time(
-    recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_calls_at_the_same_time(recorded: Recorded) -> None:
     """Each graph is recorded twice at most; a third call runs without graphs, and its memory is its own."""
-    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     model, spec = tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=QUICK)
     same_ids(model, spec)
     options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
@@ -73,29 +73,21 @@ def test_calls_at_the_same_time(
         same_ids(model, spec)
 
 
-def test_an_error_leaves_the_memory_to_the_next_call(
-    recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_leaves_the_memory_to_the_next_call(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(type(model.model.norm), "forward", _stopping)
+            patch.setattr(type(model.model.norm), "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("stopped")))
             with pytest.raises(RuntimeError, match="stopped"):
                 model.generate(**ragged_batch((9,)), max_new_tokens=9, assistant=spec)
     same_ids(model, spec)
     assert recorded
 
 
-def _stopping(*_: Any) -> None:
-    raise RuntimeError("stopped")
-
-
+@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("at", ["making", "running"])
-def test_assertions_of_torchs_graph_trees(
-    at: str, recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assertions_of_torchs_graph_trees(at: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls go on without graphs."""
-    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     left = [0 if at == "making" else 5]
 
     def compiled(graph: Any, **_: Any) -> Any:
@@ -115,9 +107,6 @@ def test_assertions_of_torchs_graph_trees(
     assert left[0] == -1
     for place in graphs_of(model, QUICK).places:
         assert not place._pieces  # no memory is kept for nothing
-
-
-# Sizes ---------------------------------------------------------------------------------------------------------------
 
 
 def test_long_texts_attend_over_few_empty_slots() -> None:

@@ -25,15 +25,10 @@ from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
 from hf_selfspec.model.traceable import tracing
 
-pytestmark = pytest.mark.usefixtures("always_graphs")
+pytestmark = pytest.mark.usefixtures("always_graphs", "no_warnings_yet")
 
 # Types that run as they are: they build masks of their own, count tokens or choose experts on the host.
 EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "opt-350m", "xglm")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_selfspec.errors._warned", set())
 
 
 @pytest.fixture
@@ -124,9 +119,6 @@ def test_options_that_torch_does_not_know(wrong: CompileConfig) -> None:
         same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=wrong))
 
 
-# Where there is no graph ---------------------------------------------------------------------------------------------
-
-
 def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) -> None:
     with pytest.warns(UserWarning, match="without compiled graphs here, since it has recurrent states"):
         same_ids(build("qwen3_next"), specs()["exit"])
@@ -183,10 +175,9 @@ def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
 
 @peft_calls_old_name
 def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule]) -> None:
-    adapter = IA3Config(
-        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-    )
-    model, spec = get_peft_model(tiny_llama(4, factor=0.5), adapter).eval(), specs()["exit"]
+    targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    adapter, spec = IA3Config(task_type="CAUSAL_LM", **targets), specs()["exit"]
+    model = get_peft_model(tiny_llama(4, factor=0.5), adapter).eval()
     for name, values in model.named_parameters():
         if "ia3" in name:
             values.data = -torch.ones_like(values)
@@ -195,9 +186,6 @@ def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule]) -> Non
     with model.disable_adapter():
         same_ids(model, spec)
     assert not traced
-
-
-# Their life ----------------------------------------------------------------------------------------------------------
 
 
 # What changes a norm, of whose modules graphs hold the values.
@@ -237,9 +225,6 @@ def test_inference_mode_and_without() -> None:
         same_ids(model, spec)
 
 
-# Threads -------------------------------------------------------------------------------------------------------------
-
-
 def test_graphs_do_not_run_while_one_is_made() -> None:
     """Torch's tracer sets a flag of the whole process, with which compiled functions of other threads fail."""
     inputs, found = [torch.ones(2)], []
@@ -272,9 +257,6 @@ def test_results_of_a_cuda_graph_are_copied(monkeypatch: pytest.MonkeyPatch) -> 
     place = torch.zeros(1)
     found = [graphs._copied(lambda value: [place.copy_(value)], torch.tensor([number]))[0] for number in (1.0, 2.0)]
     assert found == [1.0, 2.0]
-
-
-# What they leave -----------------------------------------------------------------------------------------------------
 
 
 def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:

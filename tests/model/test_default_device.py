@@ -14,21 +14,10 @@ import torch
 import hf_selfspec
 from helpers.fitted import arguments, heads_of, rows
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_llama
-from hf_selfspec import (
-    Adapter,
-    ClosestLayers,
-    CostTree,
-    EarlyExit,
-    EarlyExitLora,
-    FixedLength,
-    ReducedHead,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    audit,
-    fit_adapter,
-)
-from hf_selfspec.modules import DraftLora, LinearProbe
+from hf_selfspec import ClosestLayers, CostTree, FixedLength, SelfSpec, TopKTree, audit
+from hf_selfspec.draft import EarlyExit, EarlyExitLora, SkipLayers
+from hf_selfspec.modules import Adapter, DraftLora, LinearProbe, ReducedHead
+from hf_selfspec.train import fit_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of parts that are not good
 

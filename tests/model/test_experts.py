@@ -18,6 +18,7 @@ from hf_selfspec.model.graphs import graphs_of
 
 QUICK = CompileConfig(backend="eager", mode="default")
 EXPERTS, CHOSEN = 16, 2
+Calls = list[tuple[str, int]]  # functions, and for how many tokens each was called
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,8 @@ def moe() -> PreTrainedModel:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Which function was called for how many tokens."""
-    found: list[tuple[str, int]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    found: Calls = []
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: Any, states: torch.Tensor, *given: Any) -> Any:
@@ -53,11 +53,7 @@ def same_ids(model: PreTrainedModel, spec: SelfSpec, lengths: tuple[int, ...] = 
 @pytest.mark.parametrize("lengths", [(9,), (9, 5, 7)], ids=["row", "batch"])
 @pytest.mark.parametrize("drafted", [3, 10])
 def test_off_a_cpu_weights_are_gathered_for_few_tokens(
-    drafted: int,
-    lengths: tuple[int, ...],
-    moe: PreTrainedModel,
-    calls: list[tuple[str, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    drafted: int, lengths: tuple[int, ...], moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
     spec, few = SelfSpec(EarlyExit(2), FixedLength(drafted)), range(EXPERTS // CHOSEN)
@@ -90,7 +86,7 @@ def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("always_graphs")
-def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: list[tuple[str, int]]) -> None:
+def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: Calls) -> None:
     """Other forwards have none, and the graphs of few tokens stay."""
     spec = SelfSpec(EarlyExit(2), FixedLength(10), compile=QUICK)
     for _ in range(2):
@@ -103,7 +99,7 @@ def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: list[
 
 
 def test_a_cpu_groups_always_and_the_choice_of_a_user_stays(
-    moe: PreTrainedModel, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = SelfSpec(EarlyExit(2), FixedLength(10))
     same_ids(moe, spec)

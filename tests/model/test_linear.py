@@ -44,9 +44,6 @@ def machine() -> FakeMachine:
     return FakeMachine({"for one": lambda n: n, "for many": lambda n: 5.0})
 
 
-# The ways -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(300, 257), (301, 64), (1, 7)])
@@ -61,9 +58,6 @@ def test_every_way_equals_linear(way: Way, shape: tuple[int, int], tokens: int, 
         torch.testing.assert_close(found, plain_linear(input, weight, offset), atol=1e-4, rtol=1e-4)
         assert found.is_contiguous()
         assert bias is False or torch.equal(offset, kept)
-
-
-# The choice -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_way_is_chosen_by_the_number_of_tokens(machine: FakeMachine) -> None:
@@ -88,9 +82,6 @@ def test_the_time_of_compiling_does_not_count() -> None:
     times = iter([100.0, 1.0, 1.0])
     machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)})
     assert machine.choice(1, torch.randn(6, 4)) == "compiled"
-
-
-# Layers ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +124,8 @@ def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
 def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, active = torch.nn.Linear(800, 700), False
     served: list[int] = []
-    way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
+    ways: list[Way] = [lambda *args: served.append(1) or linear.blas(*args)]
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner(ways))
     [(_, forward)] = few_token_forwards([layer], lambda: active)
     x = torch.randn(1, 3, 800)
     with torch.no_grad():
@@ -150,8 +141,8 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
 def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, served = tiny_llama(layers=2), []
     monkeypatch.setattr(linear, "_SMALLEST", 1)
-    way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
+    ways: list[Way] = [lambda *args: served.append(1) or linear.blas(*args)]
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner(ways))
     target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
     tokens = torch.tensor([[5, 6, 7]])
     with target.prepared():

@@ -14,17 +14,8 @@ from transformers import LlamaForCausalLM
 
 from helpers.calls import new_spec
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import (
-    Architecture,
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    SkipLayers,
-    TopKTree,
-    UnsupportedModelError,
-    register_architecture,
-)
+from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, register_architecture
+from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
@@ -32,8 +23,6 @@ from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
-
-# Anatomy and plans ---------------------------------------------------------------------------------------------------
 
 
 def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +44,6 @@ def test_unknown_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModelError, match="attention block of layer 2 was not found"):
         SkipLayers(attention=[2]).plan(Anatomy.of(model))
     assert SkipLayers(attention=[2], mlp=[2]).plan(Anatomy.of(model)).skipped_layers == {2}
-
-
-# Partial forwards ----------------------------------------------------------------------------------------------------
 
 
 def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM) -> None:
@@ -92,9 +78,6 @@ def test_verification_does_not_recompute_the_exact_prefix(draft: EarlyExit | Ski
         assert tokens[5] == tokens[0] + (0 if isinstance(draft, EarlyExit) else stats.drafted)
 
 
-# Cache ---------------------------------------------------------------------------------------------------------------
-
-
 def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers begin as they come from memory; whatever that holds, no forward sees it."""
     make = torch.Tensor.new_empty
@@ -126,9 +109,6 @@ def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytes
         assert not any(buffer() is not None for buffer in made)
     finally:
         gc.enable()
-
-
-# Masks and attention -------------------------------------------------------------------------------------------------
 
 
 def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:

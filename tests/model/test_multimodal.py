@@ -20,21 +20,12 @@ from helpers.architectures import build as build_text
 from helpers.calls import calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import IMAGE, MEDIA, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
-from hf_selfspec import (
-    Adapter,
-    ClosestLayers,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.draft import EarlyExit, EarlyExitAdapter, SkipLayers
 from hf_selfspec.draft.adapter import AdapterDraft
+from hf_selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.modules import Adapter
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPECS = {
@@ -76,9 +67,6 @@ def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
     assert 0 < accepted < drafted
 
 
-# Text alone -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "paligemma"])
 def test_marks_of_text(name: str) -> None:
     """Processors give them with prompts that have no image; zeros make a prefix of PaliGemma's see all of itself."""
@@ -110,8 +98,6 @@ def test_positions_in_several_dimensions(added: int) -> None:
     assert torch.equal(expected, model.generate(row["input_ids"], **OPTIONS)) == (not added)
     assert torch.equal(model.generate(**row, **OPTIONS, assistant=SPEC), expected)
 
-
-# Whatever drafts ------------------------------------------------------------------------------------------------------
 
 DRAFTS: dict[str, Callable[[], SelfSpec]] = {
     "default": SelfSpec,
@@ -155,9 +141,6 @@ def test_placeholders_without_an_embedding_are_not_drafted(name: str, draft: str
     spec, expected = DRAFTS[draft](), model.generate(**prompt, **OPTIONS)
     assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=spec), expected)
     model.generate(**prompt, **OPTIONS | {"do_sample": True}, assistant=spec)
-
-
-# The rest of generate -------------------------------------------------------------------------------------------------
 
 
 def two_turns(name: str, assistant: SelfSpec | None, first: int = 20, later: dict[str, Any] | None = None) -> Any:
@@ -253,9 +236,6 @@ def test_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
     assert calls(spec) == 3
 
 
-# Other ways in --------------------------------------------------------------------------------------------------------
-
-
 def test_a_second_tower_of_as_many_layers() -> None:
     """The decoder's layers are those of the language model."""
     settings = MODELS["llava"][1]
@@ -265,9 +245,6 @@ def test_a_second_tower_of_as_many_layers() -> None:
     assert list(Anatomy.of(model).layers) == list(model.model.language_model.layers)
     prompt = prompt_of("llava")
     assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=SPEC), model.generate(**prompt, **OPTIONS))
-
-
-# Refused --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")

@@ -14,19 +14,11 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    EarlyExitLoss,
-    FixedLength,
-    LayerDropout,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    first_differences,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.model.transfer import read, upload
+from hf_selfspec.train import EarlyExitLoss, LayerDropout
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

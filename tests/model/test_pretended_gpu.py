@@ -41,13 +41,9 @@ DRAFTS = (
 
 
 def measured(script: str, *cases: tuple[Any, ...]) -> Any:
-    run = subprocess.run(
-        [sys.executable, str(TESTS / "helpers" / script), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-        check=False,
-    )
+    command = [sys.executable, str(TESTS / "helpers" / script), json.dumps(cases)]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    run = subprocess.run(command, capture_output=True, text=True, env=paths, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -34,9 +34,6 @@ def _model(name: str) -> PreTrainedModel:
     return build(name)
 
 
-# The log -------------------------------------------------------------------------------------------------------------
-
-
 def add_up(state: torch.Tensor, entries: tuple[torch.Tensor, ...], kept: torch.Tensor | None) -> torch.Tensor:
     """A state of decimal digits: each token shifts them and writes its own."""
     for token in range(entries[0].shape[2]):
@@ -72,9 +69,6 @@ def test_a_log_does_not_grow_where_a_row_has_ended(history: int) -> None:
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-# Generation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_run("kimi_linear|zamba")
@@ -157,9 +151,6 @@ def test_second_look(name: str) -> None:
             close(nodes[row, path], model(text[None]).logits[0, root:])
 
 
-# Sampling ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every_run("mamba")
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "mamba"])
 def test_sampling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +165,6 @@ def test_sampling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert p_value(samples, joint) > SIGNIFICANCE
     assert samples.shape[1] == PROMPT.shape[1] + NEW_TOKENS
 
-
-# Chats: caches out and in --------------------------------------------------------------------------------------------
 
 _PURE = ("mamba", "mamba2", "falcon_mamba")
 
@@ -207,9 +196,6 @@ def test_chat_goes_on(name: str) -> None:
         assert torch.equal(turn(model, text, past_key_values=cache, assistant=SPEC).sequences, expected)
         # The cache that was taken in holds the whole text now.
         assert cache.get_seq_length() == expected.shape[1] - 1
-
-
-# What is refused, and what is put back -------------------------------------------------------------------------------
 
 
 def modeling(name: str) -> Any:

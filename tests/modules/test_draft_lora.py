@@ -17,21 +17,10 @@ from helpers.calls import check_lossless, unchanged
 from helpers.fitted import Recording, arguments, lora_of, rows, weights
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    DraftLora,
-    EarlyExit,
-    EarlyExitLora,
-    FixedLength,
-    ReducedHead,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-    fit_draft_lora,
-)
+from hf_selfspec import EarlyExit, EarlyExitLora, FixedLength, SelfSpec, TopKTree, fit_draft_lora
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.modules import DraftLora, ReducedHead
 from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.frozen_model import FrozenModel
 
@@ -40,9 +29,6 @@ EXIT = 2
 
 def spec_of(lora: Any, stop: Any = None, **settings: Any) -> SelfSpec:
     return SelfSpec(EarlyExitLora(lora), stop or FixedLength(3), **settings)
-
-
-# Drafts --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0.02, 30.0])
@@ -113,15 +99,11 @@ def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
         assert list(pool.map(accepted, specs)) == alone
 
 
-# The fit -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_fit_sees_what_drafts_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of windows in the fit are those of drafts that begin where the window does."""
-    model, rule = build(name), Recording()
+    model, rule = build(name), Recording(ends=False)
     lora = lora_of(model, exit_layer=1, size=0.1)
-    monkeypatch.setattr(Recording, "__call__", _never_ends)
     spec = SelfSpec(EarlyExitLora(lora), rule, max_draft=4)
     model.generate(**ragged_batch((12,)), max_new_tokens=24, do_sample=False, assistant=spec)
     frozen, told = FrozenModel(model, (1,)), 0
@@ -137,13 +119,6 @@ def test_the_fit_sees_what_drafts_see(name: str, monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(found[right], logits, rtol=1e-3, atol=1e-4)
             told += sum(not torch.allclose(logits, other, rtol=1e-3, atol=1e-4) for other in found)
     assert told > 8
-
-
-def _never_ends(
-    self: Recording, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor
-) -> torch.Tensor:
-    self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
-    return torch.zeros(len(logits), dtype=torch.bool)
 
 
 def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
@@ -176,9 +151,6 @@ def test_models_to_which_none_can_be_fitted() -> None:
     for name in ("falcon_h1", "bloom"):
         with pytest.raises(UnsupportedModelError, match="Fit an adapter instead"):
             fit_draft_lora(build(name), None, [{"input_ids": [3] * 640}], exit_layer=1, block_size=32)
-
-
-# Files and mistakes --------------------------------------------------------------------------------------------------
 
 
 def test_files(tmp_path: Path, llama: LlamaForCausalLM) -> None:

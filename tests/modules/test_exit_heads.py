@@ -14,19 +14,9 @@ from helpers.architectures import build
 from helpers.calls import check_lossless
 from helpers.fitted import LAYERS, arguments, calibrated, heads_of, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import (
-    DynamicExit,
-    ExitHeads,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedModelError,
-    attach,
-    calibrate_exit_heads,
-    fit_exit_heads,
-)
+from hf_selfspec import DynamicExit, FixedLength, SelfSpec, TopKTree, attach, calibrate_exit_heads, fit_exit_heads
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.modules import ExitHeads
 from hf_selfspec.modules.draft_module import about
 from hf_selfspec.modules.heads import METRICS, Predictions, calibrate, default_layers, figures_of, threshold
 
@@ -35,9 +25,6 @@ def unreached(name: str, words: str) -> Any:
     """The warning that heads reach none of the accuracies."""
     words = rf"{name}: these exit heads reach none of the accuracies from 0\.\d on .({words})"
     return pytest.warns(UserWarning, match=words)
-
-
-# Calibration ----------------------------------------------------------------------------------------------------------
 
 
 def test_thresholds_are_the_loosest_that_are_right_often_enough() -> None:
@@ -83,9 +70,6 @@ def test_layers_of_heads() -> None:
     assert default_layers(4, 4) == [1, 2, 3]
 
 
-# Drafts ---------------------------------------------------------------------------------------------------------------
-
-
 def test_trees_of_heads_change_no_token() -> None:
     model = tiny_llama(8)
     spec = SelfSpec(DynamicExit(heads_of(model, 0.5)), FixedLength(8), TopKTree(((1.0, 3),)))
@@ -120,9 +104,6 @@ def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...],
     assert spec.stats is not None
     assert spec.stats.acceptance_rate == 1.0
     assert not torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
-
-
-# Fits -----------------------------------------------------------------------------------------------------------------
 
 
 def test_fits_of_heads(tmp_path: Path) -> None:

@@ -15,19 +15,9 @@ from helpers.calls import check_lossless
 from helpers.fitted import adapter_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
-from hf_selfspec import (
-    Adapter,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    ReducedHead,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-    fit_reduced_head,
-)
+from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.cli.spec_text import read_spec
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))
@@ -128,9 +118,6 @@ def test_models_that_do_not_tell_their_head(monkeypatch: pytest.MonkeyPatch) -> 
         model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of(KEPT))))
     with pytest.raises(UnsupportedModelError, match="has no output head"):
         fit_reduced_head(model, None, [{"input_ids": [3]}])
-
-
-# Fits and files ------------------------------------------------------------------------------------------------------
 
 
 def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:

@@ -43,14 +43,6 @@ def tied_gpt2() -> GPT2LMHeadModel:
     return model
 
 
-def lora() -> peft.PeftModel:
-    torch.manual_seed(4)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["v_proj", "lm_head"], init_lora_weights=False
-    )
-    return peft.get_peft_model(tiny_llama(), config).eval()
-
-
 @torch.no_grad()
 def by_hand(tokenizer: PreTrainedTokenizerFast, logits_of: Logits) -> list[list[float]]:
     """Losses, accuracies and agreements from the logits ``[s, v]`` of every exit on each text."""
@@ -124,7 +116,9 @@ def test_architectures(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_peft(tokenizer: PreTrainedTokenizerFast) -> None:
     """The adapters count, also one on the head, and also that they are switched off."""
-    model = lora()
+    torch.manual_seed(4)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "lm_head"], "init_lora_weights": False}
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
     base = model.get_base_model()
     report = exit_report(model, tokenizer, TEXTS)
     assert_is(report, by_hand(tokenizer, through_norm_and_head(base)))
@@ -156,7 +150,6 @@ def test_chunks(
 
 
 def rows_seen(model: PreTrainedModel, *args: Any, **options: Any) -> list[list[int]]:
-    """Token ids of each forward of a report."""
     seen: list[list[int]] = []
     embeddings = model.get_input_embeddings()
     handle = embeddings.register_forward_pre_hook(lambda module, args: seen.append(args[0][0].tolist()))
@@ -242,14 +235,8 @@ def test_after_an_exception(tokenizer: PreTrainedTokenizerFast) -> None:
     ],
 )
 def test_settings(
-    llama: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    texts: Any,
-    options: dict[str, Any],
-    message: str,
+    llama: LlamaForCausalLM, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, texts: Any, options: Any, message: str
 ) -> None:
-    """Before the first forward."""
     monkeypatch.delattr(type(llama.model), "forward")
     with pytest.raises((SettingError, SettingTypeError), match=message):
         exit_report(llama, tokenizer, texts, **options)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from transformers import PreTrainedModel
 
 from helpers.models import tiny_llama
 from hf_selfspec import (
@@ -29,15 +28,7 @@ from hf_selfspec.search.skip_search import SkipSearch
 
 LAYERS = 8
 
-
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def generate(model: PreTrainedModel, spec: SelfSpec, tokens: int = 40) -> None:
-    ids = torch.tensor([[3, 5, 2]])
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, assistant=spec
-    )
 
 
 def spans(axes: Axes) -> dict[tuple[int, str], list[tuple[float, float]]]:
@@ -54,12 +45,6 @@ def spans(axes: Axes) -> dict[tuple[int, str], list[tuple[float, float]]]:
     return found
 
 
-def traces(matchness: float) -> list[Trace]:
-    accept = np.zeros((1, 10))
-    accept[:, : round(10 * matchness)] = 1.0
-    return [Trace(accept, np.full((1, 10), 0.5))]
-
-
 def test_sets_are_drawn_at_their_steps() -> None:
     """From the step at which a set was found to the next one's, or the last step."""
     space = SkipSpace(LAYERS, tuple((layer, name) for layer in range(1, 7) for name in ("attention", "mlp")))
@@ -67,7 +52,8 @@ def test_sets_are_drawn_at_their_steps() -> None:
     better = LayerPlan(LAYERS, frozenset([3]), frozenset([2]))
     search = SkipSearch(OnTheFlySearch(), space, 0.2, start)
     for plan, matchness in ((start, 0.3), (start, 0.3), (better, 0.9), (start, 0.2), (better, 0.8)):
-        search.register(plan, traces(matchness))
+        accept = (np.arange(10) < round(10 * matchness))[None].astype(float)
+        search.register(plan, [Trace(accept, np.full((1, 10), 0.5))])
     assert list(search.found) == [(0, start), (3, better)]
     figure = pictures.plot([GenerationStats(tokens=5, total_seconds=1.0, timeline=[(5, 1.0)])], search)
     axes = figure.axes[0]
@@ -83,7 +69,7 @@ def test_sets_are_drawn_at_their_steps() -> None:
 
 def test_a_search_is_drawn(tmp_path: Path) -> None:
     model, spec = tiny_llama(6, factor=0.6), SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0), ratio=0.4))
-    generate(model, spec)
+    model.generate(torch.tensor([[3, 5, 2]]), max_new_tokens=40, do_sample=False, pad_token_id=0, assistant=spec)
     figure = spec.plot(tmp_path / "search.png")
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     sets, speed, time, matchness = figure.axes

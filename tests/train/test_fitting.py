@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,8 @@ from helpers.calls import check_lossless
 from helpers.fitted import EXIT, Recording, adapter_of, arguments, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from helpers.processes import in_two_processes, interrupted_in
-from hf_selfspec import (
-    Adapter,
-    EarlyExitAdapter,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedModelError,
-    fit_adapter,
-    fit_probe,
-)
+from hf_selfspec import Adapter, EarlyExitAdapter, SelfSpec, TopKTree, fit_adapter, fit_probe
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.train import fit as fits
 from hf_selfspec.train import fit_trainer, frozen_model
 from hf_selfspec.train.frozen_model import FrozenModel, cross_entropy
@@ -37,17 +27,12 @@ from hf_selfspec.train.packing import PackedDataset
 FEW = 19
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
 
 
 def adapter_fit(model: Any, text: Any = None, **changed: Any) -> Adapter:
     options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32} | changed
     return fit_adapter(model, None, rows(FEW) if text is None else text, **options)
-
-
-# Fits -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
@@ -127,7 +112,9 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
         output = model(ids, output_hidden_states=True)
         exits = model.lm_head(model.model.norm(output.hidden_states[EXIT]))
         if do_sample:
-            p, q = (_sampled(logits) for logits in (output.logits, exits))
+            # Temperature 0.2, then the five most probable.
+            both = (output.logits / 0.2, exits / 0.2)
+            p, q = (x.masked_fill(x < x.topk(5).values[..., -1:], -torch.inf).softmax(-1) for x in both)
             label = torch.minimum(p, q).sum(-1)
         else:
             label = (exits.argmax(-1) == output.logits.argmax(-1)).float()
@@ -136,12 +123,6 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
     constant = F.binary_cross_entropy(share.expand_as(label), label)
     assert F.binary_cross_entropy(sure, label) < constant - 0.002
     assert sure.mean().item() == pytest.approx(share.item(), abs=0.1)
-
-
-def _sampled(logits: torch.Tensor) -> torch.Tensor:
-    """Temperature 0.2, then the five most probable."""
-    logits = logits / 0.2
-    return logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf).softmax(-1)
 
 
 @pytest.mark.slow
@@ -211,9 +192,6 @@ def test_rows_of_text() -> None:
     assert len(held_out) == 2
 
 
-# The cache of states --------------------------------------------------------------------------------------------------
-
-
 def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits are the same; only what has no room, or was cut short, goes through the model."""
     looked, run = list[int](), FrozenModel.run
@@ -260,13 +238,6 @@ def test_states_of_another_precision_are_other_states(tmp_path: Path, other: str
     assert 0 < found[0] < found[1]
 
 
-# Fits that stop and go on ---------------------------------------------------------------------------------------------
-
-
-class StoppedError(Exception):
-    pass
-
-
 def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the part of a fit that was not; nothing is left beside it then."""
     monkeypatch.setattr(fit_trainer, "SAVE_STEPS", 3)
@@ -277,11 +248,11 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     def stopping(self: FrozenModel, ids: torch.Tensor) -> Any:
         seen.append(len(ids))
         if len(ids) == 8 and seen.count(8) == 8:
-            raise StoppedError
+            raise KeyboardInterrupt
         return observe(self, ids)
 
     monkeypatch.setattr(FrozenModel, "hidden_states", stopping)
-    with pytest.raises(StoppedError):
+    with pytest.raises(KeyboardInterrupt):
         adapter_fit(model, text, output_dir=out)
     assert list((tmp_path / "adapter-checkpoints").glob("checkpoint-*"))
     with pytest.raises(SettingError, match=r"with another text\. Repeat"):
@@ -316,9 +287,6 @@ def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
         fit_in(tmp_path / "kept", text=FEW, learning_rate=1e38)
     fit_in(tmp_path / "kept", text=FEW)
-
-
-# Drafts with adapters and probes --------------------------------------------------------------------------------------
 
 
 def test_an_adapter_sees_the_whole_text() -> None:
@@ -390,18 +358,10 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     assert SelfSpec.adaspeed(probe=tmp_path).draft == again.draft == spec.draft == SelfSpec.layerskip(EXIT, 4).draft
     found = [[stats.from_draft for stats in check_lossless(model, one)] for one in (spec, again)]
     assert found[0] == found[1]
-    for wrong, words in (
-        (lambda: SelfSpec.adaspeed(4, probe), "the probe was fitted to the states of exit layer 2"),
-        (
-            lambda: tiny_llama(seed=5).generate(torch.tensor([[3]]), max_new_tokens=4, assistant=spec),
-            "a model with other weights",
-        ),
-    ):
-        with pytest.raises(SettingError, match=words):
-            wrong()
-
-
-# Mistakes -------------------------------------------------------------------------------------------------------------
+    with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
+        SelfSpec.adaspeed(4, probe)
+    with pytest.raises(SettingError, match="a model with other weights"):
+        tiny_llama(seed=5).generate(torch.tensor([[3]]), max_new_tokens=4, assistant=spec)
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,6 @@ def test_loss_weights(callback: EarlyExitLoss, step: int, steps: int, scales: di
     assert sum(found.values()) == pytest.approx(1.0)
 
 
-def test_defaults_are_the_papers() -> None:
-    """Fine-tuning on code: ``e_scale=1``, rotational with 16, ``p_max=0.1`` in all steps."""
-    callback = EarlyExitLoss()
-    assert (callback.e_scale, callback.curriculum, callback.layers) == (1.0, Rotational(16), None)
-    assert LayerDropout().rates(3, 10, 3) == pytest.approx([0.0, 0.1 * (math.sqrt(2) - 1), 0.1])
-
-
 def test_a_model_of_one_layer() -> None:
     assert EarlyExitLoss(1.0, None).weights(0, 8, 1) == {0: 1.0}
     assert LayerDropout(0.5).rates(0, 8, 1) == [0.0]

@@ -85,10 +85,7 @@ def test_callbacks_that_come_too_late_are_refused(tmp_path: Path) -> None:
             run.add_callback(EarlyExitLoss())
 
     run = trainer(tiny(), [Late()], tmp_path)
-    with (
-        left_as_it_was(run),
-        pytest.raises(UnsupportedOptionError, match="has to be among the callbacks"),
-    ):
+    with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match="has to be among the callbacks"):
         run.train()
     run = trainer(tiny(), [EarlyExitLoss()], tmp_path)
     hf_selfspec.uninstall()
