@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -82,6 +83,50 @@ def test_a_curve_for_each_kind_of_round() -> None:
     for rows in range(3, 500):
         curve(rows=rows)
     assert len(found._curves) <= 64
+
+
+def test_stale_times_are_dropped() -> None:
+    """A size that seemed too dear is believed less and less while it is not drafted."""
+    clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
+    dear = clock.costs.seconds[15]
+    found = []
+    for _ in range(4):
+        fed(clock, {0: 0.02}, 150)
+        found.append(clock.costs.seconds[15])
+    assert dear > 0.3
+    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs.seconds[15], rel=0.1)
+    assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+
+
+def test_results_by_hand() -> None:
+    """Promises are believed at first, then results; what loses is looked at again for a small share of the time."""
+    arm = ArmStats()
+    assert arm.acceptance_rate == 0.5
+    assert (arm.speedup(None), arm.speedup(3.0), arm.speedup(0.0)) == (math.inf, 3.0, 0.0)
+    for _ in range(3):
+        arm.add(4, 2.0, 3, 6)
+    assert arm.speedup(None) == math.inf  # too few
+    assert arm.acceptance_rate == pytest.approx((1.98 * 3 + 1) / (1.98 * 6 + 2))  # without the first round
+    arm.add(4, 2.0, 3, 6)
+    assert arm.speedup(None) == arm.speedup(1000.0) == pytest.approx(2.0)
+    assert arm.speedup(0.0) == 0.0
+    for _ in range(200):
+        arm.add(1, 1.5, 0, 6)
+    assert arm.speedup(None) == pytest.approx(1 / 1.5, rel=0.01)
+    assert arm.acceptance_rate < 0.02
+    waited = 0
+    while arm.speedup(7.0) != 7.0:
+        arm.wait(1.0)
+        waited += 1
+    assert waited == pytest.approx(4 * 0.5 / 0.006, abs=2)
+    for _ in range(4):
+        arm.add(1, 1.5, 0, 6)
+    assert arm.speedup(7.0) == pytest.approx(1 / 1.5, rel=0.01)
+    for _ in range(400):
+        arm.wait(1.0)
+    for _ in range(4):
+        arm.add(4, 1.0, 6, 6)
+    assert arm.speedup(None) > 1.5  # what is new weighs as much as what was
 
 
 # The choice of a cascade ---------------------------------------------------------------------------------------------
