@@ -44,9 +44,6 @@ def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
     return clock
 
 
-# Times of rounds -----------------------------------------------------------------------------------------------------
-
-
 def test_costs_follow_the_times() -> None:
     """To within a tenth of them, in steps that end where sizes do."""
     given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
@@ -127,9 +124,6 @@ def test_results_by_hand() -> None:
     for _ in range(4):
         arm.add(4, 1.0, 6, 6)
     assert arm.speedup(None) > 1.5  # what is new weighs as much as what was
-
-
-# The choice of a cascade ---------------------------------------------------------------------------------------------
 
 
 class Watch:

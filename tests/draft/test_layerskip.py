@@ -43,9 +43,6 @@ def greedy(model, ids, tokens=48, **kwargs):
     return model.generate(ids, max_new_tokens=tokens, **options)
 
 
-# Costs and replay ----------------------------------------------------------------------------------------------------
-
-
 def exit_plan(layer: int) -> LayerPlan:
     return LayerPlan.early_exit(4, layer)
 
@@ -209,9 +206,6 @@ def test_states_of_exits_belong_to_their_rows():
         for states, layer in zip(exits.states, exits.chosen, strict=True):
             torch.testing.assert_close(states, model.model.norm(hidden[layer]))
         exits.detach()
-
-
-# The probe while generating -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -419,9 +413,6 @@ def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):
         greedy(model, prompt(), assistant=SelfSpec.layerskip())
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_possible():
     for make, error, words in (
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
@@ -439,9 +430,6 @@ def test_what_is_not_possible():
     with pytest.raises(UnsupportedModelError, match=r"GPTBigCodeForCausalLM .* exit_layer and a num_draft"):
         greedy(model, prompt(), assistant=SelfSpec.layerskip())
     assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
-
-
-# Early exit only -----------------------------------------------------------------------------------------------------
 
 
 def truncated(model, layers):

@@ -81,9 +81,6 @@ def has_texts(folder: Path) -> bool:
     return any(state != LookupFindings().state()["known"] for state in states)
 
 
-# From call to call ---------------------------------------------------------------------------------------------------
-
-
 def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausalLM) -> None:
     spec = SelfSpec.lookup()
     first, second = call(llama, spec), call(llama, spec)
@@ -149,9 +146,6 @@ def test_copies_share_and_new_ones_begin_anew(llama: LlamaForCausalLM) -> None:
     assert set(stored(spec, other)) != set(stored(spec, llama))
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
 def test_texts_are_saved_found_again_and_forgotten(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     draft, saved, cache = Cascade([Lookup(), EarlyExit(3)]), tmp_path / "saved", tmp_path / "cache"
     spec = SelfSpec(draft, cache_dir=cache)
@@ -209,8 +203,6 @@ def test_files_are_written_now_and_then(
     assert len(kept_texts(tmp_path)) == 4
     assert not shared._unwritten
 
-
-# Several processes, each with a SelfSpec of its own -------------------------------------------------------------------
 
 OTHER = ragged_batch((10,), seed=12)
 

@@ -63,9 +63,6 @@ def random_top(rng: random.Random) -> tuple[list[int], list[float]]:
     return rng.sample(range(6), 6), [weight / sum(weights) for weight in weights]
 
 
-# Matches -------------------------------------------------------------------------------------------------------------
-
-
 def longest_match(known: list[int], tail: list[int]) -> tuple[int, set[int]]:
     """Length of the longest suffix of ``tail`` that occurs and goes on, and where it does."""
     for length in range(len(tail), 0, -1):
@@ -130,9 +127,6 @@ def test_a_continuation_repeats_where_the_text_ends() -> None:
     assert tree.parents == tuple(range(10))
 
 
-# Successors ----------------------------------------------------------------------------------------------------------
-
-
 def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
     successors = Successors()
     successors.see((1, 2), [5, 6], [0.75, 0.125], 3)
@@ -155,9 +149,6 @@ def test_the_oldest_pairs_leave() -> None:
     smaller = Successors(5)
     smaller.restore(successors.state())
     assert [token for token in range(25) if smaller.get(token, token + 1)] == list(range(20, 25))
-
-
-# Trees ---------------------------------------------------------------------------------------------------------------
 
 
 def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
@@ -242,9 +233,6 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     assert tree.tokens == every.tokens[: values.index(max(values))]
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
     """Of rejected nodes, too, where the text does not have the same pair of tokens."""
 
@@ -285,9 +273,6 @@ def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     row.learn(tree, [4], [([4], [1.0])])
     assert knowledge.rates[""].rates[key] > before
     assert knowledge.rates["sampled"].rates == Rates().rates  # another kind of call
-
-
-# State ---------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_known_lasts() -> None:

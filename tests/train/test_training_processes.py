@@ -81,9 +81,6 @@ def test_layer_dropout(results: Results, wrapper: str, case: str) -> None:
     assert_equal(one["weights"], other["weights"])
 
 
-# Generation with sharded weights, as many forwards on every process ---------------------------------------------------
-
-
 @pytest.mark.slow
 def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
     model = tiny_llama(layers=4, factor=0.5)
