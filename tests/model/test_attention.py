@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec
-from hf_selfspec.model import inputs as inputs_module
+from hf_selfspec.model import prefill
 from hf_selfspec.model.attention import without_cudnn_attention
 
 SPECS = {
@@ -93,8 +93,8 @@ def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name
 @pytest.mark.parametrize("name", SPECS)
 def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask over a long text is as large as a piece of it needs."""
-    monkeypatch.setattr(inputs_module, "_MASK", 1)
-    monkeypatch.setattr(inputs_module, "_LEAST", 5)
+    monkeypatch.setattr(prefill, "_MASK", 1)
+    monkeypatch.setattr(prefill, "_LEAST", 5)
     first, further = ragged(), torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(2))
     inputs = {
         "input_ids": torch.cat([first["input_ids"], further], dim=1),
