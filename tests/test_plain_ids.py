@@ -58,6 +58,9 @@ class LastSeen(CandidateGenerator):
         start = int(earlier[-1]) + 1 if len(earlier) else input_ids.shape[1]
         return torch.cat([input_ids, input_ids[:, start : start + 4]], dim=1), None
 
+    def update_candidate_strategy(self, *args: Any) -> None:
+        """Abstract in transformers 5.17."""
+
 
 def reduced(model: PreTrainedModel) -> ReducedHead:
     vocabulary = model.get_output_embeddings().weight.shape[0]
