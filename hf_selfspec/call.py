@@ -158,7 +158,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
     target = Target(
         call.model,
         anatomy,
-        cache_for(call.model, batch_size, prompt.width + new_tokens, call.past),
+        cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past),
         padding=prompt.padding,
         holes=prompt.holes,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
@@ -244,7 +244,7 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
             if cache is not None and decoder.keeps_rows:
                 decoder.hand_back(cache, ids)
     finally:
-        decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
+        decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()
     knowledge.knowledge.add_call(decoder.stats)
     for criterion in call.stopping_criteria:

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from .batch import Draft, Text, Verdict
 from .draft.source import FixedDrafter
 from .model.experts import decoding_experts
+from .model.handover import hand_back
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.partial import Best, ForwardPass
@@ -320,7 +321,7 @@ class Decoder:
                 run = ForwardPass(self.target.full_plan, stop=self.target.anatomy.num_layers)
                 self.target.step(self.text.last_tokens(), self.text.last_slots(), run)
             ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
-        self.target.cache.hand_back(cache, prompt.slots(total, counts), total, ends)
+        hand_back(self.target.cache, cache, prompt.slots(total, counts), total, ends)
 
 
 def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> torch.Tensor:

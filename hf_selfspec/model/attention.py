@@ -217,6 +217,8 @@ def grouped_attention(
         for part in parts or (query.reshape(b, k, group * s, h),)
     ]
     output = found[0] if len(found) == 1 else torch.stack(found, dim=2)
+    if s == 1:
+        return output.reshape(b, 1, heads, -1), None
     return output.reshape(b, heads, s, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 

@@ -6,14 +6,16 @@ a forward writes at a cursor of each row, and what lies beyond the cursor is sim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn as nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
+from .anatomy import Anatomy
 from .layout import TreeLayout
 from .recurrences import SERVED
 from .recurrences.states import StateLayer, StateLog, StateUpdate
@@ -22,10 +24,102 @@ from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256
+# Slots that are filled at once.
+_FILLED = 64
+# Layers whose keys share a buffer: views for all take 0.6 µs each, those of single layers 1.8 (torch 2.13). While
+# buffers grow, so many layers are there twice.
+_TOGETHER = 8
+
+
+class _Bank:
+    """Keys, or values, of layers of one shape: ``[n, b, k, slots, h]``, valid up to the end that the cache tracks."""
+
+    def __init__(self, cache: SpeculativeCache, name: str, layers: Sequence[int], states: torch.Tensor) -> None:
+        self.numbers = {layer: number for number, layer in enumerate(layers)}
+        self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
+        self._cache, self.name = cache, name
+        self._opened: tuple[int, int] | None = None  # the forward that the views are for
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each layer what attention reads, and what it
+        self._slots: torch.Tensor | None = None  # writes, there to these slots [b, k, s, h], where rows differ
+        self._allocate(states)
+
+    def _allocate(self, like: torch.Tensor) -> None:
+        """Makes buffers for states like these ``[b, k, any, h]``."""
+        b, k, _, h = like.shape
+        shape, place = (b, k, self._cache.capacity, h), self._cache.place
+        if place is None:
+            self._keep(like.new_empty((len(self.numbers), *shape)))
+        else:  # each layer has its own
+            self.of: tuple[torch.Tensor, ...] = (place.buffer((self.name, *self.numbers), shape, like),)
+            self._buffer = self.of[0][None]
+
+    def _keep(self, buffer: torch.Tensor) -> None:
+        self._buffer, self.of, self._opened = buffer, buffer.unbind(0), None
+
+    def fits(self, states: torch.Tensor) -> bool:
+        b, k, _, h = states.shape
+        like = self.of[0]
+        return (b, k, h) == (*like.shape[:2], like.shape[3]) and (like.dtype, like.device) == (
+            states.dtype,
+            states.device,
+        )
+
+    def write(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """Writes ``[b, k, s, h]`` at the cursors, and returns all up to the furthest one."""
+        if self._opened != (forward := (self._cache.seeks, states.shape[2])):
+            self._open(forward[1])
+            self._opened = forward
+        view, target = self._views[self.numbers[layer]]
+        if self._slots is None:
+            target.copy_(states)
+        else:
+            target.scatter_(2, self._slots, states)
+        return view
+
+    def _open(self, length: int) -> None:
+        cache, start = self._cache, self._cache.max_cursor
+        end, slots = start + length, cache.slots(length, self._buffer.device)
+        if start or self.filled:
+            self.fill(-(-end // _FILLED) * _FILLED)
+        else:  # prompts go through all layers
+            self.grow()
+            self.filled = end
+        views = targets = self._buffer.narrow(3, 0, end).unbind(0)
+        if slots is None:
+            self._slots, targets = None, self._buffer.narrow(3, start, length).unbind(0)
+        else:
+            b, k, _, h = views[0].shape
+            self._slots = slots[:, None, :, None].expand(b, k, length, h)
+        self._views = list(zip(views, targets, strict=True))
+
+    def fill(self, end: int) -> None:
+        """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
+        self.grow()
+        if end > self.filled and self._cache.place is None:  # those of a place begin with zeros
+            self._buffer[:, :, :, self.filled : end] = 0
+            self.filled = min(end, self._buffer.shape[3])
+
+    def grow(self) -> None:
+        if self._buffer.shape[3] < self._cache.capacity:
+            # With a place, the larger one may lie in the same memory.
+            before = self._buffer if self._cache.place is None else self._buffer.clone()
+            self._allocate(before[0])
+            self._buffer[:, :, :, : before.shape[3]] = before
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Keeps these rows, in ascending order; memory stays, and none is needed."""
+        for row, before in enumerate(kept):
+            if row < before:
+                self._buffer[:, row] = self._buffer[:, before]
+        self._keep(self._buffer[:, : len(kept)])
+
+    def keep_path(self, places: torch.Tensor) -> None:
+        rows, source, target = places.unbind(1)
+        self._buffer[:, rows, :, target] = self._buffer[:, rows, :, source]
 
 
 class _SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to the end that the cache tracks."""
+    """Keys and values of one layer, which are in banks."""
 
     is_sliding = False
 
@@ -35,60 +129,30 @@ class _SpeculativeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
-        self.keys = self._buffer("keys", key_states)
-        self.values = self._buffer("values", value_states)
+        self._index = self._cache.layers.index(self)
+        self.banks = (
+            self._cache.bank("keys", self._index, key_states),
+            self._cache.bank("values", self._index, value_states),
+        )
         self.is_initialized = True
 
-    def _buffer(self, name: str, states: torch.Tensor) -> torch.Tensor:
-        b, k, _, h = states.shape
-        shape, place = (b, k, self._cache.capacity, h), self._cache.place
-        if place is None:
-            return states.new_empty(shape)
-        return place.buffer((name, self._cache.layers.index(self)), shape, states)
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[b, k, slots, h]``."""
+        keys, values = (bank.of[bank.numbers[self._index]] for bank in self.banks)
+        return keys, values
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache, length = self._cache, key_states.shape[2]
-        start, end, places = cache.max_cursor, cache.max_cursor + length, cache.places(length, key_states.device)
-        if cache.fixed_slots is not None:
-            end = self.keys.shape[2]
-        elif places is None and start <= self.filled:
-            self.grow()
-            self.filled = max(self.filled, end)
-        else:
-            self.fill(-(-end // _GRAIN) * _GRAIN)
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if places is None:
-                buffer.narrow(2, start, length).copy_(states)  # half the host time of slices
-            elif cache.fixed_slots is None:  # half the time of the other way
-                buffer.scatter_(2, places[1][:, None, :, None].expand_as(states), states)
-            else:
+        if (slots := self._cache.fixed_slots) is not None:
+            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
                 # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
-                rows, slots = places
-                buffer[rows, :, slots] = states.transpose(1, 2)
-        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
-
-    def fill(self, end: int) -> None:
-        """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
-        self.grow()
-        if end > self.filled and self._cache.place is None:  # those of a place begin with zeros
-            for buffer in (self.keys, self.values):
-                buffer[:, :, self.filled : end] = 0
-            self.filled = min(end, self.keys.shape[2])
-
-    def grow(self) -> None:
-        if self.keys.shape[2] < self._cache.capacity:
-            self.keys, self.values = self._grown("keys", self.keys), self._grown("values", self.values)
-
-    def _grown(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        before = buffer if self._cache.place is None else buffer.clone()  # the larger one may lie in the same memory
-        grown = self._buffer(name, before)
-        grown[:, :, : before.shape[2]] = before
-        return grown
+                buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = states.transpose(1, 2)
+            return self.keys, self.values
+        keys, values = self.banks
+        return keys.write(self._index, key_states), values.write(self._index, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._cache.fixed_slots is not None:
@@ -109,8 +173,10 @@ class _RecurrentLayer(_SpeculativeLayer, StateLayer):
 class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs."""
 
-    def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, batch_size: int, capacity: int, kinds: Sequence[Hashable | None] = ()) -> None:
+        """``kinds`` tells which layers have keys and values of one shape and device, as far as that is known."""
         super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
+        self._kinds, self._banks = kinds, list[_Bank]()
         self.capacity = self._text_slots = capacity
         self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
@@ -118,7 +184,8 @@ class SpeculativeCache(Cache):
         self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
         self.place: Place | None = None  # where the buffers are, where that matters
         self.state_update = StateUpdate(self.cursors)
-        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.seeks = 0  # forwards so far
+        self._slots: torch.Tensor | None = None
         self._history = 0
         self.has_states = False  # recurrent ones
 
@@ -159,16 +226,34 @@ class SpeculativeCache(Cache):
         if self.has_states:
             self.state_update = StateUpdate.of(self.cursors, counts, nodes)
         self.max_cursor = max(cursors)
-        self._places = None
+        self.seeks, self._slots = self.seeks + 1, None
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
         self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
+    def let_go(self) -> None:
+        """Frees the memory."""
+        self.layers.clear()
+        self._banks.clear()
+
+    def bank(self, name: str, layer: int, states: torch.Tensor) -> _Bank:
+        """Where a layer's keys, or values, are to be: with those of further layers that are expected to be alike."""
+        known = [bank for bank in self._banks if bank.name == name and layer in bank.numbers]
+        for bank in known:
+            if bank.fits(states):
+                return bank
+        layers = [layer]
+        kind = self._kinds[layer] if layer < len(self._kinds) and not known and not self.has_few_sizes else None
+        while kind is not None and len(layers) < _TOGETHER and self._kinds[layers[-1] + 1 :][:1] == [kind]:
+            layers.append(layers[-1] + 1)
+        self._banks.append(_Bank(self, name, layers, states))
+        return self._banks[-1]
+
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
-        for layer in self._written:
-            layer.fill(self.capacity)
-        return [buffer for layer in self._written for buffer in (layer.keys, layer.values)]
+        for bank in self._banks:
+            bank.fill(self.capacity)
+        return [buffer for layer in self._written for buffer in layer.buffers()]
 
     @property
     def _written(self) -> list[Any]:
@@ -177,45 +262,40 @@ class SpeculativeCache(Cache):
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
-        layers = self._written
-        before = [(layer.keys, layer.values) for layer in layers]
         self.fixed_slots = slots
         try:
-            for index, layer in enumerate(layers):
+            for index, layer in enumerate(self._written):
                 layer.keys, layer.values = buffers[2 * index : 2 * index + 2]
             yield
         finally:
             self.fixed_slots = None
-            for layer, (keys, values) in zip(layers, before, strict=True):
-                layer.keys, layer.values = keys, values
+            for layer in self._written:
+                layer.keys = layer.values = None
 
-    def places(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows ``[b, 1]`` and slots ``[b, length]`` of the forward, ``None`` where all write at ``max_cursor``."""
-        if self.fixed_slots is not None:
-            return torch.arange(len(self.fixed_slots), device=device)[:, None], self.fixed_slots
+    def slots(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """Slots ``[b, length]`` that a forward writes, ``None`` where all rows write at ``max_cursor``."""
         if self.cursors.are_equal:
             return None
-        if self._places is None or self._places[1].device != device:
-            rows = torch.arange(len(self.cursors), device=device)[:, None]
-            self._places = rows, self.cursors.onwards(length, device)
-        return self._places
+        if self._slots is None or self._slots.device != device:
+            self._slots = self.cursors.onwards(length, device)
+        return self._slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes new keys and values ``[b, k, s, h]`` at the cursors, and returns all up to the furthest one."""
-        while len(self.layers) <= layer_idx:
+        return self.layer(layer_idx).update(key_states, value_states)
+
+    def layer(self, index: int) -> Any:
+        while len(self.layers) <= index:
             self.layers.append(_SpeculativeLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self.layers[index]
 
     def keep_rows(self, kept: list[int]) -> None:
         self.cursors = RowNumbers([self.cursors[row] for row in kept])
-        self._places = None
-        rows: torch.Tensor | None = None
-        for layer in self._written:
-            device = layer.keys.device
-            rows = upload(kept, device) if rows is None else rows.to(device)
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._slots = None
+        for bank in self._banks:
+            bank.keep_rows(kept)
         for log in self._logs:
             log.keep_rows(kept)
 
@@ -226,66 +306,19 @@ class SpeculativeCache(Cache):
         for log in self._logs:
             log.keep_path(moves)
         places: torch.Tensor | None = None
-        for layer in self._written:
-            device = layer.keys.device
+        for bank in self._banks:
+            device = bank.of[0].device
             places = upload(moves, device) if places is None else places.to(device)
-            rows, source, target = places.unbind(1)
-            for buffer in (layer.keys, layer.values):
-                buffer[rows, :, target] = buffer[rows, :, source]
-
-    def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
-        """Copies a cache that an earlier ``generate`` returned: its ``columns`` ``[b, m]`` (``None``: all) go to slots
-        ``0..m-1``, of which each row has ``slots``. The cursors do not change."""
-        length = other.get_seq_length()
-        for state, before in zip(self.layers, other.layers, strict=False):
-            if isinstance(state, _RecurrentLayer):
-                state.take_states(before, slots)
-        for index, source in enumerate(other.layers):
-            if getattr(source, "keys", None) is None:
-                continue
-            while len(self.layers) <= index:
-                self.layers.append(_SpeculativeLayer(self))
-            layer = self.layers[index]
-            layer.lazy_initialization(source.keys, source.values)
-            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                # A sliding-window layer has dropped its oldest tokens, which no window covers any more.
-                kept = states.shape[2]
-                whole = states.new_zeros(*states.shape[:2], length, states.shape[3])
-                whole[:, :, length - kept :] = states
-                if columns is not None:
-                    whole = _picked(whole, columns.to(states.device))
-                buffer[:, :, : whole.shape[2]] = whole
-            layer.filled = max(layer.filled, whole.shape[2])
-
-    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
-        """Fills a ``DynamicCache`` as ``generate`` without us would have left it. ``columns`` ``[b, length]`` are
-        slots, -1 for padding (``None``: all in order), ``slots`` the number of tokens of each row."""
-        other.reset()
-        for layer in other.layers:
-            if getattr(layer, "is_initialized", False):
-                # Older versions' `reset` leaves zeros, to which `update` would append.
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, _RecurrentLayer):
-                layer.hand_states(other.layers[index], slots)
-            if not layer.is_initialized:
-                continue
-            pair = []
-            for buffer in (layer.keys, layer.values):
-                if columns is None:
-                    pair.append(buffer[:, :, :length].clone())
-                else:
-                    places = columns.to(buffer.device)
-                    picked = _picked(buffer, places.clamp(min=0))
-                    pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
-            other.update(*pair, layer_idx=index)
+            bank.keep_path(places)
 
 
-def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
+def cache_for(
+    model: PreTrainedModel, anatomy: Anatomy, batch_size: int, capacity: int, like: Cache | None = None
+) -> SpeculativeCache:
     """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one."""
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
-    cache = SpeculativeCache(len(like.layers), batch_size, capacity)
+    kinds = [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds)
     if model.config.model_type in SERVED:
         cache.has_states, recurrence = True, SERVED[model.config.model_type]
         for index, layer in enumerate(like.layers):
@@ -295,6 +328,7 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
     return cache
 
 
-def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The keys or values ``[b, k, n, h]`` in slots ``[b, n]``."""
-    return states[torch.arange(len(states), device=states.device)[:, None], :, slots].transpose(1, 2)
+def _kind(like: Any, attention: nn.Module | None) -> Hashable | None:
+    """What layers with keys and values of one shape on one device have in common, ``None`` where that is not known."""
+    weight = None if attention is None else next(attention.parameters(), None)
+    return None if weight is None else (isinstance(like, LinearAttentionCacheLayerMixin), weight.shape, weight.device)

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import UnsupportedOptionError
 from .attention import at_positions
+from .handover import take_in
 from .inputs import DecodeInputs, Inputs
 from .partial import ForwardPass, obeying
 from .prompt import Prompt, tokens_in
@@ -26,7 +27,7 @@ def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
 def _prefill_text(target: Target, inputs: Inputs) -> torch.Tensor:
     prompt = inputs.prompt
     if seen := tokens_in(inputs.past):
-        target.cache.take_in(inputs.past, prompt.past_columns(seen), prompt.cursors)
+        take_in(target.cache, inputs.past, prompt.past_columns(seen), prompt.cursors)
     logits = None
     width, start = prompt.tokens.shape[1], 0
     while start < width:
@@ -76,7 +77,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
             f"{past.get_seq_length()}. Pass a prompt with one placeholder for each token of an image or sound, as "
             "the model's current processor makes it, or call generate without `assistant`."
         )
-    target.cache.take_in(past, prompt.past_columns(prompt.width), prompt.ends())
+    take_in(target.cache, past, prompt.past_columns(prompt.width), prompt.ends())
     if observer is not None:
         observer[1](prompt.aligned(torch.cat(states, dim=-2)), prompt.cursors, prompt.lengths)
     target.following = DecodeInputs.of(model, inputs.input_ids, arguments, prompt.tokens_of_rows(), output)

@@ -99,7 +99,7 @@ def keys_and_values(target: Target, text: Text) -> list[torch.Tensor]:
     return [
         buffer[row, :, :root].clone()
         for layer in target.cache.layers
-        for buffer in (layer.keys, layer.values)
+        for buffer in layer.buffers()
         for row, root in enumerate(text.last_slots())
     ]
 

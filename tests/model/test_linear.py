@@ -13,6 +13,7 @@ from hf_selfspec.model import linear
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_forwards, is_served
+from hf_selfspec.model.partial import ForwardPass, obeying
 from hf_selfspec.model.target import Target
 
 
@@ -146,7 +147,8 @@ def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pyt
     target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
     tokens = torch.tensor([[5, 6, 7]])
     with target.prepared():
-        target.step(tokens, [0]).logits.sum().backward()
+        with obeying(ForwardPass(target.full_plan)):
+            model(tokens, use_cache=False).logits.sum().backward()
         assert not served
         with torch.no_grad():
             target.step(tokens, [0])

@@ -94,14 +94,13 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
 
 def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, without Python's search for reference cycles."""
-    make, made = cache_module._SpeculativeLayer._buffer, list[weakref.ref[torch.Tensor]]()
+    keep, made = cache_module._Bank._keep, list[weakref.ref[torch.Tensor]]()
 
-    def watched(self: Any, name: str, states: torch.Tensor) -> torch.Tensor:
-        buffer = make(self, name, states)
+    def watched(self: Any, buffer: torch.Tensor) -> None:
+        keep(self, buffer)
         made.append(weakref.ref(buffer))
-        return buffer
 
-    monkeypatch.setattr(cache_module._SpeculativeLayer, "_buffer", watched)
+    monkeypatch.setattr(cache_module._Bank, "_keep", watched)
     gc.disable()
     try:
         llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())

@@ -124,7 +124,7 @@ def test_second_look(name: str) -> None:
     """A window of text that runs again beside itself gives what it gave; siblings do not see each other."""
     model = _model(name)
     ids = ragged_batch((14, 14), seed=3)["input_ids"]
-    target = Target(model, Anatomy.of(model), cache_for(model, 2, 64))
+    target = Target(model, anatomy := Anatomy.of(model), cache_for(model, anatomy, 2, 64))
     target.cache.look_back(4)
     with target.prepared():
         target.prefill(ids[:, :6], [0, 0], [6, 5])

@@ -23,9 +23,9 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     class Watched(SpeculativeCache):
-        def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
+        def __init__(self, num_layers: int, batch_size: int, capacity: int, *given: Any) -> None:
             found.append(capacity)
-            super().__init__(num_layers, batch_size, capacity)
+            super().__init__(num_layers, batch_size, capacity, *given)
 
         def seek(self, *given: Any) -> None:
             super().seek(*given)
