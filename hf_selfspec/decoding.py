@@ -177,7 +177,9 @@ class Decoder:
             step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
         self._best = step.best
-        return step.logits.to(text.ids.device, torch.float32)
+        # An argmax over 16-bit numbers is that over float32 copies, which take more memory; a CPU is slower without.
+        as_they_are = self._is_greedy and text.ids.device.type != "cpu"
+        return step.logits.to(text.ids.device, None if as_they_are else torch.float32)
 
     # Committing --------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class Decoder:
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
         if self._logits is not None:
-            self._logits[row] += [logits[row, node].clone() for node in verdict.sources[:count]]
+            self._logits[row] += [logits[row, node].to(torch.float32, copy=True) for node in verdict.sources[:count]]
         if self._scores is not None:
             self._scores[row] += verdict.scores[:count]
 

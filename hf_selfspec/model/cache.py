@@ -110,7 +110,7 @@ class _Bank:
         """Keeps these rows, in ascending order; memory stays, and none is needed."""
         for row, before in enumerate(kept):
             if row < before:
-                self._buffer[:, row] = self._buffer[:, before]
+                self._buffer[:, row, :, : self.filled] = self._buffer[:, before, :, : self.filled]
         self._keep(self._buffer[:, : len(kept)])
 
     def keep_path(self, places: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..model.partial import Best
 from ..model.transfer import Pending, read
-from .greedy import best_tokens, choose_greedy
+from .greedy import best_of, best_tokens, choose_greedy
 from .sampling import accept_line, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
@@ -78,12 +78,13 @@ def verify(
     scores = scorer.everywhere(logits) if at_once else None
     if scores is None and not draft.size:
         scores = scorer.ahead(text, 0, logits[:, 0], [not ended for ended in done])[:, None]
+    if best is None and scores is logits and not scorer.do_sample:
+        best = best_of(logits)
     known = [draft.tokens] if draft.listed is None else []
     highest = [] if whose is None else [logits.amax(-1) if best is None else best.highest]
-    if best is not None:
-        chosen: tuple[torch.Tensor, ...] | None = (best.tokens,)
-    else:
-        chosen = None if scores is None or scores_so_far is not None else _chosen(scores, draft, scorer.do_sample)
+    chosen: tuple[torch.Tensor, ...] | None = None
+    if scores_so_far is None and scores is not None:
+        chosen = _chosen(scores, draft, scorer.do_sample) if best is None else (best.tokens,)
     found = read(*known, *highest, *(chosen or ()), along=along)
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:

@@ -196,13 +196,15 @@ def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
 # What the logits of a round favour ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (1, 4096), (11, 4096)])
+@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (11, 4096), (3, 50257)])
 def test_the_most_likely_tokens_and_their_probabilities(nodes: int, vocabulary: int) -> None:
     logits = torch.randn(2, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
     shares, tokens = logits.softmax(-1).topk(min(8, vocabulary), dim=-1)
     for row, of_row in enumerate(tops_of(likeliest(logits))):
         assert [list(found) for found, _ in of_row] == tokens[row].tolist()
-        torch.testing.assert_close(torch.tensor([list(found) for _, found in of_row]), shares[row])
+        # Over a large vocabulary the sum is an estimate; these logits are as spread out as they can be.
+        rtol = 1e-5 if vocabulary <= 4096 else 0.2
+        torch.testing.assert_close(torch.tensor([list(found) for _, found in of_row]), shares[row], rtol=rtol, atol=0)
 
 
 def test_logits_that_overflow_favour_nothing() -> None:
