@@ -18,7 +18,8 @@ from .model.experts import decoding_experts
 from .model.handover import hand_back
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
-from .model.partial import Best, ForwardPass
+from .model.logits import Logits
+from .model.partial import ForwardPass
 from .model.prefill import prefill
 from .model.target import Target
 from .model.transfer import Pending, moment, seconds_between, upload
@@ -67,9 +68,8 @@ class Decoder:
         self._scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self._in_step else None
         self._steps: list[torch.Tensor] | None = [] if scores and self._in_step else None
         self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
-        # Whether tokens are a plain argmax of the logits, and the argmax that the last forward over a draft returned.
+        # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not stateful and self._scores is None
-        self._best: Best | None = None
         if b > 1:
             self.stats.together_for = ", ".join(stateful)
         self.stats.from_draft = [[] for _ in range(b)]
@@ -81,12 +81,12 @@ class Decoder:
         started, begun = perf_counter(), moment(self.text.ids.device)
         nothing = Draft.none(self.text)
         self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
-        logits = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
-        self.scorer.fit(logits.shape[-1])
-        prefilled = moment(logits.device)
-        verdicts = self._judge(nothing, logits[:, None])
+        found = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
+        self.scorer.fit(found.shape[-1])
+        logits, prefilled = Logits(found[:, None]), moment(found.device)
+        verdicts = self._judge(nothing, logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
-        self._commit(verdicts, logits[:, None])
+        self._commit(verdicts, logits)
         with decoding_experts(self.target.model):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
@@ -144,12 +144,12 @@ class Decoder:
         self._commit(verdicts, logits)
         self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
         committed = perf_counter()
-        self.draft.update(self.text, verdicts, logits)
+        self.draft.update(self.text, verdicts, logits.of_all if self.draft.reads_logits else logits.found)
         self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
 
-    def _verify_pass(self, draft: Draft) -> torch.Tensor:
-        """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
+    def _verify_pass(self, draft: Draft) -> Logits:
+        """The full model's logits at each row's last token and at each drafted one."""
         text, target = self.text, self.target
         # Faster outside of graphs on a CPU: 49 µs against 247 for 8 x 49,152 logits (one thread of an AMD EPYC).
         chooses = self._is_greedy and text.ids.device.type not in SLOW_CHOICES
@@ -160,7 +160,7 @@ class Decoder:
         roots = text.last_slots()
         # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
-            step = target.step(tokens, roots, ForwardPass(target.full_plan, chooses=chooses), nodes)
+            run = ForwardPass(target.full_plan, chooses=chooses)
         else:
             states, ready = draft.states, draft.states.shape[1]
             if ready < tokens.shape[1]:
@@ -174,27 +174,27 @@ class Decoder:
                 assert rest is not None
                 states = torch.cat([states, rest], dim=1)
             run = ForwardPass(target.full_plan, start=draft.prefix, state=states, chooses=chooses)
-            step = target.step(tokens, roots, run, nodes)
+        run.spreads = False
+        step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
-        self._best = step.best
         # An argmax over 16-bit numbers is that over float32 copies, which take more memory; a CPU is slower without.
         as_they_are = self._is_greedy and text.ids.device.type != "cpu"
-        return step.logits.to(text.ids.device, None if as_they_are else torch.float32)
+        found = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
+        return Logits(found, target.active_rows, step.best)
 
     # Committing --------------------------------------------------------------------------------------------------
 
-    def _judge(self, draft: Draft, logits: torch.Tensor, along: Pending | None = None) -> list[Verdict]:
-        given = (self.text, draft, logits, self.scorer, self.stopper, self._done)
+    def _judge(self, draft: Draft, logits: Logits, along: Pending | None = None) -> list[Verdict]:
+        rest = self.scorer, self.stopper, self._done
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
         whose = self.target.anatomy.model_name if checks else None
         if self._in_step:
             if whose is not None:
-                check_highest(logits.amax(-1).flatten().tolist(), whose)
-            return verify_in_step(*given, self._steps, self.pad_token)
-        best, self._best = self._best, None
-        return verify(*given, self._scores, whose, best, along)
+                check_highest(logits.of_all.amax(-1).flatten().tolist(), whose)
+            return verify_in_step(self.text, draft, logits.of_all, *rest, self._steps, self.pad_token)
+        return verify(self.text, draft, logits, *rest, self._scores, whose, along)
 
-    def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+    def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
         together = self._in_step or self.target.padding is not None
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
         # again, so this is exact too.
@@ -232,9 +232,11 @@ class Decoder:
         if not keeps:
             self.target.leave(self._done)
 
-    def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
+    def _keep(self, row: int, verdict: Verdict, count: int, logits: Logits) -> None:
         if self._logits is not None:
-            self._logits[row] += [logits[row, node].to(torch.float32, copy=True) for node in verdict.sources[:count]]
+            self._logits[row] += [
+                logits.of_all[row, node].to(torch.float32, copy=True) for node in verdict.sources[:count]
+            ]
         if self._scores is not None:
             self._scores[row] += verdict.scores[:count]
 

@@ -24,7 +24,7 @@ class ConstrainedDrafter(FixedDrafter):
         self._drafter, self._constraint = drafter, constraint
         self._own = Draft(torch.zeros(0, 0, dtype=torch.long, device="cpu"), [])
         self.needs_ended_rows = drafter.needs_ended_rows
-        self.look = drafter.look
+        self.look, self.reads_logits = drafter.look, drafter.reads_logits
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._own = self._drafter.propose(text, max_new)

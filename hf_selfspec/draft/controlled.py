@@ -12,6 +12,7 @@ from ..batch import Draft, Text, Verdict
 from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
 from ..lookup import TokenTree
 from ..lookup.likeliest import likeliest
+from ..model.logits import Logits
 from ..model.transfer import Pending, upload
 from ..stats import GenerationStats
 from .constrained import allowed
@@ -63,6 +64,7 @@ class ControlledDrafter(FixedDrafter):
         """Notes what the loop wants to know of all drafters; with free drafts nobody waits for ended rows."""
         self.steps = sum(drafter.steps for drafter in self.others.values())
         self.needs_ended_rows = self.free is None and any(one.needs_ended_rows for one in self.others.values())
+        self.reads_logits = any(one.reads_logits for one in self.others.values())
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         if self.free is not None:
@@ -93,8 +95,8 @@ class ControlledDrafter(FixedDrafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
-    def look(self, logits: torch.Tensor) -> Pending | None:
-        self._tops = likeliest(logits) if self.knows_grammars else None
+    def look(self, logits: Logits) -> Pending | None:
+        self._tops = likeliest(logits.found, logits.spread) if self.knows_grammars else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

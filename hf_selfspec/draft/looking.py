@@ -28,6 +28,7 @@ class LookingDraft(PartialDraft):
         super().__init__(session, plan, head)
         # Greedy text shows what the model would have chosen; sampled text does not.
         self._last_logits = LastLogits(window) if self.scorer.do_sample else None
+        self.reads_logits = self.scorer.do_sample
 
     def _now(self) -> float:
         """A clock that stops while graphs are compiled."""

@@ -9,6 +9,7 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, SettingTypeError, warn_once
 from ..model.head import HeadRows
+from ..model.logits import best_tokens
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, read, upload
@@ -16,7 +17,6 @@ from ..modules.probe import LinearProbe
 from ..stats import GenerationStats
 from ..stop.adaptive import AdaptiveThreshold
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
-from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
 from .growing import DraftStep, GrowingDraft
 from .source import FixedDrafter, Session
@@ -26,7 +26,7 @@ class PartialDraft(FixedDrafter):
     """Runs the blocks of a plan, and ``head`` in place of the model's own if given. With ``skips_forced`` tokens that
     grammars force take no step; from ``reuse_from`` tokens on verification starts from their states."""
 
-    skips_forced = True
+    skips_forced, reads_logits = True, False
 
     def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
         _check_probe(session, plan)

@@ -77,8 +77,9 @@ class FixedDrafter(Drafter):
             ``None`` where it does not know, infinity if it makes no estimates and always drafts.
         observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
             source drafted.
-        look: called as ``look(logits)`` before :meth:`update`; returns what will be read of the logits
-            ``[b, t + 1, v]``, so that the verdict is read in the same transfer.
+        look: called as ``look(logits)`` with a :class:`~hf_selfspec.model.logits.Logits` before :meth:`update`; returns
+            what will be read of them, so that the verdict is read in the same transfer.
+        reads_logits: whether :meth:`update` looks at logits; otherwise those of rows that have ended may be missing.
     """
 
     steps: int = 0
@@ -87,6 +88,7 @@ class FixedDrafter(Drafter):
     expected_speedup: float | None = math.inf
     observe: Callable[[Text, list[Verdict], Any], None] | None = None
     look: Callable[[Any], Any] | None = None
+    reads_logits: bool = True
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -15,8 +15,9 @@ from .successors import WIDTH
 _STRETCH, _SUMMED = 64, 64
 
 
-def likeliest(logits: torch.Tensor) -> Pending:
-    """The most likely next tokens, and about their probabilities, ``[b, t, 8]`` each, from logits ``[b, t, v]``."""
+def likeliest(logits: torch.Tensor, spread: Callable[[torch.Tensor], torch.Tensor] = lambda found: found) -> Pending:
+    """The most likely next tokens, and about their probabilities, ``[b, t, 8]`` each, from logits ``[b, t, v]``;
+    ``spread`` expands both."""
     v = logits.shape[-1]
     if v % _STRETCH:
         logits = pad(logits, (0, -v % _STRETCH), value=-torch.inf)
@@ -31,7 +32,9 @@ def likeliest(logits: torch.Tensor) -> Pending:
     some = (stretches[..., ::step, :].float() - most[..., None]).exp_().sum((-1, -2))
     rest = (some - (sums * (chosen % step == 0)).sum(-1)).clamp(min=0.0)
     shares = (highest.float() - most).exp_() / (sums.sum(-1) + step * rest)[..., None]
-    return Pending(tokens, shares.nan_to_num(nan=0.0))  # logits that overflow (float16) carry no information
+    return Pending(
+        spread(tokens), spread(shares.nan_to_num(nan=0.0))
+    )  # logits that overflow (float16) carry no information
 
 
 def tops_of(found: Pending) -> list[list[tuple[Sequence[int], Sequence[float]]]]:

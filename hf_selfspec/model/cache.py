@@ -107,9 +107,9 @@ class _Bank:
             self._buffer[:, :, :, : before.shape[3]] = before
 
     def keep_rows(self, kept: Sequence[int]) -> None:
-        """Keeps these rows, in ascending order; memory stays, and none is needed."""
+        """Keeps these rows, of which each is at its place already or behind all places; no memory is needed."""
         for row, before in enumerate(kept):
-            if row < before:
+            if row != before:
                 self._buffer[:, row, :, : self.filled] = self._buffer[:, before, :, : self.filled]
         self._keep(self._buffer[:, : len(kept)])
 

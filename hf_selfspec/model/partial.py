@@ -70,6 +70,7 @@ class ForwardPass:
     head_rows: HeadRows | None = None  # what runs in place of the output head, None for that head itself
     ends: Sequence[int] | None = None  # for each row the one token whose logits are needed, None for all of `keep`
     keep: int = 0  # how many of the last tokens need logits, 0 for all; a model may return more
+    spreads: bool = True  # whether logits are expanded to rows that have ended
     chooses: bool = False  # whether the tokens with the highest logits are needed, too; only graphs compute them
     logits: torch.Tensor | None = field(init=False, default=None)  # [b, s, v]
     captured: torch.Tensor | None = field(init=False, default=None)  # [b, s, d] the state kept by `capture`
@@ -314,6 +315,6 @@ class ActiveRows:
 
     def leave(self, run: ForwardPass) -> None:
         """Expands what the forward has found to the whole batch."""
-        for name in ("logits", "captured", "exit_state"):
+        for name in ("captured", "exit_state", *(["logits"] if run.spreads else [])):
             if (found := getattr(run, name)) is not None:
                 setattr(run, name, self.spread(found))

@@ -135,10 +135,13 @@ class Target:
         """Removes rows that have ended from further forwards and from the cache, where they can leave."""
         total = len(self.roots)
         before = list(range(total)) if self.active_rows is None else self.active_rows.kept
-        kept = [row for row in before if not ended[row]]
-        if kept and len(kept) < len(before) and self._can_leave:
-            self.cache.keep_rows([before.index(row) for row in kept])
-            self.active_rows = ActiveRows(kept, total)
+        places = [place for place, row in enumerate(before) if not ended[row]]
+        if places and len(places) < len(before) and self._can_leave:
+            # Only the last rows move, to the places of those that leave.
+            moved = iter([place for place in places if place >= len(places)])
+            places = [next(moved) if ended[row] else place for place, row in enumerate(before[: len(places)])]
+            self.cache.keep_rows(places)
+            self.active_rows = ActiveRows([before[place] for place in places], total)
 
     def commit(self, roots: Sequence[int], moves: list[tuple[int, int, int]] | None = None) -> None:
         """Makes these slots those of the rows' last tokens, after accepted tokens moved from slot to slot of a row."""

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from ..model.partial import Best
-
-
-def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """The index ``[...]`` of the highest of ``[..., v]``; on a CPU by NumPy, in a tenth of torch's time."""
-    return torch.from_numpy(np.asarray(scores.numpy().argmax(-1))) if scores.device.type == "cpu" else scores.argmax(-1)
-
-
-def best_of(logits: torch.Tensor) -> Best:
-    """The tokens with the highest logits, and these, from one pass over ``[..., v]``; a NaN counts as the highest."""
-    tokens = best_tokens(logits)
-    return Best(tokens, logits.gather(-1, tokens[..., None])[..., 0].float())
+from ..model.logits import best_tokens
 
 
 def choose_greedy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .greedy import best_tokens
+from ..model.logits import best_tokens
 
 
 def choose_sampled(

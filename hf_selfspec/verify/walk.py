@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..model.partial import Best
+from ..model.logits import Logits, best_tokens
 from ..model.transfer import Pending, read
-from .greedy import best_of, best_tokens, choose_greedy
+from .greedy import choose_greedy
 from .sampling import accept_line, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
@@ -42,13 +42,12 @@ class _Choices:
 def verify(
     text: Text,
     draft: Draft,
-    logits: torch.Tensor,
+    logits: Logits,
     scorer: Scorer,
     stopper: Stopper,
     done: list[bool],
     scores_so_far: list[list[torch.Tensor]] | None,
     whose: str | None = None,
-    best: Best | None = None,
     along: Pending | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
@@ -56,13 +55,12 @@ def verify(
     Args:
         text: the batch; columns after each row's length are used as scratch.
         draft: ``t`` drafted tokens after each row's last one.
-        logits: ``[b, t + 1, v]`` the full model's logits at the last token and at each drafted one.
+        logits: the full model's at the last token and at each drafted one.
         scorer: logits processors; the tokens are chosen from its scores.
         stopper: stopping criteria, tested after each token; the walk ends where one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
         whose: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
-        best: the tokens with the highest logits, if these are to be chosen and were found already.
         along: what the draft needs of the logits, read in the same transfer.
 
     Returns:
@@ -74,17 +72,16 @@ def verify(
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
     # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
     # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
-    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and logits.device.type == "cpu")
-    scores = scorer.everywhere(logits) if at_once else None
-    if scores is None and not draft.size:
-        scores = scorer.ahead(text, 0, logits[:, 0], [not ended for ended in done])[:, None]
-    if best is None and scores is logits and not scorer.do_sample:
-        best = best_of(logits)
+    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and logits.found.device.type == "cpu")
+    best = logits.best if scorer.is_greedy and scores_so_far is None else None
+    scores = scorer.everywhere(logits.of_all) if at_once and best is None else None
+    if best is None and scores is None and not draft.size:
+        scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
     known = [draft.tokens] if draft.listed is None else []
-    highest = [] if whose is None else [logits.amax(-1) if best is None else best.highest]
-    chosen: tuple[torch.Tensor, ...] | None = None
+    highest = [] if whose is None else [logits.of_all.amax(-1) if best is None else best.highest]
+    chosen: tuple[torch.Tensor, ...] | None = None if best is None else (best.tokens,)
     if scores_so_far is None and scores is not None:
-        chosen = _chosen(scores, draft, scorer.do_sample) if best is None else (best.tokens,)
+        chosen = _chosen(scores, draft, scorer.do_sample)
     found = read(*known, *highest, *(chosen or ()), along=along)
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
@@ -111,9 +108,9 @@ def verify(
                 if scores is not None:
                     at_node = scores[row, node]
                 elif scorer.prefix_free:
-                    at_node = scorer.everywhere(logits[row, node])
+                    at_node = scorer.everywhere(logits.of_all[row, node])
                 else:
-                    at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits[row, node])
+                    at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits.of_all[row, node])
                 if draft.skips_verification and children:
                     token, index = candidates[0], 0
                 else:

@@ -19,6 +19,7 @@ from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.model.logits import Logits
 from hf_selfspec.model.transfer import Pending
 
 # Seconds of rounds with 0, 1, 2, ... drafted tokens of a row, in plain rounds, by the number of tokens of all rows.
@@ -155,7 +156,7 @@ class Replay:
             self.now += self.awake
         self.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)
-        drafter.look(torch.zeros(0))
+        drafter.look(Logits(torch.zeros(0)))
         for row, verdict in enumerate(verdicts):
             self.done[row] += len(verdict.tokens)
         drafter.update(self._text(), verdicts, torch.zeros(len(verdicts), draft.size + 1, 0))
@@ -181,7 +182,7 @@ class Replay:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        def likeliest(logits: Any) -> Pending:
+        def likeliest(*_: Any) -> Pending:
             found = Pending()
             found.found = [[[top[part] for top in row] for row in self._tops] for part in (0, 1)]
             return found

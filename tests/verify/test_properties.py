@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from helpers.verification import orders, outcomes
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
+from hf_selfspec.model.logits import Logits
 from hf_selfspec.model.prompt import Prompt
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
@@ -112,7 +113,7 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
     text = Text.of(torch.zeros(1, 3, dtype=torch.long), [0], 20)
     draft = Draft(torch.tensor([tokens]), [9], [parents])
     stopper = Stopper(StoppingCriteriaList())
-    (verdict,) = verify(text, draft, logits, Scorer(LogitsProcessorList(), 1, False), stopper, [False], None)
+    (verdict,) = verify(text, draft, Logits(logits), Scorer(LogitsProcessorList(), 1, False), stopper, [False], None)
     node, expected, path = 0, [], []
     while node >= 0:
         expected.append(int(logits[0, node].argmax()))
