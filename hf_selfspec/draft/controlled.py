@@ -96,7 +96,7 @@ class ControlledDrafter(FixedDrafter):
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def look(self, logits: Logits) -> Pending | None:
-        self._tops = likeliest(logits.found, logits.spread) if self.knows_grammars else None
+        self._tops = likeliest(logits) if self.knows_grammars else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch.nn.functional import pad
-
+from ..model.logits import STRETCH, Logits
 from ..model.transfer import Pending
 from .successors import WIDTH
 
-# Tokens of a vocabulary that are compared at a time, and how many such stretches tell what all tokens sum up to: most
-# of the time goes into exponentials, and what is learned are probabilities by factors of four.
-_STRETCH, _SUMMED = 64, 64
+# How many pieces of a vocabulary tell what all sum up to: most of the time goes into exponentials, and what is learned
+# are probabilities by factors of four.
+_SUMMED = 32
 
 
-def likeliest(logits: torch.Tensor, spread: Callable[[torch.Tensor], torch.Tensor] = lambda found: found) -> Pending:
-    """The most likely next tokens, and about their probabilities, ``[b, t, 8]`` each, from logits ``[b, t, v]``;
-    ``spread`` expands both."""
-    v = logits.shape[-1]
-    if v % _STRETCH:
-        logits = pad(logits, (0, -v % _STRETCH), value=-torch.inf)
-    stretches = logits.unflatten(-1, (-1, _STRETCH))
-    # The largest logits are in the stretches with the largest maxima.
-    chosen = stretches.amax(-1).topk(min(WIDTH, stretches.shape[-2]), dim=-1).indices
-    found = stretches.gather(-2, chosen[..., None].expand(*chosen.shape, _STRETCH))
+def likeliest(logits: Logits) -> Pending:
+    """The most likely next tokens, and about their probabilities, ``[b, s, 8]`` each."""
+    pieces, v = logits.stretches, logits.found.shape[-1]
+    # The largest logits are in the pieces with the largest maxima.
+    chosen = logits.maxima.topk(min(WIDTH, pieces.shape[-2]), dim=-1).indices
+    found = logits.within(chosen)
     highest, places = found.flatten(-2).topk(min(WIDTH, v), dim=-1)
-    tokens = (chosen.gather(-1, places // _STRETCH) * _STRETCH + places % _STRETCH).clamp(max=v - 1)
-    step, most = -(-stretches.shape[-2] // _SUMMED), highest[..., :1].float()
+    tokens = (chosen.gather(-1, places // STRETCH) * STRETCH + places % STRETCH).clamp(max=v - 1)
+    step, most = -(-pieces.shape[-2] // _SUMMED), highest[..., :1].float()
     sums = (found.float() - most[..., None]).exp_().sum(-1)
-    some = (stretches[..., ::step, :].float() - most[..., None]).exp_().sum((-1, -2))
+    some = (pieces[..., ::step, :].float() - most[..., None]).exp_().sum((-1, -2))
     rest = (some - (sums * (chosen % step == 0)).sum(-1)).clamp(min=0.0)
     shares = (highest.float() - most).exp_() / (sums.sum(-1) + step * rest)[..., None]
-    return Pending(
-        spread(tokens), spread(shares.nan_to_num(nan=0.0))
-    )  # logits that overflow (float16) carry no information
+    shares = shares.nan_to_num(nan=0.0)  # logits that overflow (float16) carry no information
+    return Pending(logits.spread(tokens), logits.spread(shares))
 
 
 def tops_of(found: Pending) -> list[list[tuple[Sequence[int], Sequence[float]]]]:

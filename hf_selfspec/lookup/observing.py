@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..model.logits import Logits
 from ..model.patching import evaluating
 from .findings import LookupFindings
 from .likeliest import likeliest, tops_of
@@ -31,7 +32,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{type(model).__name__} keeps no key-value cache, so SelfSpec.observe cannot read a text of "
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
-                tops += tops_of(likeliest(output.logits.float()))[0]
+                tops += tops_of(likeliest(Logits(output.logits.float())))[0]
             with findings.lock:
                 text = findings.next_text()
                 for pair, top in zip(pairwise(ids), tops[1:], strict=True):

@@ -32,6 +32,7 @@ from hf_selfspec.control.controller import ArmStats
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
+from hf_selfspec.model.logits import Logits
 
 pytestmark = pytest.mark.usefixtures("verification_is_free")
 
@@ -196,14 +197,14 @@ def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
 # What the logits of a round favour ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (11, 4096), (3, 50257)])
+@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (11, 2048), (3, 50257)])
 def test_the_most_likely_tokens_and_their_probabilities(nodes: int, vocabulary: int) -> None:
     logits = torch.randn(2, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
     shares, tokens = logits.softmax(-1).topk(min(8, vocabulary), dim=-1)
-    for row, of_row in enumerate(tops_of(likeliest(logits))):
+    for row, of_row in enumerate(tops_of(likeliest(Logits(logits)))):
         assert [list(found) for found, _ in of_row] == tokens[row].tolist()
         # Over a large vocabulary the sum is an estimate; these logits are as spread out as they can be.
-        rtol = 1e-5 if vocabulary <= 4096 else 0.2
+        rtol = 1e-5 if vocabulary <= 2048 else 0.3
         torch.testing.assert_close(torch.tensor([list(found) for _, found in of_row]), shares[row], rtol=rtol, atol=0)
 
 
@@ -213,7 +214,7 @@ def test_logits_that_overflow_favour_nothing() -> None:
     logits[0, 1] = torch.nan
     logits[0, 2, 5] = torch.inf
     logits[0, 3, 7] = 50.0
-    found = tops_of(likeliest(logits))[0]
+    found = tops_of(likeliest(Logits(logits)))[0]
     for broken in (1, 2):
         assert list(found[broken][1]) == [0.0] * len(found[broken][1])
     assert (found[3][0][0], found[3][1][0]) == (7, pytest.approx(1.0))
