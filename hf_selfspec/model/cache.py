@@ -24,6 +24,7 @@ from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 # Slots that are filled at once.
 _FILLED = 64
 # Layers whose keys share a buffer: views for all take 0.6 µs each, those of single layers 1.8 (torch 2.13). While
@@ -73,7 +74,7 @@ class _Bank:
         if self._slots is None:
             target.copy_(states)
         else:
-            target.scatter_(2, self._slots, states)
+            target.scatter_(2, self._slots, states.view(target.dtype))
         return view
 
     def _open(self, length: int) -> None:
@@ -84,11 +85,14 @@ class _Bank:
         else:  # prompts go through all layers
             self.grow()
             self.filled = end
-        views = targets = self._buffer.narrow(3, 0, end).unbind(0)
+        views = self._buffer.narrow(3, 0, end).unbind(0)
         if slots is None:
             self._slots, targets = None, self._buffer.narrow(3, start, length).unbind(0)
         else:
             b, k, _, h = views[0].shape
+            # As integers: a CPU scatters 16-bit floats by way of two copies of all. Into parts of buffers, too.
+            dtype = _INTEGERS.get(self._buffer.itemsize, self._buffer.dtype)
+            targets = tuple(buffer.view(dtype) for buffer in self.of)
             self._slots = slots[:, None, :, None].expand(b, k, length, h)
         self._views = list(zip(views, targets, strict=True))
 
