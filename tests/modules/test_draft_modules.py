@@ -137,6 +137,15 @@ def test_names_tell_weights_apart(inference: bool) -> None:
         assert repr(other) == repr(part)
 
 
+def test_parts_are_copied_to_a_device_once() -> None:
+    part, other = PARTS[Adapter](), torch.device("meta")
+    copied = part.on(other)
+    assert copied is part.on(other) is not part.on(torch.device("cpu")) is part
+    assert (part.norm.weight.is_meta, copied.norm.weight.is_meta) == (False, True)
+    part.forget_copies()  # which do not follow its weights
+    assert part.on(other) is not copied
+
+
 def test_a_cascade_of_parts_that_differ_in_weights() -> None:
     one, other = (EarlyExitAdapter(Adapter(2, 64, 4)) for _ in range(2))
     assert len(Cascade([Lookup(), one, other]).sources) == 3
