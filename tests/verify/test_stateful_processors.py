@@ -134,6 +134,20 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
 
 
+def test_recorded_scores_are_not_gathered_again_for_each_token() -> None:
+    """A criterion gets the recorded scores themselves, as in plain ``generate``, not a copy of all of them."""
+    seen: list[Any] = []
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append([id(step) for step in scores])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
+    output, _ = texts(SPECS["exit"](), BATCH, **options)
+    whole = [id(step) for step in output.scores]
+    assert seen == [whole[:step] for step in range(1, 21)]
+
+
 def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
     found = []
     for spec in (None, SPECS["exit"]()):
