@@ -26,7 +26,7 @@ from hf_selfspec import (
     SkipLayers,
 )
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.control.controller import ArmStats, Controller, Measurements
+from hf_selfspec.control.controller import FREE, ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts
@@ -80,6 +80,44 @@ def test_a_curve_for_each_kind_of_round() -> None:
     for rows in range(3, 500):
         curve(rows=rows)
     assert len(found._curves) <= 64
+
+
+def test_a_curve_for_new_rows_begins_like_the_nearest() -> None:
+    """Its times show how far this machine is from the first guesses."""
+    found, guessed = Measurements(), CostCurve(True, 3).costs.seconds
+    for rows, factor in ((1, 9.0), (4, 2.0), (16, 7.0)):
+        seconds = CostCurve(True, rows).costs.seconds
+        fed(found.curve("cpu", rows, 100, True, False), {size: factor * seconds[size] for size in SIZES}, 20)
+    four, three = (found.curve("cpu", rows, 100, True, False) for rows in (4, 3))
+    assert three.is_measured
+    assert three.plain / four.plain == pytest.approx(1.5 / 1.65, rel=0.02)  # of forwards over so many tokens
+    assert [each / three.plain for each in three.costs.seconds] == pytest.approx(guessed, rel=0.01)
+
+
+def test_pace() -> None:
+    """Of late, and not below one token for each plain round."""
+    clock = CostCurve(True)
+    for drafted, tokens in ((3, 4), (3, 2), (LARGEST + 1, 6)):
+        for _ in range(900):
+            clock.add(drafted, tokens, 0.02)
+        assert clock.pace == pytest.approx(50 * tokens, rel=0.01)
+    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
+    assert slow.pace == pytest.approx(1 / slow.plain)
+
+
+def test_frozen_controllers_decide_alike() -> None:
+    """As processes of one model have to, whose times differ."""
+    decided = []
+    for seconds in (0.001, 100.0):
+        controller = Controller(Measurements(), "cpu", on_cpu=True, is_frozen=True)
+        for turn in range(300):
+            controller.begin(rows=1 + turn // 200, running=3, context=100)
+            assert controller.pays(FREE)
+            assert not controller.pays("layers", 2.0)
+            decided.append((controller.curve.costs, controller.curve.pace))
+            controller.record((None, FREE, "layers")[turn % 3], turn % 9, 4, seconds * (1 + turn % 7))
+    assert decided[:300] == decided[300:]
+    assert {costs for costs, _ in decided} == {CostCurve(True, 3).costs}
 
 
 def test_stale_times_are_dropped() -> None:
