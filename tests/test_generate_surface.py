@@ -55,9 +55,6 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     return ours, plain
 
 
-# When generation stops -----------------------------------------------------------------------------------------------
-
-
 def test_prefix_function_that_knows_nothing_past_eos(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     """Like a trie: twelve tokens, then the end, and a ``KeyError`` for what follows, which nobody may ask for."""
     spec, inputs = case
@@ -129,9 +126,6 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
     assert streamers[0].calls == streamers[1].calls
 
 
-# What generate returns -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_eos", [False, True])
 def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs], with_eos: bool) -> None:
     """Equal up to each row's end; plain generate goes on computing scores for padding, which mean nothing."""
@@ -160,9 +154,6 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
     assert not torch.equal(ours.scores[3], ours.logits[3])
     ours, plain = both(llama, spec, inputs, return_dict_in_generate=True, output_logits=True)
     assert ours.keys() == plain.keys() == {"sequences", "logits", "past_key_values"}
-
-
-# Chats: past_key_values out and in -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +196,6 @@ def test_own_cache_object_is_filled_in_place(
     assert torch.equal(turn(chat_model, None, following, past_key_values=cache).sequences, expected)
 
 
-# Other ways in -------------------------------------------------------------------------------------------------------
-
-
 def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
     widths: list[int] = []
     hook = chat_model.model.layers[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
@@ -228,9 +216,6 @@ def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     assert torch.equal(first, sample(0))
     assert not torch.equal(first, sample(1))
     assert not torch.equal(first[0], first[1])
-
-
-# A user's own parts --------------------------------------------------------------------------------------------------
 
 
 def test_own_stop_function(llama: LlamaForCausalLM) -> None:

@@ -143,9 +143,6 @@ def test_a_passed_copy_of_the_models_config(fresh_llama: LlamaForCausalLM, spec:
     pipe("def f(x):", max_new_tokens=8, do_sample=False, num_beams=2)
 
 
-# The config itself ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "spec",
     [

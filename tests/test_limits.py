@@ -88,8 +88,6 @@ def test_own_forward_argument_reaches_every_forward() -> None:
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
 
 
-# Texts longer than the model was made for -----------------------------------------------------------------------------
-
 GROWN = (120, 100, 118)
 
 

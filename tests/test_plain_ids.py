@@ -90,9 +90,6 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
 }
 
 
-# Calls ---------------------------------------------------------------------------------------------------------------
-
-
 def ids(model: PreTrainedModel, assistant: SelfSpec | None, inputs: Inputs = BATCH, **options: Any) -> Any:
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
     return model.generate(**inputs, **options, assistant=assistant)
@@ -283,9 +280,6 @@ def check(model: PreTrainedModel, spec: SelfSpec, call: str) -> None:
         warnings.simplefilter("ignore")  # what some models cannot do, and searches on short texts, is said once
         for _ in range(2):
             assert as_lists(CALLS[call](model, spec)) == expected
-
-
-# The matrix ----------------------------------------------------------------------------------------------------------
 
 
 def one_of(count: int, *names: Iterable[str]) -> list[Any]:

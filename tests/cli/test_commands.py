@@ -69,9 +69,6 @@ def test_the_package_runs_as_the_script_does() -> None:
     assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
 
 
-# What they print -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
@@ -139,8 +136,6 @@ def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.Capt
     assert len(lines) == 2 + 6
     assert (tmp_path / "exits.png").stat().st_size > 1000
 
-
-# generate ------------------------------------------------------------------------------------------------------------
 
 PROMPT = "def read_text(path):"
 
@@ -235,8 +230,6 @@ def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         [*first, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "and then?"}],
     ]
 
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
 
 # What each command needs, with `{}` for a folder of the test.
 DATA, OUT = ["--data", "{}/data.jsonl"], ["--out", "{}/out"]

@@ -99,8 +99,6 @@ def asked(kind: str, files: dict[str, Path], *words: object) -> list[str]:
     return list(map(str, ["fit", kind, *given, *words]))
 
 
-# Data ----------------------------------------------------------------------------------------------------------------
-
 DATA: list[tuple[str, bytes | None, str]] = [
     ("a.txt", b"\0" * 100, "cannot be read as text in UTF-8 (it has null bytes)"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
@@ -186,8 +184,6 @@ def test_datasets_that_cannot_be_used(
     found.append([{"body": "a"}, {"body": "b"}])
     assert texts("some/data", "body") == ["a", "b"]
 
-
-# Options --------------------------------------------------------------------------------------------------------------
 
 OPTIONS = [
     ("adapter", "--exit-layer 6", "the model has 6 layers, so the exit layer must be between 1 and 5"),

@@ -55,9 +55,6 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     return model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-# A chat --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_chat_runs_over_what_is_new(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
     widths: list[int] = []
@@ -99,9 +96,6 @@ def test_the_chat_in_a_terminal(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*QUESTIONS, "", "not read"])))
     importlib.import_module("chat").main()
     assert capsys.readouterr().out.count("of drafted ones accepted]") == len(QUESTIONS)
-
-
-# Services ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -80,9 +80,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# The libraries: options of ``generate`` for a JSON schema or a regular expression ---------------------------------
-
-
 def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
     xgrammar = library("xgrammar")
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY))
@@ -227,9 +224,6 @@ def test_forced_text_may_end_within_a_character() -> None:
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex("(é|è)"))
     bitmask = xgrammar.allocate_token_bitmask(1, 4)
     assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
-
-
-# A user's own -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -520,9 +514,6 @@ def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) ->
         steps += spec.stats.draft_steps
     assert steps < drafted
     check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [by_text]))
-
-
-# What can go wrong ----------------------------------------------------------------------------------------------------
 
 
 def test_wrong_registrations_are_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:

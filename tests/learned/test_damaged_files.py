@@ -38,9 +38,6 @@ def written(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-# What a file may set --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -119,9 +116,6 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list((tmp_path / "here").iterdir())
     with pytest.raises(SettingError, match=r"~nobody-of-this-name/spec: .*home directory. Give the whole path"):
         spec.save_pretrained("~nobody-of-this-name/spec")
-
-
-# What cannot be written -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

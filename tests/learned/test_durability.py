@@ -32,9 +32,6 @@ def llama() -> PreTrainedModel:
     return tiny_llama(LAYERS, factor=0.6)
 
 
-# Whole or not at all -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full")], ids=repr)
 def test_an_error_while_writing_leaves_the_old_file(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,9 +247,6 @@ def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
     assert alive() is None
 
 
-# Long-lived processes ------------------------------------------------------------------------------------------------
-
-
 SERVICE = """
 import os, sys, warnings
 sys.path.insert(0, sys.argv[1])
@@ -300,9 +294,6 @@ def test_what_is_kept_of_calls_and_warnings_is_bounded(no_warnings_yet: None) ->
             errors.warn_once(f"warning {number}")
     assert len(errors._warned) <= 1024
     errors.warn_once("warning 4999")  # would be an error
-
-
-# Models in training --------------------------------------------------------------------------------------------------
 
 
 def train_a_step(model: PreTrainedModel) -> None:

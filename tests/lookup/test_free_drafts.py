@@ -72,9 +72,6 @@ ROW, BATCH = repetitive(), repetitive((14, 9, 11))
 INPUTS = {"one row": ROW, "ragged batch": BATCH}
 
 
-# Everything that generate offers -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["lookup", "exit"])
 def spec(request: pytest.FixtureRequest) -> SelfSpec:
     return SPECS[request.param]()
@@ -126,8 +123,6 @@ def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM, drafts: list[
     both(llama, SelfSpec(Lookup(), max_draft=2), ROW)
     assert max(max(draft.lengths) for draft in drafts) == 2
 
-
-# Around other drafts -------------------------------------------------------------------------------------------------
 
 DEEP = tiny_llama(layers=8, factor=0.5)
 OTHERS: dict[str, Callable[[], SelfSpec]] = {
@@ -191,9 +186,6 @@ def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
     plain = DEEP.generate(**BATCH, max_new_tokens=30, do_sample=False)
     with pytest.warns(UserWarning, match="is left out of the drafts.*only one draft source can"):
         assert torch.equal(DEEP.generate(**BATCH, max_new_tokens=30, do_sample=False, assistant=spec), plain)
-
-
-# What the logits of a round favour ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (1, 4096), (11, 4096)])

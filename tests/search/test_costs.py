@@ -187,9 +187,6 @@ def test_nothing_drafts_before_it_is_known_to_pay(spec: SelfSpec, monkeypatch: p
     assert spec.stats.drafted == spec.stats.draft_steps == 0
 
 
-# What forwards cost --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "space", [space(), SkipSpace.of(Anatomy.of(build("gemma3n_text")))], ids=["plain", "shared keys"]
 )

@@ -32,9 +32,6 @@ from hf_selfspec.search.trials import Scores, estimate
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-# Blocks that may be skipped ------------------------------------------------------------------------------------------
-
-
 def test_skip_space() -> None:
     space = SkipSpace.of(Anatomy.of(tiny_llama(6)))
     assert len(space.blocks) == 8
@@ -75,9 +72,6 @@ def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
         make()
 
 
-# What sets are worth -------------------------------------------------------------------------------------------------
-
-
 WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
 
 
@@ -112,9 +106,6 @@ def test_sets_are_compared_on_the_same_text() -> None:
     values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
     usual, easy_only, hard_only = estimate(Scores(np.eye(3), values, np.ones(4), sets, windows)).sets
     assert hard_only > usual > easy_only
-
-
-# Which sets are proposed ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_run("every fifth Bayesian")
@@ -168,9 +159,6 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
             search.register(plan, predicted(0.9 if len(plan.skipped_layers) == 8 else 0.5))
     assert sizes == ([[2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8], [8, 8]])
     assert asked == ([16, 8] if auto else [8, 8])
-
-
-# The closest layers --------------------------------------------------------------------------------------------------
 
 
 def by_hand(model: LlamaForCausalLM, ids: torch.Tensor, layers: Sequence[int], most: int) -> list[list[int]]:

@@ -37,9 +37,6 @@ from hf_selfspec.search.replay import Trace
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-# Tokens and trials ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every_run("swift|clasp")
 @pytest.mark.parametrize(
     ("make", "search"),
@@ -177,9 +174,6 @@ def test_windows_longer_than_texts() -> None:
     assert search_of(spec, model).history == []
     generated(model, prompt(), 30, assistant=spec)
     assert search_of(spec, model).history
-
-
-# Drafts --------------------------------------------------------------------------------------------------------------
 
 
 def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,9 +99,6 @@ def tuned(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Callabl
     return partial(tune, llama, tokenizer, TEXTS)
 
 
-# What is found -------------------------------------------------------------------------------------------------------
-
-
 def test_tuning_with_real_timings(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,9 +147,6 @@ def test_nothing_is_faster(tuned: Callable[..., SelfSpec], fake: Callable[..., T
         spec = tuned(search=OfflineSearch(4, 4))
     assert told[0].filename == __file__
     assert isinstance(spec, SelfSpec)
-
-
-# Interruptions and other searches' files -----------------------------------------------------------------------------
 
 
 def steps_in(folder: Path) -> dict[LayerPlan, float]:
@@ -207,9 +201,6 @@ def test_steps_that_cannot_be_gone_on_with(
             again(llama, texts=TEXTS)
         assert path.read_text() == broken
     assert not times.asked
-
-
-# What is refused -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,6 @@ def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
 
 
-# A user's own draft ------------------------------------------------------------------------------------------------
-
-
 class Bigrams(CandidateGenerator):
     """Draws two tokens from a table; ``says_q(call)`` tells whether a call returns the distributions too."""
 
@@ -154,9 +151,6 @@ def test_joint_distribution_with_a_candidate_generator(every: int) -> None:
 def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
     knowing, guessing = (SelfSpec(draft=Bigrams(lambda call, says_q=says_q: says_q)) for says_q in (True, False))
     assert sample(knowing, rows=500)[1] > sample(guessing, rows=500)[1] + 0.02
-
-
-# The test itself ---------------------------------------------------------------------------------------------------
 
 
 def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:

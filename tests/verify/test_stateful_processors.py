@@ -162,9 +162,6 @@ def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
     assert found[0] == found[1]
 
 
-# What is known to keep no state ---------------------------------------------------------------------------------------
-
-
 class Declared(Counting):
     is_stateless = True
 
@@ -233,8 +230,6 @@ def test_only_what_is_known_is_stateless() -> None:
     assert not is_stateless(lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16))
 
 
-# Transformers' own with a state ---------------------------------------------------------------------------------------
-
 STATEFUL_OPTIONS = {
     "guidance": {"guidance_scale": 1.5},
     "guidance, negative prompt": {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]] * 3)},
@@ -253,9 +248,6 @@ def test_guidance_and_watermarks(name: str) -> None:
     assert torch.equal(ours, plain)
     assert spec.stats.accepted > 0
     assert not torch.equal(plain, usual)
-
-
-# Drawn tokens ---------------------------------------------------------------------------------------------------------
 
 
 class Tightening(LogitsProcessor):
