@@ -188,10 +188,7 @@ def test_steps_that_cannot_be_gone_on_with(
     path = tmp_path / PROGRESS_NAME
     content = path.read_text()
     times = fake()
-    for model, given in (
-        (llama, {"texts": TEXTS, "stop": FixedLength(2)}),
-        (tiny_llama(8, seed=1), {"texts": TEXTS}),
-    ):
+    for model, given in ((llama, {"texts": TEXTS, "stop": FixedLength(2)}), (tiny_llama(8, seed=1), {"texts": TEXTS})):
         with pytest.raises(SettingError, match=rf"{path} holds the steps of another search"):
             again(model, **given)
         assert path.read_text() == content
@@ -207,11 +204,7 @@ def test_steps_that_cannot_be_gone_on_with(
     ("options", "error", "words"),
     [
         ({"texts": []}, SettingTypeError, r"tune\(texts\) must be a list of strings, at least one"),
-        (
-            {"search": OnTheFlySearch()},
-            SettingTypeError,
-            r"tune\(search\) must be OfflineSearch\(...\) or None",
-        ),
+        ({"search": OnTheFlySearch()}, SettingTypeError, r"tune\(search\) must be OfflineSearch\(...\) or None"),
         ({"max_new_tokens": 0}, SettingError, r"tune\(max_new_tokens\) must be at least 1"),
         ({"stop": 3}, SettingTypeError, r"SelfSpec\(stop\)"),
     ],

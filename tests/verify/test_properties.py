@@ -215,5 +215,3 @@ def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most:
         fresh = SuffixIndex()
         fresh.extend(kept)
         assert index.match(piece) == fresh.match(piece)
-
-
