@@ -180,9 +180,7 @@ def test_returned_cache_is_what_plain_generate_leaves(chat_model: PreTrainedMode
 
 
 @pytest.mark.parametrize(("return_dict", "sized"), [(False, True), (True, False)])
-def test_own_cache_object_is_filled_in_place(
-    chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool
-) -> None:
+def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool) -> None:
     cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
     output = turn(chat_model, EXIT, inputs, past_key_values=cache, return_dict_in_generate=return_dict)
     assert_mixed(EXIT)

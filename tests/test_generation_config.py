@@ -13,17 +13,8 @@ from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from helpers.calls import calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_t5
-from hf_selfspec import (
-    AdaptiveThreshold,
-    EarlyExit,
-    FixedLength,
-    ProductThreshold,
-    SelfSpec,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedOptionError,
-    attach,
-)
+from hf_selfspec import AdaptiveThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec, TopKTree, attach
+from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 
 pytestmark = pytest.mark.usefixtures("no_warnings_yet")
 

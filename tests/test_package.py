@@ -13,17 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import DEMO_MODEL
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    GenerationStats,
-    Lookup,
-    SelfSpec,
-    SettingError,
-    SkipLayers,
-    TopKTree,
-    first_differences,
-)
+from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, first_differences
+from hf_selfspec.draft import EarlyExit, Lookup, SkipLayers
+from hf_selfspec.errors import SettingError
 
 
 def test_public_names() -> None:

@@ -190,9 +190,7 @@ def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_generate_stopped_on_the_way_ends_its_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_generate_ends_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
         write(Piece("once upon", False))
         raise KeyboardInterrupt
@@ -334,9 +332,7 @@ def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.Monke
         main(asked("inspect", place, []))
 
 
-def test_a_chat_without_a_chat_template(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_chat_template(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     line = told_in_one_line(["generate", "--model", str(DEMO_MODEL)], 2, capsys)

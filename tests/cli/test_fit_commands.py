@@ -234,9 +234,7 @@ def test_configs_that_are_wrong(
 
 
 @pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors", "kind"])
-def test_models_that_are_damaged(
-    damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_models(damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(files["model"], tmp_path / "damaged")
     if damage == "kind":  # the library's message names every class it knows; ours does not
         T5Config().save_pretrained(folder)

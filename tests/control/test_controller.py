@@ -13,23 +13,13 @@ from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.models import ragged_batch
-from hf_selfspec import (
-    Cascade,
-    ClosestLayers,
-    Drafter,
-    DraftSource,
-    EarlyExit,
-    FixedLength,
-    Lookup,
-    SelfSpec,
-    Session,
-    SkipLayers,
-)
+from hf_selfspec import Cascade, ClosestLayers, Drafter, DraftSource, EarlyExit, Lookup, SelfSpec, Session, SkipLayers
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.control.controller import FREE, ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts
+from hf_selfspec.stop import FixedLength
 
 pytestmark = pytest.mark.times_decide
 
@@ -243,9 +233,7 @@ def answer(llama: LlamaForCausalLM) -> tuple[int, ...]:
     return tuple(llama.generate(**PROMPT, max_new_tokens=80)[0].tolist())
 
 
-def test_the_other_source_drafts_as_long_as_it_is_faster(
-    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
-) -> None:
+def test_a_source_drafts_while_it_is_faster(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
     """A draft of three right tokens that costs nothing, then one that takes ten rounds, then nothing again."""
     source = Told(answer, [0.0], watch)
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
@@ -257,9 +245,7 @@ def test_the_other_source_drafts_as_long_as_it_is_faster(
     assert spec.stats.rounds > 20
 
 
-def test_a_promise_is_believed_until_it_was_tried(
-    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
-) -> None:
+def test_promises_are_believed_until_tried(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
     source = Told(answer, [10 * ROUND], watch, [5.0])
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
     assert run(llama, spec) == 4
@@ -278,9 +264,7 @@ def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...]
     assert rates[repr(fast)].rounds > 4
 
 
-def test_free_tokens_around_a_draft_are_not_its_own(
-    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
-) -> None:
+def test_free_tokens_are_not_the_drafts_own(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
     """A source of one token, behind which those of the same text before are accepted."""
     source = Told(answer, [0.0], watch, [None], 1)
     spec = SelfSpec(Cascade([Lookup(), source]))

@@ -10,19 +10,10 @@ from typing import Any
 import pytest
 
 from helpers.models import tiny_llama
-from hf_selfspec import (
-    Adapter,
-    EarlyExit,
-    EarlyExitAdapter,
-    ExitReport,
-    FixedLength,
-    LinearProbe,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-)
+from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, ExitReport, FixedLength, LinearProbe, SelfSpec
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.data.texts import texts
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train.fit_trainer import checkpoints_of
@@ -61,9 +52,7 @@ def test_settings_are_of_our_classes_where_they_belong(settings: dict[str, Any],
 
 
 @pytest.mark.parametrize("place", ["../adapter", "~/adapter", "https://example.com/a", None, r"\\a\b"], ids=repr)
-def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_names_parts_by_path_or_on_the_hub(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: asked.append(path)))
     for draft in ({"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}):

@@ -33,9 +33,7 @@ def llama() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full")], ids=repr)
-def test_an_error_while_writing_leaves_the_old_file(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_file(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SelfSpec().save_pretrained(tmp_path)
     before = (tmp_path / FILE).read_bytes()
 
@@ -176,9 +174,7 @@ def test_bad_task_names(task: Any, tmp_path: Path) -> None:
     ids=["newer", "folder"],
 )
 @pytest.mark.usefixtures("no_warnings_yet")
-def test_a_cache_file_that_cannot_be_used(
-    damage: Callable[[Path], Any], llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_cache_files_that_cannot_be_used(damage: Callable[[Path], Any], llama: PreTrainedModel, tmp_path: Path) -> None:
     """Findings begin anew, those of searches and those of texts; the file is kept, and there is one warning for it."""
     draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
 

@@ -19,25 +19,11 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
-from hf_selfspec import (
-    AdaptiveThreshold,
-    CalibratedEntropy,
-    Cascade,
-    ClosestLayers,
-    ConfidenceThreshold,
-    CostTree,
-    EarlyExit,
-    FixedLength,
-    Lookup,
-    OnTheFlySearch,
-    ProductThreshold,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.fingerprint import Fingerprint
+from hf_selfspec.stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
 
 pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
 

@@ -16,19 +16,10 @@ from helpers.architectures import build
 from helpers.calls import new_tokens
 from helpers.fitted import adapter_of, heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from hf_selfspec import (
-    Cascade,
-    DynamicExit,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    Lookup,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import FixedLength, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control.controller import ArmStats
+from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
@@ -137,9 +128,7 @@ OTHERS: dict[str, Callable[[], SelfSpec]] = {
 @pytest.mark.every_run("one row-.*")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("shape", INPUTS)
-def test_other_drafts_go_on_after_free_rounds(
-    shape: str, name: str, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_after_free_rounds(shape: str, name: str, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
     inputs, alone = INPUTS[shape], OTHERS[name]()
     turns = iter(range(1 << 30))

@@ -126,9 +126,7 @@ def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) ->
     assert not traced
 
 
-def test_a_forward_that_reads_values_runs_as_it_is(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forwards_reading_values_are_eager(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(4, factor=0.5)
     original = type(model.model.norm).forward
 
@@ -142,9 +140,7 @@ def test_a_forward_that_reads_values_runs_as_it_is(
     assert not traced
 
 
-def test_memory_that_is_not_enough_is_an_error(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_an_error(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 

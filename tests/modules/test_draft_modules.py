@@ -61,9 +61,7 @@ CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES)
-def test_junk_in_a_config(
-    kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
-) -> None:
+def test_junk_in_config(kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path) -> None:
     """One error at load, with the file and the field."""
     changed(tmp_path, PARTS[kind](), keys, value)
     with pytest.raises(SettingError, match=words) as error:

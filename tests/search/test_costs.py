@@ -133,9 +133,7 @@ def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, clo
     assert len(watched.given["seconds_of"]) >= 12
 
 
-def test_exits_that_do_not_pay_are_tried_in_a_small_share_of_the_time(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_exits_that_do_not_pay_are_tried_in_little_of_the_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     watched = Watched(monkeypatch, clock)
     model, spec = tiny_llama(8), SelfSpec.layerskip()
     shares = [watched.share(spec, model, 140, do_sample=True) for _ in range(5)]

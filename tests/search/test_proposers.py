@@ -14,15 +14,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 from helpers.architectures import build
 from helpers.models import tiny_llama
 from helpers.searches import after_prefill, keys_and_values, predicted, prefilled, skipping, space
-from hf_selfspec import (
-    ClosestLayers,
-    OfflineSearch,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-)
+from hf_selfspec import ClosestLayers, OfflineSearch, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import SkipSpace, closest_layers

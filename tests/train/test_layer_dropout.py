@@ -7,20 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
 
 from helpers.distributed_training import LAYERS, Row, rows, tiny, weights
-from helpers.train.by_hand import (
-    SEED,
-    ByHand,
-    assert_close,
-    assert_equal,
-    history,
-    rotational_shares,
-    stacked,
-    stays,
-    train,
-)
+from helpers.train.by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stays, train
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 
@@ -79,7 +69,7 @@ def test_embeddings_as_inputs(tmp_path: Path) -> None:
     """Rows are counted where the rows are, also where positions have one row for all."""
 
     def collate(samples: list[Row]) -> Row:
-        batch = stacked(samples)
+        batch = default_data_collator(samples)
         embeddings = tiny().model.embed_tokens(batch["input_ids"]).detach()
         positions = torch.arange(embeddings.shape[1])[None]
         return {"position_ids": positions, "inputs_embeds": embeddings, "labels": batch["labels"]}

@@ -172,9 +172,7 @@ def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int
         ("drawn and named", asks_with_the_same_p),
     ],
 )
-def test_a_biased_acceptance_rule_is_detected(
-    spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biased_rules_are_detected(spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "choose_sampled", biased)
     sequences, _ = sample(replace((SPECS | NAMED)[spec]), rows=500, calls=4)
     assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 100

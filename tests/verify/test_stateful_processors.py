@@ -24,17 +24,8 @@ from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
-from hf_selfspec import (
-    DynamicExit,
-    EarlyExit,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedOptionError,
-)
+from hf_selfspec import DynamicExit, EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedOptionError
 from hf_selfspec.verify import stateless
 from hf_selfspec.verify.stateless import is_stateless
 
