@@ -250,7 +250,7 @@ def test_assistant_of_another_type(llama: LlamaForCausalLM, assistant: Any) -> N
         (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("confidences that rise", "[0.8, 0.5, 1.0]")),
         (lambda: EarlyExit(10**12), SettingError, ("EarlyExit(layer)", "at most 4096", "got 1000000000000")),
         (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
-        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop)", "FixedLength(n)")),
+        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop) must be FixedLength(n), Confidence",)),
         (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree, a CostTree or None", "3")),
         (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
     ],

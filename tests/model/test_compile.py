@@ -222,6 +222,12 @@ def test_inference_mode_and_without() -> None:
         same_ids(model, spec)
 
 
+def test_graphs_make_an_additive_mask_once(traced: list[torch.fx.GraphModule]) -> None:
+    """And not in each of four layers."""
+    same_ids(tiny_llama(4, factor=0.5), specs()["exit"])
+    assert {sum("masked_fill" in str(node.target) for node in graph.graph.nodes) for graph in traced} == {1}
+
+
 def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
     """And hands its cache back, which takes a forward for the last tokens of rows that ended early."""
     model, inputs, spec = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7)), specs()["exit"]

@@ -170,16 +170,11 @@ def test_calibrated_entropy_by_hand() -> None:
         (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
         (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
         (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, "AdaptiveThreshold(rate_memory) must lie"),
-        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, "SelfSpec(stop) must be FixedLength(n), Confidence"),
     ],
 )
 def test_settings_that_are_not_allowed(make: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         make()
-
-
-def always(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    return torch.ones(len(logits), dtype=torch.bool)
 
 
 def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
