@@ -55,9 +55,6 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     return ours, plain
 
 
-# When generation stops -----------------------------------------------------------------------------------------------
-
-
 def test_prefix_function_that_knows_nothing_past_eos(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     """Like a trie: twelve tokens, then the end, and a ``KeyError`` for what follows, which nobody may ask for."""
     spec, inputs = case
@@ -129,9 +126,6 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
     assert streamers[0].calls == streamers[1].calls
 
 
-# What generate returns -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_eos", [False, True])
 def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs], with_eos: bool) -> None:
     """Equal up to each row's end; plain generate goes on computing scores for padding, which mean nothing."""
@@ -162,9 +156,6 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
     assert ours.keys() == plain.keys() == {"sequences", "logits", "past_key_values"}
 
 
-# Chats: past_key_values out and in -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def chat_model() -> PreTrainedModel:
     """With full attention and sliding windows."""
@@ -189,9 +180,7 @@ def test_returned_cache_is_what_plain_generate_leaves(chat_model: PreTrainedMode
 
 
 @pytest.mark.parametrize(("return_dict", "sized"), [(False, True), (True, False)])
-def test_own_cache_object_is_filled_in_place(
-    chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool
-) -> None:
+def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool) -> None:
     cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
     output = turn(chat_model, EXIT, inputs, past_key_values=cache, return_dict_in_generate=return_dict)
     assert_mixed(EXIT)
@@ -203,9 +192,6 @@ def test_own_cache_object_is_filled_in_place(
     following = {"input_ids": torch.cat([ids, ids[:, -1:]], dim=1), "attention_mask": mask}
     expected = turn(chat_model, None, following).sequences
     assert torch.equal(turn(chat_model, None, following, past_key_values=cache).sequences, expected)
-
-
-# Other ways in -------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
@@ -228,9 +214,6 @@ def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     assert torch.equal(first, sample(0))
     assert not torch.equal(first, sample(1))
     assert not torch.equal(first[0], first[1])
-
-
-# A user's own parts --------------------------------------------------------------------------------------------------
 
 
 def test_own_stop_function(llama: LlamaForCausalLM) -> None:

@@ -13,17 +13,8 @@ from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from helpers.calls import calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_t5
-from hf_selfspec import (
-    AdaptiveThreshold,
-    EarlyExit,
-    FixedLength,
-    ProductThreshold,
-    SelfSpec,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedOptionError,
-    attach,
-)
+from hf_selfspec import AdaptiveThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec, TopKTree, attach
+from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 
 pytestmark = pytest.mark.usefixtures("no_warnings_yet")
 
@@ -141,9 +132,6 @@ def test_a_passed_copy_of_the_models_config(fresh_llama: LlamaForCausalLM, spec:
     pipe = pipeline("text-generation", model=fresh_llama, tokenizer=character_tokenizer())
     pipe("def f(x):", max_new_tokens=8, do_sample=False)
     pipe("def f(x):", max_new_tokens=8, do_sample=False, num_beams=2)
-
-
-# The config itself ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

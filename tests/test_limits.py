@@ -88,8 +88,6 @@ def test_own_forward_argument_reaches_every_forward() -> None:
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
 
 
-# Texts longer than the model was made for -----------------------------------------------------------------------------
-
 GROWN = (120, 100, 118)
 
 
@@ -175,9 +173,7 @@ def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.Mon
         model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
 
 
-def test_a_kernel_that_comes_while_another_model_generates(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_comes_while_another_generates(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Beside(Recorder):
         def end(self) -> None:
             check_lossless(flash_model(monkeypatch), SPEC)

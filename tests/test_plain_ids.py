@@ -20,23 +20,9 @@ from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
 from helpers.calls import Recorder, random_skip_set
 from helpers.fitted import adapter_of, heads_of, lora_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, ragged_batch, tiny_gpt2, tiny_llama
-from hf_selfspec import (
-    Cascade,
-    ClosestLayers,
-    ConfidenceThreshold,
-    CostTree,
-    DynamicExit,
-    EarlyExit,
-    EarlyExitAdapter,
-    EarlyExitLora,
-    FixedLength,
-    Lookup,
-    OnTheFlySearch,
-    ReducedHead,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, ReducedHead, SelfSpec, TopKTree
+from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
+from hf_selfspec.stop import ConfidenceThreshold, FixedLength
 
 # Free drafts are worth their verification, as on a device that memory bounds.
 pytestmark = pytest.mark.usefixtures("verification_is_free")
@@ -88,9 +74,6 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "candidates": lambda model: SelfSpec(LastSeen()),
     "own rule": lambda model: SelfSpec(EarlyExit(2), after_even_tokens, max_draft=6),
 }
-
-
-# Calls ---------------------------------------------------------------------------------------------------------------
 
 
 def ids(model: PreTrainedModel, assistant: SelfSpec | None, inputs: Inputs = BATCH, **options: Any) -> Any:
@@ -283,9 +266,6 @@ def check(model: PreTrainedModel, spec: SelfSpec, call: str) -> None:
         warnings.simplefilter("ignore")  # what some models cannot do, and searches on short texts, is said once
         for _ in range(2):
             assert as_lists(CALLS[call](model, spec)) == expected
-
-
-# The matrix ----------------------------------------------------------------------------------------------------------
 
 
 def one_of(count: int, *names: Iterable[str]) -> list[Any]:

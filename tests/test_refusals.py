@@ -58,8 +58,6 @@ def refused(
         assert word in str(caught.value)
 
 
-# Options of generate --------------------------------------------------------------------------------------------------
-
 # Name, value, and words of the message beside the name and the value: what to do.
 OPTIONS: list[tuple[str, Any, str]] = [
     ("num_beams", 2, "use num_beams=1"),
@@ -129,9 +127,6 @@ def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
     positions = torch.arange(7)[None]
     plain = llama.generate(**ROW, max_new_tokens=8)
     assert torch.equal(llama.generate(**ROW, max_new_tokens=8, position_ids=positions, assistant=SelfSpec()), plain)
-
-
-# Prompts --------------------------------------------------------------------------------------------------------------
 
 
 def masked(row: int, column: int) -> dict[str, torch.Tensor]:
@@ -209,9 +204,6 @@ def test_bad_logits_later_on(inputs: dict[str, torch.Tensor]) -> None:
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
 
 
-# Models ---------------------------------------------------------------------------------------------------------------
-
-
 def without_a_list() -> PreTrainedModel:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32)).eval()
     model.transformer.h = torch.nn.Sequential(*model.transformer.h)
@@ -244,9 +236,6 @@ def test_block_that_does_not_exist(llama: LlamaForCausalLM, draft: Any, words: A
     refused(llama, SettingError, words, assistant=SelfSpec(draft=draft))
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("assistant", ["something", 3, EarlyExit(2), SelfSpec], ids=repr)
 def test_assistant_of_another_type(llama: LlamaForCausalLM, assistant: Any) -> None:
     refused(llama, SettingTypeError, ("takes a SelfSpec", repr(assistant), "assistant_model"), assistant=assistant)
@@ -261,7 +250,7 @@ def test_assistant_of_another_type(llama: LlamaForCausalLM, assistant: Any) -> N
         (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("confidences that rise", "[0.8, 0.5, 1.0]")),
         (lambda: EarlyExit(10**12), SettingError, ("EarlyExit(layer)", "at most 4096", "got 1000000000000")),
         (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
-        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop)", "FixedLength(n)")),
+        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop) must be FixedLength(n), Confidence",)),
         (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree, a CostTree or None", "3")),
         (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
     ],
@@ -271,9 +260,6 @@ def test_setting(make: Callable[[], Any], error: type[SelfSpecError], words: tup
         make()
     for word in words:
         assert word in str(caught.value)
-
-
-# What others hand over ------------------------------------------------------------------------------------------------
 
 
 def test_stop_rule_that_returns_something_else(llama: LlamaForCausalLM) -> None:

@@ -65,9 +65,6 @@ def test_characters_of_several_tokens_are_whole() -> None:
         assert not any("\ufffd" in piece.text for piece in pieces) or given is not tokens
 
 
-# stream ---------------------------------------------------------------------------------------------------------------
-
-
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}a"

@@ -112,9 +112,6 @@ def test_nothing_drafted_is_told(llama: LlamaForCausalLM) -> None:
     assert "nothing was drafted, so this shows little" in str(found)
 
 
-# Drawn tokens ---------------------------------------------------------------------------------------------------------
-
-
 class Numbers:
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [int(digit) for digit in text]}
@@ -185,9 +182,6 @@ def test_texts_that_end_are_cells_of_their_own() -> None:
 
 def test_too_few_draws_are_told() -> None:
     assert "so this shows nothing" in str(sampled(4, ["3"]))
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

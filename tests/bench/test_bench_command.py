@@ -76,9 +76,7 @@ def test_a_named_column_is_the_prompt(tmp_path: Path) -> None:
             texts_of([str(path)], column)
 
 
-def test_chats_of_several_files_are_one_stream(
-    data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chats_are_one_stream(data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own.txt"
     own.write_text("class Stack:\n\nclass Queue:\n")
     logging.enable_progress_bar()

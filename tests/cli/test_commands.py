@@ -69,9 +69,6 @@ def test_the_package_runs_as_the_script_does() -> None:
     assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
 
 
-# What they print -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
@@ -140,8 +137,6 @@ def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "exits.png").stat().st_size > 1000
 
 
-# generate ------------------------------------------------------------------------------------------------------------
-
 PROMPT = "def read_text(path):"
 
 
@@ -195,9 +190,7 @@ def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_generate_stopped_on_the_way_ends_its_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_generate_ends_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
         write(Piece("once upon", False))
         raise KeyboardInterrupt
@@ -235,8 +228,6 @@ def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         [*first, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "and then?"}],
     ]
 
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
 
 # What each command needs, with `{}` for a folder of the test.
 DATA, OUT = ["--data", "{}/data.jsonl"], ["--out", "{}/out"]
@@ -341,9 +332,7 @@ def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.Monke
         main(asked("inspect", place, []))
 
 
-def test_a_chat_without_a_chat_template(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_chat_template(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     line = told_in_one_line(["generate", "--model", str(DEMO_MODEL)], 2, capsys)

@@ -99,8 +99,6 @@ def asked(kind: str, files: dict[str, Path], *words: object) -> list[str]:
     return list(map(str, ["fit", kind, *given, *words]))
 
 
-# Data ----------------------------------------------------------------------------------------------------------------
-
 DATA: list[tuple[str, bytes | None, str]] = [
     ("a.txt", b"\0" * 100, "cannot be read as text in UTF-8 (it has null bytes)"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
@@ -187,8 +185,6 @@ def test_datasets_that_cannot_be_used(
     assert texts("some/data", "body") == ["a", "b"]
 
 
-# Options --------------------------------------------------------------------------------------------------------------
-
 OPTIONS = [
     ("adapter", "--exit-layer 6", "the model has 6 layers, so the exit layer must be between 1 and 5"),
     ("adapter", "--block-size 513", "--block-size 513 is more than the 512 positions of the model"),
@@ -238,9 +234,7 @@ def test_configs_that_are_wrong(
 
 
 @pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors", "kind"])
-def test_models_that_are_damaged(
-    damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_models(damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(files["model"], tmp_path / "damaged")
     if damage == "kind":  # the library's message names every class it knows; ours does not
         T5Config().save_pretrained(folder)

@@ -7,19 +7,10 @@ from pathlib import Path
 import pytest
 
 from helpers.models import tiny_llama
-from hf_selfspec import (
-    Adapter,
-    Cascade,
-    ConfidenceThreshold,
-    EarlyExit,
-    ExitHeads,
-    Lookup,
-    SelfSpec,
-    SettingError,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import Adapter, ConfidenceThreshold, ExitHeads, SelfSpec, TopKTree
 from hf_selfspec.cli.spec_text import PRESETS, read_spec, split
+from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
+from hf_selfspec.errors import SettingError
 from hf_selfspec.modules import LinearProbe
 
 

@@ -13,23 +13,13 @@ from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.models import ragged_batch
-from hf_selfspec import (
-    Cascade,
-    ClosestLayers,
-    Drafter,
-    DraftSource,
-    EarlyExit,
-    FixedLength,
-    Lookup,
-    SelfSpec,
-    Session,
-    SkipLayers,
-)
+from hf_selfspec import Cascade, ClosestLayers, Drafter, DraftSource, EarlyExit, Lookup, SelfSpec, Session, SkipLayers
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.control.controller import ArmStats, Controller, Measurements
+from hf_selfspec.control.controller import FREE, ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts
+from hf_selfspec.stop import FixedLength
 
 pytestmark = pytest.mark.times_decide
 
@@ -80,6 +70,44 @@ def test_a_curve_for_each_kind_of_round() -> None:
     for rows in range(3, 500):
         curve(rows=rows)
     assert len(found._curves) <= 64
+
+
+def test_a_curve_for_new_rows_begins_like_the_nearest() -> None:
+    """Its times show how far this machine is from the first guesses."""
+    found, guessed = Measurements(), CostCurve(True, 3).costs.seconds
+    for rows, factor in ((1, 9.0), (4, 2.0), (16, 7.0)):
+        seconds = CostCurve(True, rows).costs.seconds
+        fed(found.curve("cpu", rows, 100, True, False), {size: factor * seconds[size] for size in SIZES}, 20)
+    four, three = (found.curve("cpu", rows, 100, True, False) for rows in (4, 3))
+    assert three.is_measured
+    assert three.plain / four.plain == pytest.approx(1.5 / 1.65, rel=0.02)  # of forwards over so many tokens
+    assert [each / three.plain for each in three.costs.seconds] == pytest.approx(guessed, rel=0.01)
+
+
+def test_pace() -> None:
+    """Of late, and not below one token for each plain round."""
+    clock = CostCurve(True)
+    for drafted, tokens in ((3, 4), (3, 2), (LARGEST + 1, 6)):
+        for _ in range(900):
+            clock.add(drafted, tokens, 0.02)
+        assert clock.pace == pytest.approx(50 * tokens, rel=0.01)
+    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
+    assert slow.pace == pytest.approx(1 / slow.plain)
+
+
+def test_frozen_controllers_decide_alike() -> None:
+    """As processes of one model have to, whose times differ."""
+    decided = []
+    for seconds in (0.001, 100.0):
+        controller = Controller(Measurements(), "cpu", on_cpu=True, is_frozen=True)
+        for turn in range(300):
+            controller.begin(rows=1 + turn // 200, running=3, context=100)
+            assert controller.pays(FREE)
+            assert not controller.pays("layers", 2.0)
+            decided.append((controller.curve.costs, controller.curve.pace))
+            controller.record((None, FREE, "layers")[turn % 3], turn % 9, 4, seconds * (1 + turn % 7))
+    assert decided[:300] == decided[300:]
+    assert {costs for costs, _ in decided} == {CostCurve(True, 3).costs}
 
 
 def test_stale_times_are_dropped() -> None:
@@ -205,9 +233,7 @@ def answer(llama: LlamaForCausalLM) -> tuple[int, ...]:
     return tuple(llama.generate(**PROMPT, max_new_tokens=80)[0].tolist())
 
 
-def test_the_other_source_drafts_as_long_as_it_is_faster(
-    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
-) -> None:
+def test_a_source_drafts_while_it_is_faster(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
     """A draft of three right tokens that costs nothing, then one that takes ten rounds, then nothing again."""
     source = Told(answer, [0.0], watch)
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
@@ -219,9 +245,7 @@ def test_the_other_source_drafts_as_long_as_it_is_faster(
     assert spec.stats.rounds > 20
 
 
-def test_a_promise_is_believed_until_it_was_tried(
-    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
-) -> None:
+def test_promises_are_believed_until_tried(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
     source = Told(answer, [10 * ROUND], watch, [5.0])
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
     assert run(llama, spec) == 4
@@ -240,9 +264,7 @@ def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...]
     assert rates[repr(fast)].rounds > 4
 
 
-def test_free_tokens_around_a_draft_are_not_its_own(
-    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
-) -> None:
+def test_free_tokens_are_not_the_drafts_own(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
     """A source of one token, behind which those of the same text before are accepted."""
     source = Told(answer, [0.0], watch, [None], 1)
     spec = SelfSpec(Cascade([Lookup(), source]))

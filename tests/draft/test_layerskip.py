@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from helpers.architectures import build
 from helpers.calls import unchanged
 from helpers.models import ragged_batch, tiny_llama
+from helpers.searches import an_end
 from hf_selfspec import ConfidenceThreshold, EarlyExit, ExitChoice, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
@@ -257,6 +258,31 @@ def test_rows_that_end_early_count_as_far_as_they_went():
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
     model.generate(ids, eos_token_id=end, assistant=spec, **options)
     assert spec.choice(model).tokens == sum(lengths)
+
+
+def test_rows_that_end_early_behind_embedded_prompts():
+    """They have fewer tokens than the window, and what is before them has no ids."""
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    options = {"inputs_embeds": model.get_input_embeddings()(prompt(12, 3)).detach(), "max_new_tokens": 48}
+    options |= {"do_sample": False, "pad_token_id": 0}
+    end, ends = an_end(model.generate(**options))
+    assert min(ends) < 8 < 40 < max(ends)
+    plain = model.generate(eos_token_id=end, **options)
+    for _ in range(2):
+        assert torch.equal(model.generate(assistant=spec, eos_token_id=end, **options), plain)
+
+
+def test_threads_that_probe_and_threads_that_do_not():
+    model, ids, specs = tiny_llama(), prompt(), [None, SelfSpec.layerskip(), SelfSpec.layerskip()]
+    expected = greedy(model, ids)
+    model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.0005))  # lets other threads in
+
+    def run(spec):
+        return [greedy(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(2)]
+
+    with unchanged(model), ThreadPoolExecutor(len(specs)) as pool:
+        assert all(torch.equal(text, expected) for found in pool.map(run, specs) for text in found)
+    assert [spec.choice(model).tokens for spec in specs[1:]] == [2 * 47] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "drawn"])

@@ -293,9 +293,7 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["drawn, own rule", "free and all"])
-def test_own_classes_are_saved_by_name(
-    name: str, llama: LlamaForCausalLM, known: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_classes_are_saved_by_name(name: str, llama: LlamaForCausalLM, known: tuple[int, ...], tmp_path: Path) -> None:
     spec = SPECS[name](known)
     assert_same(llama, spec, ROW)
     spec.save_pretrained(tmp_path)

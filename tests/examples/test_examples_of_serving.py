@@ -55,9 +55,6 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     return model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-# A chat --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_chat_runs_over_what_is_new(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
     widths: list[int] = []
@@ -80,9 +77,7 @@ def test_a_chat_runs_over_what_is_new(model: PreTrainedModel, tokenizer: PreTrai
     assert known > 0
 
 
-def test_a_chat_goes_back_where_the_template_writes_another_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_chat_goes_back_where_a_template_differs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """As templates do that leave out what a model thought."""
     chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
     chat.answer(QUESTIONS[0])
@@ -92,16 +87,11 @@ def test_a_chat_goes_back_where_the_template_writes_another_text(
     assert chat.ids[0, -24:].tolist() == expected
 
 
-def test_the_chat_in_a_terminal(
-    chat_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_chat(chat_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["chat.py", "--model", chat_model, "--max-new-tokens", "12"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*QUESTIONS, "", "not read"])))
     importlib.import_module("chat").main()
     assert capsys.readouterr().out.count("of drafted ones accepted]") == len(QUESTIONS)
-
-
-# Services ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -152,9 +152,7 @@ PROBLEMS = [
 ]
 
 
-def test_word_problems_are_split_and_compared_by_their_result(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_word_problems_are_split_and_compared_by_result(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file, task = tmp_path / "problems.jsonl", tasks.TASKS["gsm8k"]
     file.write_text("".join(json.dumps(problem) + "\n" for problem in [*PROBLEMS, *PROBLEMS]))
     problems = task.read(file)

@@ -116,9 +116,6 @@ def adapter_of(model: PreTrainedModel, own_head: bool = False, **settings: Any) 
     return adapter.eval()
 
 
-# Architectures --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every_run(EVERY_RUN)
 @pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
@@ -178,9 +175,6 @@ def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, m
     config = exported(SkipLayers([2, 4], [2, 4]), build("gemma3_text"), tmp_path / "kinds").config
     assert config.layer_types == [sliding, full, full, full]
     assert "layer_types" in (tmp_path / "kinds" / "README.md").read_text()
-
-
-# The model and its files ----------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_copied_and_the_model_stays_as_it_was(
@@ -290,9 +284,6 @@ def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path:
         compile(code, "card", "exec")
 
 
-# What was found -------------------------------------------------------------------------------------------------------
-
-
 def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     spec = SelfSpec(cache_dir=tmp_path / "cache")
     with pytest.raises(SettingError, match=r"has chosen no part of LlamaForCausalLM yet.*Generate"):
@@ -324,8 +315,6 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
 def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM, tmp_path: Path) -> None:
     assert exported(draft, llama, tmp_path).config.num_hidden_layers == 2
 
-
-# What is refused ------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
     "lookup": (lambda model: Lookup(), UnsupportedOptionError, "does not draft with layers of the model alone"),

@@ -23,22 +23,10 @@ from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
-from hf_selfspec import (
-    ConfidenceThreshold,
-    Draft,
-    DraftSource,
-    EarlyExit,
-    FixedDrafter,
-    FixedLength,
-    SelfSpec,
-    SettingTypeError,
-    SkipLayers,
-    Text,
-    TopKTree,
-    UnsupportedOptionError,
-    decoding,
-)
+from hf_selfspec import ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree, decoding
+from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 from hf_selfspec.grammar import XGrammar, libraries
 from hf_selfspec.grammar.rows import with_grammars
 
@@ -78,9 +66,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )
-
-
-# The libraries: options of ``generate`` for a JSON schema or a regular expression ---------------------------------
 
 
 def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
@@ -229,9 +214,6 @@ def test_forced_text_may_end_within_a_character() -> None:
     assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
 
 
-# A user's own -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Automaton:
     """Allows tokens by a table of states; each token leads on."""
@@ -325,9 +307,7 @@ class PrefixFunction:
         return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
 
 
-def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
-    tokenizer: PreTrainedTokenizerFast, registered: None
-) -> None:
+def test_a_prefix_function_wins_where_all_is_forbidden(tokenizer: PreTrainedTokenizerFast, registered: None) -> None:
     """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
     hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
     table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
@@ -352,9 +332,7 @@ class DeadEnd(LogitsProcessor):
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_draft_ends_where_nothing_may_follow(
-    do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_ends_if_nothing_may_follow(do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
     spec = SPECS["exit"]()
     drafted: set[int] = set()
@@ -520,9 +498,6 @@ def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) ->
         steps += spec.stats.draft_steps
     assert steps < drafted
     check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [by_text]))
-
-
-# What can go wrong ----------------------------------------------------------------------------------------------------
 
 
 def test_wrong_registrations_are_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ SEARCHES = [
 ]
 
 
-def fixed_drafts(search: Search, ratio: Any = "auto") -> SelfSpec:
+def fixed_draft(search: Search, ratio: Any = "auto") -> SelfSpec:
     """Drafts of three tokens, some of which are rejected."""
     return SelfSpec(SkipLayers(search=search, ratio=ratio), FixedLength(3))
 

@@ -10,19 +10,10 @@ from typing import Any
 import pytest
 
 from helpers.models import tiny_llama
-from hf_selfspec import (
-    Adapter,
-    EarlyExit,
-    EarlyExitAdapter,
-    ExitReport,
-    FixedLength,
-    LinearProbe,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-)
+from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, ExitReport, FixedLength, LinearProbe, SelfSpec
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.data.texts import texts
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train.fit_trainer import checkpoints_of
@@ -36,9 +27,6 @@ def written(folder: Path, **settings: Any) -> Path:
     content = {"format": 1, "settings": SETTINGS | settings, "fingerprint": None, "findings": []}
     (folder / FILE).write_text(json.dumps(content))
     return folder
-
-
-# What a file may set --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,9 +52,7 @@ def test_settings_are_of_our_classes_where_they_belong(settings: dict[str, Any],
 
 
 @pytest.mark.parametrize("place", ["../adapter", "~/adapter", "https://example.com/a", None, r"\\a\b"], ids=repr)
-def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_names_parts_by_path_or_on_the_hub(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: asked.append(path)))
     for draft in ({"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}):
@@ -119,9 +105,6 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list((tmp_path / "here").iterdir())
     with pytest.raises(SettingError, match=r"~nobody-of-this-name/spec: .*home directory. Give the whole path"):
         spec.save_pretrained("~nobody-of-this-name/spec")
-
-
-# What cannot be written -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

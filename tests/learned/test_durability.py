@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, endless, fresh, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import TESTS
-from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, SettingError
+from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
 from hf_selfspec.lookup.findings import _write_rest
 
 pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
@@ -32,13 +32,8 @@ def llama() -> PreTrainedModel:
     return tiny_llama(LAYERS, factor=0.6)
 
 
-# Whole or not at all -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full")], ids=repr)
-def test_an_error_while_writing_leaves_the_old_file(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_file(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SelfSpec().save_pretrained(tmp_path)
     before = (tmp_path / FILE).read_bytes()
 
@@ -179,9 +174,7 @@ def test_bad_task_names(task: Any, tmp_path: Path) -> None:
     ids=["newer", "folder"],
 )
 @pytest.mark.usefixtures("no_warnings_yet")
-def test_a_cache_file_that_cannot_be_used(
-    damage: Callable[[Path], Any], llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_cache_files_that_cannot_be_used(damage: Callable[[Path], Any], llama: PreTrainedModel, tmp_path: Path) -> None:
     """Findings begin anew, those of searches and those of texts; the file is kept, and there is one warning for it."""
     draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
 
@@ -210,6 +203,18 @@ def test_a_cache_file_that_cannot_be_used(
     assert [file.exists() for file in kept] == ["lookup" not in file.name or file.is_dir() for file in kept]
 
 
+def test_a_file_is_damaged_while_it_is_used(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """What this process knows is written to a new file."""
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    generate(llama, prompt(), 8, assistant=spec)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("{")
+    generate(llama, prompt(), 8, assistant=spec)
+    with pytest.warns(UserWarning, match=r"findings begin anew.*cut short or changed"):
+        _write_rest()
+    assert json.loads(file.read_text())["findings"]
+
+
 def test_a_call_writes_a_file_once(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     replace, sync = os.replace, os.fsync
@@ -236,9 +241,6 @@ def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert alive() is None
-
-
-# Long-lived processes ------------------------------------------------------------------------------------------------
 
 
 SERVICE = """
@@ -275,7 +277,19 @@ def test_the_memory_of_a_service_stays(tmp_path: Path) -> None:
     assert now - begun < 20, "MiB"
 
 
-# Models in training --------------------------------------------------------------------------------------------------
+def test_what_is_kept_of_calls_and_warnings_is_bounded(no_warnings_yet: None) -> None:
+    known, timeline = SelfSpec()._knowledge, [(tokens, 0.1 * tokens) for tokens in range(300)]
+    for _ in range(1000):
+        known.add_call(GenerationStats(timeline=timeline, from_draft=[[True] * 300]))
+    assert sum(len(call.timeline) + sum(map(len, call.from_draft)) for call in known.calls) <= 512 * 64
+    assert known.stats is not None
+    assert known.stats.timeline == timeline
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(5000):
+            errors.warn_once(f"warning {number}")
+    assert len(errors._warned) <= 1024
+    errors.warn_once("warning 4999")  # would be an error
 
 
 def train_a_step(model: PreTrainedModel) -> None:

@@ -19,25 +19,11 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
-from hf_selfspec import (
-    AdaptiveThreshold,
-    CalibratedEntropy,
-    Cascade,
-    ClosestLayers,
-    ConfidenceThreshold,
-    CostTree,
-    EarlyExit,
-    FixedLength,
-    Lookup,
-    OnTheFlySearch,
-    ProductThreshold,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.fingerprint import Fingerprint
+from hf_selfspec.stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
 
 pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
 
@@ -45,9 +31,6 @@ pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     return tiny_llama(LAYERS, factor=0.6)
-
-
-# Round trips ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,9 +121,6 @@ def test_copies_share_what_is_learned(llama: PreTrainedModel) -> None:
         assert twin.choice(llama) is spec.choice(llama)
 
 
-# Whose findings ------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def saved_in(folder: Path, spec: SelfSpec, model: PreTrainedModel) -> Path:
     generate(model, prompt(), 40, assistant=spec)
@@ -220,9 +200,6 @@ def test_a_peft_model(tmp_path: Path) -> None:
         generate(adapted(1), prompt(), 4, assistant=loaded)
 
 
-# Fingerprints --------------------------------------------------------------------------------------------------------
-
-
 def test_fingerprints() -> None:
     """A cast is the same model, one other weight is not, and weights that cannot be read do not set models apart."""
     model = tiny_llama(6)
@@ -243,9 +220,6 @@ def test_fingerprints_of_large_parameters() -> None:
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(1).expand(151936 * 896))
     assert Fingerprint.of(model, 1).weights is not None
-
-
-# Files that cannot be used -------------------------------------------------------------------------------------------
 
 
 def assert_refused(path: Path, words: str = FILE) -> None:
@@ -326,9 +300,6 @@ def test_findings_that_do_not_fit(
         assert not told or (str(path) in told and not forwards), keys
     handle.remove()
     assert refused > 5
-
-
-# What cannot be saved ------------------------------------------------------------------------------------------------
 
 
 def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -16,19 +16,10 @@ from helpers.architectures import build
 from helpers.calls import new_tokens
 from helpers.fitted import adapter_of, heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from hf_selfspec import (
-    Cascade,
-    DynamicExit,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    Lookup,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import FixedLength, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control.controller import ArmStats
+from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
@@ -71,9 +62,6 @@ def repetitive(lengths: tuple[int, ...] = (14,), seed: int = 3) -> Inputs:
 
 ROW, BATCH = repetitive(), repetitive((14, 9, 11))
 INPUTS = {"one row": ROW, "ragged batch": BATCH}
-
-
-# Everything that generate offers -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["lookup", "exit"])
@@ -128,8 +116,6 @@ def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM, drafts: list[
     assert max(max(draft.lengths) for draft in drafts) == 2
 
 
-# Around other drafts -------------------------------------------------------------------------------------------------
-
 DEEP = tiny_llama(layers=8, factor=0.5)
 OTHERS: dict[str, Callable[[], SelfSpec]] = {
     "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(2)),
@@ -143,9 +129,7 @@ OTHERS: dict[str, Callable[[], SelfSpec]] = {
 @pytest.mark.every_run("one row-.*")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("shape", INPUTS)
-def test_other_drafts_go_on_after_free_rounds(
-    shape: str, name: str, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_after_free_rounds(shape: str, name: str, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
     inputs, alone = INPUTS[shape], OTHERS[name]()
     turns = iter(range(1 << 30))
@@ -192,9 +176,6 @@ def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
     plain = DEEP.generate(**BATCH, max_new_tokens=30, do_sample=False)
     with pytest.warns(UserWarning, match="is left out of the drafts.*only one draft source can"):
         assert torch.equal(DEEP.generate(**BATCH, max_new_tokens=30, do_sample=False, assistant=spec), plain)
-
-
-# What the logits of a round favour ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (11, 2048), (3, 50257)])

@@ -19,16 +19,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt_neo, tiny_llama
-from hf_selfspec import (
-    Cascade,
-    EarlyExit,
-    FixedLength,
-    GenerationStats,
-    Lookup,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-)
+from hf_selfspec import Cascade, EarlyExit, FixedLength, GenerationStats, Lookup, SelfSpec
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.lookup import LookupFindings
 from hf_selfspec.lookup import findings as shared
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
@@ -188,9 +180,7 @@ def test_texts_of_all_models_are_forgotten(llama: LlamaForCausalLM, tmp_path: Pa
         one.forget()
 
 
-def test_files_are_written_now_and_then(
-    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_at_times(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first call, then at most every ten seconds, and at the end."""
     monkeypatch.setattr(shared, "_WRITTEN", 10.0)
     spec, written = SelfSpec(Lookup(), cache_dir=tmp_path), []
@@ -229,9 +219,7 @@ def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["forget", "remove", "forget without the model"])
 @pytest.mark.parametrize("between", [False, True])
-def test_what_one_process_forgets_no_other_writes_again(
-    llama: LlamaForCausalLM, tmp_path: Path, how: str, between: bool
-) -> None:
+def test_forgotten_texts_are_not_written_anew(llama: LlamaForCausalLM, tmp_path: Path, how: str, between: bool) -> None:
     """Not even where a process that knows nothing makes the file again before they see that it is gone."""
     one, two, three = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(3))
     model = copy.deepcopy(llama)

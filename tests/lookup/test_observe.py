@@ -42,9 +42,7 @@ def test_what_was_read_is_drafted_from_the_first_call_on_and_saved(
         assert tokens_a_round(llama, tokenizer, one) > 2 * unread
 
 
-def test_successors_serve_where_no_text_is_kept(
-    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str
-) -> None:
+def test_successors_without_any_texts(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str) -> None:
     spec = SelfSpec.lookup(stored_tokens=0)
     spec.observe(llama, tokenizer, [answer])
     known = spec._knowledge.latest(llama)
@@ -79,9 +77,7 @@ def test_prompts_are_answered(llama: LlamaForCausalLM, tokenizer: PreTrainedToke
     assert tokens_a_round(llama, tokenizer, spec) > 2 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
 
 
-def test_all_texts_are_in_the_cache(
-    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_texts_are_in_the_cache(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     texts = ["the first text", "and another one", "the last"]
     SelfSpec.lookup().observe(llama, tokenizer, texts)  # without a folder
     SelfSpec(Lookup(), cache_dir=tmp_path).observe(llama, tokenizer, texts)

@@ -90,6 +90,15 @@ def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name
     assert all(mask is None for mask in prompts)
 
 
+def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM) -> None:
+    """It would make one of a boolean mask in each layer."""
+    with Calls() as calls:
+        llama.generate(**ragged(), **OPTIONS, assistant=SelfSpec.lookup())
+    masks = [mask for _, mask, _ in calls.found if mask is not None]
+    assert {mask.dtype for mask in masks} == {torch.float32}
+    assert len({id(mask) for mask in masks}) == len(masks) / llama.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask over a long text is as large as a piece of it needs."""

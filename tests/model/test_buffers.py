@@ -38,6 +38,16 @@ def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return found
 
 
+def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
+    place, found, largest = traceable.Place(), defaultdict[int, set[int]](set), 0
+    for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):
+        found[slots].add(place.buffer("keys", (2, slots, 3), torch.ones(1)).data_ptr())
+        largest = max(largest, slots)
+        assert sum(len(piece) for pieces in place._pieces.values() for piece in pieces) <= 2 * largest * 6
+    # Those of 128 and 256 slots moved once, when memory for a larger one replaced theirs.
+    assert all(len(addresses) <= 2 for addresses in found.values())
+
+
 def test_each_graph_is_recorded_once(recorded: Recorded) -> None:
     model, spec = tiny_llama(2, factor=0.5), SelfSpec(EarlyExit(1), THREE, compile=QUICK)
     for new in (150, 40, 150):  # 256, 128 and 256 slots

@@ -20,6 +20,7 @@ from helpers.calls import check_lossless, random_skip_set
 from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
+from helpers.searches import an_end
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, decoding
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
@@ -125,9 +126,7 @@ def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) ->
     assert not traced
 
 
-def test_a_forward_that_reads_values_runs_as_it_is(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forwards_reading_values_are_eager(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(4, factor=0.5)
     original = type(model.model.norm).forward
 
@@ -141,9 +140,7 @@ def test_a_forward_that_reads_values_runs_as_it_is(
     assert not traced
 
 
-def test_memory_that_is_not_enough_is_an_error(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_an_error(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
@@ -223,6 +220,38 @@ def test_inference_mode_and_without() -> None:
     same_ids(model, spec)
     with torch.inference_mode():
         same_ids(model, spec)
+
+
+def test_graphs_make_an_additive_mask_once(traced: list[torch.fx.GraphModule]) -> None:
+    """And not in each of four layers."""
+    same_ids(tiny_llama(4, factor=0.5), specs()["exit"])
+    assert {sum("masked_fill" in str(node.target) for node in graph.graph.nodes) for graph in traced} == {1}
+
+
+def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
+    """And hands its cache back, which takes a forward for the last tokens of rows that ended early."""
+    model, inputs, spec = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7)), specs()["exit"]
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    end, _ = an_end(model.generate(**inputs, **options)[:, 9:])
+    options |= {"eos_token_id": end, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options).sequences
+    for _ in range(4):
+        assert torch.equal(model.generate(**inputs, **options, assistant=spec).sequences, expected)
+    assert traced
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+def test_precision_by_its_newer_name(traced: list[torch.fx.GraphModule]) -> None:
+    """Torch does not tell the older one any more then; another precision is another graph."""
+    model, spec, flags = tiny_llama(4, factor=0.5), specs()["exit"], torch.backends.mkldnn.matmul
+    same_ids(model, spec)
+    made, before = len(traced), flags.fp32_precision
+    flags.fp32_precision = "tf32"
+    try:
+        same_ids(model, spec)
+    finally:
+        flags.fp32_precision = before
+    assert len(traced) == 2 * made
 
 
 def test_graphs_do_not_run_while_one_is_made() -> None:

@@ -6,11 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
+from helpers.models import ROW
 from helpers.processes import TESTS
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.model import transfer
 
 # (spec, call, rows), and what a draft step and the rest of a round may transfer at most: reads and uploads.
 BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
@@ -78,6 +84,40 @@ def test_what_a_step_of_a_training_needs() -> None:
     plain = found["plain"]
     more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
     assert more == {"plain": (0, 0), "distilled": (1, 0), "last exit alone": (0, 0), "dropout": (0, 1)}
+
+
+class Event:
+    """An event of a device that takes a second for each layer, however long the host needs to hand it over."""
+
+    layers = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at, self.is_done = 0, not enable_timing
+
+    def record(self, stream: str) -> None:
+        self.at = Event.layers
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.is_done, "CUDA raises where the work is not done"
+        return 1e3 * (later.at - self.at)
+
+
+def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: "a stream")
+    monkeypatch.setattr(transfer, "TIMED", ("cpu",))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    for layer in fresh_llama.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: setattr(Event, "layers", Event.layers + 1))
+    spec = SelfSpec(EarlyExit(2), FixedLength(3))
+    fresh_llama.generate(**ROW, max_new_tokens=24, assistant=spec)
+    stats = spec.stats
+    assert stats is not None
+    assert stats.draft_seconds == 2 * stats.draft_steps > 20
+    assert stats.prefill_seconds == 6
+    assert stats.verify_seconds == Event.layers - 6 - stats.draft_seconds > 4 * stats.rounds
 
 
 @pytest.mark.slow

@@ -61,9 +61,7 @@ CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES)
-def test_junk_in_a_config(
-    kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
-) -> None:
+def test_junk_in_config(kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path) -> None:
     """One error at load, with the file and the field."""
     changed(tmp_path, PARTS[kind](), keys, value)
     with pytest.raises(SettingError, match=words) as error:
@@ -135,6 +133,15 @@ def test_names_tell_weights_apart(inference: bool) -> None:
         assert repr(other) != repr(part)
         other.load_state_dict(part.state_dict())
         assert repr(other) == repr(part)
+
+
+def test_parts_are_copied_to_a_device_once() -> None:
+    part, other = PARTS[Adapter](), torch.device("meta")
+    copied = part.on(other)
+    assert copied is part.on(other) is not part.on(torch.device("cpu")) is part
+    assert (part.norm.weight.is_meta, copied.norm.weight.is_meta) == (False, True)
+    part.forget_copies()  # which do not follow its weights
+    assert part.on(other) is not copied
 
 
 def test_a_cascade_of_parts_that_differ_in_weights() -> None:

@@ -51,9 +51,7 @@ def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_only_these_tokens_are_drafted(
-    do_sample: bool, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_these_are_drafted(do_sample: bool, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3))
     found = drafted_by(llama, spec, monkeypatch, do_sample=do_sample)

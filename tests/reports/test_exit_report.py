@@ -75,9 +75,6 @@ def through_norm_and_head(model: LlamaForCausalLM) -> Logits:
     return logits_of
 
 
-# Numbers -------------------------------------------------------------------------------------------------------------
-
-
 def test_llama_by_hand(
     llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -127,9 +124,6 @@ def test_peft(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = exit_report(tiny_llama(), tokenizer, TEXTS)
     assert without.loss == pytest.approx(plain.loss)
     assert abs(report.loss[-1] - plain.loss[-1]) > 1e-2
-
-
-# Chunks and lengths --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "elements", "most"), [("llama", 4 * VOCABULARY - 1, 3), ("llama4_text", 1, 1)])
@@ -183,9 +177,6 @@ def test_special_tokens(llama: LlamaForCausalLM) -> None:
     assert rows_seen(llama, tokenizer, ["abcd", ""], max_length=4) == [[1, a, a + 1, a + 2], [1, 0]]
 
 
-# Nothing stays -------------------------------------------------------------------------------------------------------
-
-
 def test_training_modes_come_back(tokenizer: PreTrainedTokenizerFast) -> None:
     """Module by module; and nothing is dropped out, no gradient recorded meanwhile."""
     model = tiny_gpt2(positions=64).train()
@@ -221,9 +212,6 @@ def test_after_an_exception(tokenizer: PreTrainedTokenizerFast) -> None:
     assert exit_report(model, tokenizer, TEXTS) == exit_report(tiny_llama(), tokenizer, TEXTS)
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
@@ -252,8 +240,6 @@ def test_models_that_are_refused(llama: LlamaForCausalLM, tokenizer: PreTrainedT
     with unchanged(big_code), pytest.raises(UnsupportedModelError, match="fixes the batch after its last layer"):
         exit_report(big_code, tokenizer, TEXTS)
 
-
-# The report ----------------------------------------------------------------------------------------------------------
 
 REPORT = ExitReport((10.25, 4.0, 2.5), (0.0, 0.25, 0.5), (0.125, 0.75, 1.0), 4321, "org/model")
 

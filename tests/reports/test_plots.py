@@ -11,15 +11,8 @@ import torch
 from matplotlib.axes import Axes
 
 from helpers.models import tiny_llama
-from hf_selfspec import (
-    ClosestLayers,
-    GenerationStats,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-)
+from hf_selfspec import ClosestLayers, GenerationStats, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.reports import plots as pictures
 from hf_selfspec.search.proposers import SkipSpace

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 
 from helpers.architectures import build
 from helpers.models import ragged_batch, tiny_llama
-from helpers.searches import after_prefill, keys_and_values, space, timings
+from helpers.searches import after_prefill, keys_and_values, search_of, space, timings
 from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, Session, SkipLayers
 from hf_selfspec.draft import probe, searching
 from hf_selfspec.draft.controlled import ControlledDrafter
@@ -26,6 +26,7 @@ from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.costs import Budget, ForwardCosts, Stopwatch
 from hf_selfspec.search.proposers import SkipSpace
 from hf_selfspec.search.replay import Trace
+from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.verify.scoring import Scorer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -132,9 +133,7 @@ def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, clo
     assert len(watched.given["seconds_of"]) >= 12
 
 
-def test_exits_that_do_not_pay_are_tried_in_a_small_share_of_the_time(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_exits_that_do_not_pay_are_tried_in_little_of_the_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     watched = Watched(monkeypatch, clock)
     model, spec = tiny_llama(8), SelfSpec.layerskip()
     shares = [watched.share(spec, model, 140, do_sample=True) for _ in range(5)]
@@ -148,11 +147,27 @@ def test_exits_that_do_not_pay_are_tried_in_a_small_share_of_the_time(
     assert spec.choice(model).layer is None
 
 
-def test_an_exit_that_pays_is_found_in_some_short_calls(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_search_without_time_is_told_of_eight_rounds_at_a_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Of all their tokens, and of how long each of them took."""
+    watched, told, watch = Watched(monkeypatch, clock, step=50.0), list[int](), SkipSearch.watch
+    monkeypatch.setattr(SkipSearch, "watch", lambda *given, tokens: told.append(tokens) or watch(*given, tokens))
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=OnTheFlySearch(budget=0.3)))
+    watched.share(spec, model, 1 + 64)
+    assert told == [8] * 8
+    assert search_of(spec, model).generated == 64
+    assert search_of(spec, model).pace.seconds(0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(180, 1), (100, 2), (48, 4)])
+def test_an_exit_that_pays_is_found_in_a_long_call_or_some_short_ones(
+    tokens: int, calls: int, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """The first look at all exits waits where the rest of the call is too short to gain from it."""
     watched = Watched(monkeypatch, clock, accepted=0.95)
     model, spec = tiny_llama(8), SelfSpec.layerskip()
-    for _ in range(5):
-        watched.share(spec, model, 48)
+    for _ in range(calls):
+        assert spec.choice(model) is None
+        watched.share(spec, model, tokens)
     assert spec.choice(model).drafts
     assert len(watched.given["ProbingDraft._trace_of"]) == 1
     before = [size for size, choice in watched.given["drafted"] if choice is None]
@@ -168,9 +183,6 @@ def test_nothing_drafts_before_it_is_known_to_pay(spec: SelfSpec, monkeypatch: p
     tiny_llama(8).generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
     assert spec.stats is not None
     assert spec.stats.drafted == spec.stats.draft_steps == 0
-
-
-# What forwards cost --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

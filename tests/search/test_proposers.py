@@ -14,15 +14,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 from helpers.architectures import build
 from helpers.models import tiny_llama
 from helpers.searches import after_prefill, keys_and_values, predicted, prefilled, skipping, space
-from hf_selfspec import (
-    ClosestLayers,
-    OfflineSearch,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-)
+from hf_selfspec import ClosestLayers, OfflineSearch, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import SkipSpace, closest_layers
@@ -30,9 +23,6 @@ from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.trials import Scores, estimate
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-# Blocks that may be skipped ------------------------------------------------------------------------------------------
 
 
 def test_skip_space() -> None:
@@ -75,9 +65,6 @@ def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
         make()
 
 
-# What sets are worth -------------------------------------------------------------------------------------------------
-
-
 WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
 
 
@@ -112,9 +99,6 @@ def test_sets_are_compared_on_the_same_text() -> None:
     values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
     usual, easy_only, hard_only = estimate(Scores(np.eye(3), values, np.ones(4), sets, windows)).sets
     assert hard_only > usual > easy_only
-
-
-# Which sets are proposed ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_run("every fifth Bayesian")
@@ -168,9 +152,6 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
             search.register(plan, predicted(0.9 if len(plan.skipped_layers) == 8 else 0.5))
     assert sizes == ([[2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8], [8, 8]])
     assert asked == ([16, 8] if auto else [8, 8])
-
-
-# The closest layers --------------------------------------------------------------------------------------------------
 
 
 def by_hand(model: LlamaForCausalLM, ids: torch.Tensor, layers: Sequence[int], most: int) -> list[list[int]]:

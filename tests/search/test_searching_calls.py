@@ -13,17 +13,7 @@ from transformers import PreTrainedModel
 
 from helpers.architectures import build
 from helpers.models import ragged_batch, tiny_llama
-from helpers.searches import (
-    SEARCHES,
-    an_end,
-    fixed_drafts,
-    generated,
-    lines_of,
-    prefilled,
-    prompt,
-    search_of,
-    use_costs,
-)
+from helpers.searches import SEARCHES, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of, use_costs
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
@@ -35,9 +25,6 @@ from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-# Tokens and trials ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_run("swift|clasp")
@@ -53,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 )
 def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], search: Search) -> None:
     """Rows of other lengths, before the text and behind it, and drafts of a set that may change each round."""
-    model, prompts, spec = make(), ragged_batch((4, 9, 6)), fixed_drafts(search, 0.4)
+    model, prompts, spec = make(), ragged_batch((4, 9, 6)), fixed_draft(search, 0.4)
     end, _ = an_end(generated(model, prompts, 48)[:, 9:])
     options = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
     plain, seconds = model.generate(**prompts, **options), 0.0
@@ -70,7 +57,7 @@ def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], search:
 
 
 def test_rows_shorter_than_a_window_behind_embedded_prompts() -> None:
-    model, spec = tiny_llama(8), fixed_drafts(ClosestLayers(), 0.4)
+    model, spec = tiny_llama(8), fixed_draft(ClosestLayers(), 0.4)
     embedded = model.get_input_embeddings()(prompt(3, 12))
     options = {"inputs_embeds": embedded, "max_new_tokens": 45, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
@@ -167,8 +154,8 @@ def test_windows_longer_than_texts() -> None:
     """No text of the model can have them, or this one does not, for which there is one warning whatever its length."""
     model = build("gpt2")
     with pytest.raises(SettingError, match=r"ClosestLayers\(context_window=128\) is longer .* has 128 positions"):
-        generated(model, prompt(), 20, assistant=fixed_drafts(ClosestLayers(context_window=128)))
-    spec = fixed_drafts(OnTheFlySearch(context_window=20, budget=1.0), 0.4)
+        generated(model, prompt(), 20, assistant=fixed_draft(ClosestLayers(context_window=128)))
+    spec = fixed_draft(OnTheFlySearch(context_window=20, budget=1.0), 0.4)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for tokens in (20, 19):
@@ -177,9 +164,6 @@ def test_windows_longer_than_texts() -> None:
     assert search_of(spec, model).history == []
     generated(model, prompt(), 30, assistant=spec)
     assert search_of(spec, model).history
-
-
-# Drafts --------------------------------------------------------------------------------------------------------------
 
 
 def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.models import tiny_llama
-from hf_selfspec import (
-    ConfidenceThreshold,
-    CostTree,
-    FixedLength,
-    OfflineSearch,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-    tune,
-)
+from hf_selfspec import ConfidenceThreshold, CostTree, FixedLength, OfflineSearch, OnTheFlySearch, SelfSpec, tune
+from hf_selfspec.draft import SkipLayers
+from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import SkipSpace
@@ -99,9 +90,6 @@ def tuned(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Callabl
     return partial(tune, llama, tokenizer, TEXTS)
 
 
-# What is found -------------------------------------------------------------------------------------------------------
-
-
 def test_tuning_with_real_timings(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,9 +140,6 @@ def test_nothing_is_faster(tuned: Callable[..., SelfSpec], fake: Callable[..., T
     assert isinstance(spec, SelfSpec)
 
 
-# Interruptions and other searches' files -----------------------------------------------------------------------------
-
-
 def steps_in(folder: Path) -> dict[LayerPlan, float]:
     steps = json.loads((folder / PROGRESS_NAME).read_text())["steps"]
     return {LayerPlan.of_picture(picture): speed for picture, speed in steps}
@@ -194,10 +179,7 @@ def test_steps_that_cannot_be_gone_on_with(
     path = tmp_path / PROGRESS_NAME
     content = path.read_text()
     times = fake()
-    for model, given in (
-        (llama, {"texts": TEXTS, "stop": FixedLength(2)}),
-        (tiny_llama(8, seed=1), {"texts": TEXTS}),
-    ):
+    for model, given in ((llama, {"texts": TEXTS, "stop": FixedLength(2)}), (tiny_llama(8, seed=1), {"texts": TEXTS})):
         with pytest.raises(SettingError, match=rf"{path} holds the steps of another search"):
             again(model, **given)
         assert path.read_text() == content
@@ -209,18 +191,11 @@ def test_steps_that_cannot_be_gone_on_with(
     assert not times.asked
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
         ({"texts": []}, SettingTypeError, r"tune\(texts\) must be a list of strings, at least one"),
-        (
-            {"search": OnTheFlySearch()},
-            SettingTypeError,
-            r"tune\(search\) must be OfflineSearch\(...\) or None",
-        ),
+        ({"search": OnTheFlySearch()}, SettingTypeError, r"tune\(search\) must be OfflineSearch\(...\) or None"),
         ({"max_new_tokens": 0}, SettingError, r"tune\(max_new_tokens\) must be at least 1"),
         ({"stop": 3}, SettingTypeError, r"SelfSpec\(stop\)"),
     ],

@@ -29,9 +29,6 @@ from hf_selfspec.stop.rules import Memory, RunningBound, start
 EXIT = 2
 
 
-# Shipped rules by hand ---------------------------------------------------------------------------------------------
-
-
 def test_confidence_threshold_stops_below_the_top_probability() -> None:
     assert asked(ConfidenceThreshold(0.65), 0.6, 0.7, 0.9) == [True, False, False]
     assert asked(ConfidenceThreshold(), 0.6, 0.7, 0.9) == [True, True, False]
@@ -164,9 +161,6 @@ def test_calibrated_entropy_by_hand() -> None:
     assert entropies(rule, 0.0) == [True]  # nothing is right often enough
 
 
-# Settings ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -176,19 +170,11 @@ def test_calibrated_entropy_by_hand() -> None:
         (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
         (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
         (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, "AdaptiveThreshold(rate_memory) must lie"),
-        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, "SelfSpec(stop) must be FixedLength(n), Confidence"),
     ],
 )
 def test_settings_that_are_not_allowed(make: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         make()
-
-
-# Rules inside generate ---------------------------------------------------------------------------------------------
-
-
-def always(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    return torch.ones(len(logits), dtype=torch.bool)
 
 
 def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

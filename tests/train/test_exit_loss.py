@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.architectures import build
-from helpers.distributed_training import VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
+from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
 from helpers.train.by_hand import (
     ALL,
     BOTH,
@@ -141,6 +141,17 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="had no effect"):
         run.train()
     assert_equal(weights(run.model), before)
+
+
+def test_models_that_give_out_hidden_states(tmp_path: Path) -> None:
+    """Callers get those of their own rows, whatever exits read and layers drop."""
+    shapes: list[list[torch.Size]] = []
+    model = tiny()
+    model.config.output_hidden_states = True
+    model.register_forward_hook(lambda module, args, out: shapes.append([state.shape for state in out.hidden_states]))
+    run = train(tmp_path, BOTH["both"](), model)
+    assert_equal(weights(run.model), weights(train(tmp_path, BOTH["both"]()).model))
+    assert shapes == [[torch.Size([4, WIDTH, 16])] * (LAYERS + 1)] * 3
 
 
 def with_an_empty_row() -> list[Row]:

@@ -289,6 +289,17 @@ def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
     fit_in(tmp_path / "kept", text=FEW)
 
 
+def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fit_in(tmp_path / "whole", text=FEW, max_steps=6)
+    with interrupted_in(fits, "speed_figures"):
+        fit_in(tmp_path / "stopped", text=FEW, max_steps=6)
+    monkeypatch.setattr(fit_trainer.FitTrainer, "training_step", lambda *_: pytest.fail("it has ended"))
+    again = fit_in(tmp_path / "stopped", text=FEW, max_steps=6)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert again.about["recipe"] == whole.about["recipe"]
+    assert again.about["figures"]["last loss"] == whole.about["figures"]["last loss"]
+
+
 def test_an_adapter_sees_the_whole_text() -> None:
     """What it says is what it says of the text in one piece, also after a whole draft was accepted."""
     model = tiny_llama()

@@ -85,9 +85,7 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatc
         (fit_draft_lora, {"exit_layer": EXIT}),
     ],
 )
-def test_all_kinds_of_parts_have_a_speed(
-    kind: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_have_a_speed(kind: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
     model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
     monkeypatch.setattr(
@@ -132,9 +130,7 @@ def test_parts_are_compared_to_the_model_alone() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("with_free", "pays"), [(0.5, False), (1.5, True)])
-def test_parts_that_add_nothing_to_free_drafts_are_told(
-    with_free: float, pays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_add_nothing_to_free_drafts(with_free: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free drafts, and both together, take so many seconds; the part alone 1 and plain generate 2."""
     model = tiny_llama()
     Clock(monkeypatch, model, with_free)

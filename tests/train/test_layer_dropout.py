@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
 
-from helpers.distributed_training import LAYERS, rows, tiny, weights
+from helpers.distributed_training import LAYERS, Row, rows, tiny, weights
 from helpers.train.by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stays, train
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
@@ -63,6 +63,21 @@ def test_packed_sequences_are_samples(tmp_path: Path, given: dict[str, bool]) ->
         run = train(tmp_path, callbacks, data=data, settings=settings)
         assert history(run) == pytest.approx(expected.losses, rel=1e-5)
         assert_close(weights(run.model), expected.weights)
+
+
+def test_embeddings_as_inputs(tmp_path: Path) -> None:
+    """Rows are counted where the rows are, also where positions have one row for all."""
+
+    def collate(samples: list[Row]) -> Row:
+        batch = default_data_collator(samples)
+        embeddings = tiny().model.embed_tokens(batch["input_ids"]).detach()
+        positions = torch.arange(embeddings.shape[1])[None]
+        return {"position_ids": positions, "inputs_embeds": embeddings, "labels": batch["labels"]}
+
+    model = tiny()
+    seen = RowsSeen(model)
+    train(tmp_path, [LayerDropout(0.6)], model, settings={"data_collator": collate})
+    assert seen.steps == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
 
 
 def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:

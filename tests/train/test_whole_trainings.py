@@ -15,9 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
 from helpers.architectures import build
-from helpers.distributed_training import CHECKPOINTING, LAYERS, rows, tiny, trainer, weights
+from helpers.distributed_training import CHECKPOINTING, LAYERS, Row, rows, tiny, trainer, weights
 from helpers.processes import peft_calls_old_name
 from helpers.train.by_hand import (
+    ALL,
     BOTH,
     ByHand,
     assert_close,
@@ -105,8 +106,13 @@ def test_saved_models_are_ordinary(tmp_path: Path) -> None:
 
 
 def test_bf16(tmp_path: Path) -> None:
-    """Close to float32, with master weights in float32 and without ones."""
-    plain = train(tmp_path, BOTH["both"]())
+    """Close to float32, with master weights in float32 and without ones; all exits go through the head in bfloat16."""
+    plain, seen, model = train(tmp_path, BOTH["both"]()), list[tuple[bool, torch.dtype]](), tiny()
+    model.lm_head.register_forward_hook(
+        lambda module, args, output: seen.append((torch.is_autocast_enabled("cpu"), output.dtype))
+    )
+    train(tmp_path, [EarlyExitLoss(1.0, None)], model, bf16=True)
+    assert seen == [(True, torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
     mixed = train(tmp_path, BOTH["both"](), bf16=True)
     pure = train(tmp_path, BOTH["both"](), tiny().to(torch.bfloat16))
     for run in (mixed, pure):
@@ -175,7 +181,7 @@ def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
 
 
 class Bomb(TrainerCallback):
-    """Raises when called for the ``fuse``-th time at its place: a module or an event of the Trainer."""
+    """Raises when called for the ``fuse``-th time at its place: a module, an event of the Trainer or the data."""
 
     def __init__(self, place: str, fuse: int) -> None:
         self.fuse = fuse
@@ -186,6 +192,18 @@ class Bomb(TrainerCallback):
         self.fuse -= 1
         if self.fuse == 0:
             raise ZeroDivisionError
+
+
+class Mined(list[Row]):
+    """Rows that tell a bomb when they are read."""
+
+    def __init__(self, rows: list[Row], bomb: Bomb) -> None:
+        super().__init__(rows)
+        self.bomb = bomb
+
+    def __getitem__(self, index: Any) -> Any:
+        self.bomb.tick()
+        return super().__getitem__(index)
 
 
 def test_after_a_training(tmp_path: Path) -> None:
@@ -204,7 +222,7 @@ def test_after_a_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "fuse"), [("model.layers.2", 3), ("on_train_begin", 1), ("on_pre_optimizer_step", 2)]
+    ("place", "fuse"), [("model.layers.2", 3), ("on_train_begin", 1), ("on_pre_optimizer_step", 2), ("data", 7)]
 )
 def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     """Wherever it comes from; the same callbacks then train as if nothing had been."""
@@ -212,12 +230,28 @@ def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     if "." in place:
         model.get_submodule(place).register_forward_pre_hook(bomb.tick)
-    run = trainer(model, [*callbacks, bomb], tmp_path, **options)
+    run = trainer(model, [*callbacks, bomb], tmp_path, Mined(rows(16), bomb) if place == "data" else None, **options)
     with left_as_it_was(run), pytest.raises(ZeroDivisionError):
         run.train()
+    assert bomb.fuse == 0
     again, fresh = train(tmp_path, callbacks, **options), train(tmp_path, BOTH["both"](), **options)
     assert_equal(weights(again.model), weights(fresh.model))
     assert history(again, "loss/exit_3") == history(fresh, "loss/exit_3")
+
+
+def test_forwards_that_others_put_there(tmp_path: Path) -> None:
+    """As accelerate does it: they run underneath and stay the same objects."""
+    model, calls, names = tiny(), set[str](), ("model", "model.layers.1", "lm_head")
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = lambda *args, usual=module.forward, name=name, **options: (
+            calls.add(name) or usual(*args, **options)
+        )
+    run = trainer(model, BOTH["both"](), tmp_path)
+    with left_as_it_was(run):
+        run.train()
+    assert calls == set(names)
+    assert_equal(weights(model), weights(train(tmp_path, BOTH["both"]()).model))
 
 
 def test_other_threads(tmp_path: Path) -> None:

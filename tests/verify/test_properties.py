@@ -29,8 +29,6 @@ def quick(examples: int) -> Any:
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
 
 
-# Sampling ------------------------------------------------------------------------------------------------------------
-
 # Some tokens without a probability.
 LOGITS = st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.0, 0.5, 2.0]), min_size=4, max_size=4).filter(
     lambda logits: max(logits) > -math.inf
@@ -122,9 +120,6 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
     assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
 
 
-# Texts and prompts ---------------------------------------------------------------------------------------------------
-
-
 def test_tokens_before_the_ends_of_rows() -> None:
     """A row with fewer tokens, here behind three of padding, starts at its first one."""
     text = Text.of(torch.arange(10, 20).view(2, 5), [0, -3], 8)
@@ -181,9 +176,6 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
             assert coordinates == [column - columns[0] for column in columns[: width + 3]]
 
 
-# Matches -------------------------------------------------------------------------------------------------------------
-
-
 @quick(150)
 @given(
     tokens=st.lists(st.integers(0, 3), max_size=40),
@@ -224,6 +216,3 @@ def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most:
         fresh = SuffixIndex()
         fresh.extend(kept)
         assert index.match(piece) == fresh.match(piece)
-
-
-# Settings ------------------------------------------------------------------------------------------------------------

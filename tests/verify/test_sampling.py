@@ -121,9 +121,6 @@ def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
 
 
-# A user's own draft ------------------------------------------------------------------------------------------------
-
-
 class Bigrams(CandidateGenerator):
     """Draws two tokens from a table; ``says_q(call)`` tells whether a call returns the distributions too."""
 
@@ -156,9 +153,6 @@ def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
     assert sample(knowing, rows=500)[1] > sample(guessing, rows=500)[1] + 0.02
 
 
-# The test itself ---------------------------------------------------------------------------------------------------
-
-
 def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
     for index, token in enumerate(drafted):
         if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:
@@ -178,9 +172,7 @@ def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int
         ("drawn and named", asks_with_the_same_p),
     ],
 )
-def test_a_biased_acceptance_rule_is_detected(
-    spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biased_rules_are_detected(spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "choose_sampled", biased)
     sequences, _ = sample(replace((SPECS | NAMED)[spec]), rows=500, calls=4)
     assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 100

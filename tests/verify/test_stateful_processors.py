@@ -24,17 +24,8 @@ from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
-from hf_selfspec import (
-    DynamicExit,
-    EarlyExit,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-    UnsupportedOptionError,
-)
+from hf_selfspec import DynamicExit, EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedOptionError
 from hf_selfspec.verify import stateless
 from hf_selfspec.verify.stateless import is_stateless
 
@@ -134,6 +125,20 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
 
 
+def test_recorded_scores_are_not_gathered_again_for_each_token() -> None:
+    """A criterion gets the recorded scores themselves, as in plain ``generate``, not a copy of all of them."""
+    seen: list[Any] = []
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append([id(step) for step in scores])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
+    output, _ = texts(SPECS["exit"](), BATCH, **options)
+    whole = [id(step) for step in output.scores]
+    assert seen == [whole[:step] for step in range(1, 21)]
+
+
 def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
     found = []
     for spec in (None, SPECS["exit"]()):
@@ -146,9 +151,6 @@ def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
         options = {"max_new_tokens": 20, "prefix_allowed_tokens_fn": allowed}
         found.append((MODEL.generate(**BATCH, **options, assistant=spec).tolist(), calls))
     assert found[0] == found[1]
-
-
-# What is known to keep no state ---------------------------------------------------------------------------------------
 
 
 class Declared(Counting):
@@ -219,8 +221,6 @@ def test_only_what_is_known_is_stateless() -> None:
     assert not is_stateless(lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16))
 
 
-# Transformers' own with a state ---------------------------------------------------------------------------------------
-
 STATEFUL_OPTIONS = {
     "guidance": {"guidance_scale": 1.5},
     "guidance, negative prompt": {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]] * 3)},
@@ -239,9 +239,6 @@ def test_guidance_and_watermarks(name: str) -> None:
     assert torch.equal(ours, plain)
     assert spec.stats.accepted > 0
     assert not torch.equal(plain, usual)
-
-
-# Drawn tokens ---------------------------------------------------------------------------------------------------------
 
 
 class Tightening(LogitsProcessor):

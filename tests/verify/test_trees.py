@@ -13,8 +13,6 @@ from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.target import Target
 
-# Layouts -------------------------------------------------------------------------------------------------------------
-
 
 def test_layout_of_different_trees() -> None:
     """Node 0 is the last token; a node sees itself and what is above it in its own row, one that does not count
@@ -39,9 +37,6 @@ def test_layout_of_different_trees() -> None:
             seen = visible[row, node - 1, first : first + 5].nonzero()[:, 0].tolist()
             assert seen == expected[row][node]
             assert visible[row, node - 1, :first].all()
-
-
-# Forwards ------------------------------------------------------------------------------------------------------------
 
 
 def random_parents(size: int, generator: torch.Generator, counted: int) -> list[int]:

@@ -19,9 +19,6 @@ from hf_selfspec.verify import walk
 from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
 
-# Choosing one token ------------------------------------------------------------------------------------------------
-
-
 HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
 
 
@@ -88,9 +85,6 @@ def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
     assert sorted(drawn[2:]) == [0, 3]
 
 
-# Trees -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("confidence", "width"), [(0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.96, 1)])
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
     assert TopKTree().width(torch.tensor([[confidence]]), torch.ones(1)) == width
@@ -110,8 +104,6 @@ def test_tree_refuses_widths(widths: object, error: type[Exception], message: st
     with pytest.raises(error, match=re.escape(message)):
         TopKTree(widths)
 
-
-# Processors --------------------------------------------------------------------------------------------------------
 
 VOCABULARY = 10
 
