@@ -30,7 +30,8 @@ def forward_seconds(model: PreTrainedModel, context: int, repeats: int) -> dict[
     }
     cache = DynamicCache(config=model.config)
     model(ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    target = Target(model, Anatomy.of(model), cache_for(model, 1, ids.shape[1]))
+    anatomy = Anatomy.of(model)
+    target = Target(model, anatomy, cache_for(model, anatomy, 1, ids.shape[1]))
     with target.prepared():
         target.prefill(ids[:, :context], [0], [context])
     for _ in range(1 + repeats):

@@ -126,7 +126,8 @@ def forwards(model: LlamaForCausalLM, rows: int, early: int, repeats: int) -> Re
     layers = model.config.num_hidden_layers
     cache = DynamicCache(config=model.config)
     model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    target = Target(model, Anatomy.of(model), cache_for(model, rows, ids.shape[1]))
+    anatomy = Anatomy.of(model)
+    target = Target(model, anatomy, cache_for(model, anatomy, rows, ids.shape[1]))
     exit_plan = LayerPlan.early_exit(layers, early)
     one, several = ids[:, PROMPT : PROMPT + 1], ids[:, PROMPT:]
 

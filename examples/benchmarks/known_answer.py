@@ -166,7 +166,7 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
     ids = model.generate(**prompt, max_new_tokens=_HELD_OUT_TOKENS, **_SAMPLED)
     assert isinstance(ids, torch.Tensor)
     anatomy, (b, s) = Anatomy.of(model), ids.shape
-    target = Target(model, anatomy, cache_for(model, b, s + _WINDOW))
+    target = Target(model, anatomy, cache_for(model, anatomy, b, s + _WINDOW))
     roots = RowNumbers([s - 1] * b)
     target.commit(roots)
     warpers = LogitsProcessorList([TopKLogitsWarper(_TOP_K)])

@@ -7,8 +7,7 @@ from itertools import count
 import torch
 
 from ..batch import Draft, Text, Verdict
-from .greedy import choose_greedy
-from .sampling import choose_sampled
+from .choosing import choose_greedy, choose_sampled
 from .scoring import Scorer
 from .stopping import Stopper
 

@@ -3,7 +3,7 @@
 A walk starts at the last token of the text and moves to the child that holds the token chosen there, until there is
 none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
 the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
-(:mod:`.sampling`). Either way, the same forward yields one token more than were accepted.
+(:mod:`.choosing`). Either way, the same forward yields one token more than were accepted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..model.logits import Logits, best_tokens
 from ..model.transfer import Pending, read
-from .greedy import choose_greedy
-from .sampling import accept_line, choose_sampled, draw
+from .choosing import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
 

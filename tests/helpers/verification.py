@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from hf_selfspec.verify.sampling import choose_sampled
+from hf_selfspec.verify.choosing import choose_sampled
 
 ALMOST_ONE = 1 - 2**-30
 

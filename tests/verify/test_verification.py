@@ -16,7 +16,7 @@ from helpers.verification import ALMOST_ONE, fix_uniform, orders
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.verify import walk
-from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement
+from hf_selfspec.verify.choosing import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
 
 HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]

@@ -1,10 +1,18 @@
-"""Speculative sampling: each token has exactly the full model's distribution, whatever is drafted."""
+"""Greedy choices, and speculative sampling: each token has the full model's distribution, whatever is drafted."""
 
 from __future__ import annotations
 
 import torch
 
 from ..model.logits import best_tokens
+
+
+def choose_greedy(
+    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
+) -> tuple[int, int | None]:
+    """Returns the full model's token at one position, and the index of the drafted token it confirms, or ``None``."""
+    token = int(best_tokens(scores))
+    return token, drafted.index(token) if token in drafted else None
 
 
 def choose_sampled(
