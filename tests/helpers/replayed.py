@@ -139,7 +139,8 @@ class Replay:
             scorer=SimpleNamespace(do_sample=False),
             takes_trees=True,
             max_draft=25,
-            vocabulary=1 << 21,
+            vocabulary=1 << 16,
+            num_rows=1,
         )
         controller = Controller(self.found, "replay", self.on_cpu)
         free = FreeDrafts(self.texts, session, controller, 31) if self.has_free else None
