@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from .cache import SpeculativeCache
@@ -25,9 +26,7 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
         layer.lazy_initialization(source.keys, source.values)
         for bank, buffer, states in zip(layer.banks, layer.buffers(), (source.keys, source.values), strict=True):
             # A sliding-window layer has dropped its oldest tokens, which no window covers any more.
-            kept = states.shape[2]
-            whole = states.new_zeros(*states.shape[:2], length, states.shape[3])
-            whole[:, :, length - kept :] = states
+            whole = pad(states, (0, 0, length - states.shape[2], 0))
             if columns is not None:
                 whole = _picked(whole, columns.to(states.device))
             buffer[:, :, : whole.shape[2]] = whole

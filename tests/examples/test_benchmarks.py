@@ -28,6 +28,7 @@ FITTED = f"{TRAINED} --prompts 2 --tokens 12 --out {{folder}}/fitted"
 CASES: dict[str, tuple[str, str]] = {
     "engine": (f"{RANDOM} --exit-layer 2 --tokens 12 --repeats 1", "| width 64, float32, batch 1, prompt 64 |"),
     "forward": (f"{RANDOM} --repeats 1 --prompt 20", "| width 64, float32, ours |"),
+    "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", "| 2 |"),
     "compiled": ("--tokens 40 --repeats 1 --backend eager", "| skip set, line of 4 |"),
     "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", "| closest layers (CLaSp) | 3 |"),
     "grammar": ("--model {model} --prompts 1 --max-new-tokens 24", "| fresh |"),
