@@ -144,7 +144,7 @@ class Decoder:
         self._commit(verdicts, logits)
         self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
         committed = perf_counter()
-        self.draft.update(self.text, verdicts, logits.of_all if self.draft.reads_logits else logits.found)
+        self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.found)
         self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
 
@@ -178,7 +178,7 @@ class Decoder:
         step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
         # An argmax over 16-bit numbers is that over float32 copies, which take more memory; a CPU is slower without.
-        as_they_are = self._is_greedy and text.ids.device.type != "cpu"
+        as_they_are = self._is_greedy and text.ids.device.type != "cpu" and step.logits.itemsize < 4
         found = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
         return Logits(found, target.active_rows, step.best)
 

@@ -46,6 +46,7 @@ class _Bank:
 
     def _allocate(self, like: torch.Tensor) -> None:
         """Makes buffers for states like these ``[b, k, any, h]``."""
+        self._views, self._opened = [], None
         b, k, _, h = like.shape
         shape, place = (b, k, self._cache.capacity, h), self._cache.place
         if place is None:
@@ -74,7 +75,7 @@ class _Bank:
         if self._slots is None:
             target.copy_(states)
         else:
-            target.scatter_(2, self._slots, states.view(target.dtype))
+            target.scatter_(2, self._slots, states.to(self._buffer.dtype).view(target.dtype))
         return view
 
     def _open(self, length: int) -> None:
@@ -85,15 +86,14 @@ class _Bank:
         else:  # prompts go through all layers
             self.grow()
             self.filled = end
-        views = self._buffer.narrow(3, 0, end).unbind(0)
         if slots is None:
             self._slots, targets = None, self._buffer.narrow(3, start, length).unbind(0)
         else:
-            b, k, _, h = views[0].shape
+            b, k, _, h = self.of[0].shape
             # As integers: a CPU scatters 16-bit floats by way of two copies of all. Into parts of buffers, too.
             targets = tuple(buffer.view(_INTEGERS.get(buffer.itemsize, buffer.dtype)) for buffer in self.of)
             self._slots = slots[:, None, :, None].expand(b, k, length, h)
-        self._views = list(zip(views, targets, strict=True))
+        self._views = list(zip(self._buffer.narrow(3, 0, end).unbind(0), targets, strict=True))
 
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
