@@ -43,7 +43,7 @@ class ExitSource(DraftSource, Generic[_M]):
             object.__setattr__(self, "_reduced", self._load("head", ReducedHead))
 
     def __repr__(self) -> str:
-        settings: Any = fields(self)  # type: ignore[arg-type]
+        settings: Any = fields(self)  # type: ignore[arg-type]  # of a dataclass that derives from it
         shown = [(setting.name, getattr(self, setting.name)) for setting in settings]
         values = ", ".join(f"{name}={value!r}" for name, value in shown if name != "head" or value is not None)
         return f"{type(self).__name__}({values})"

@@ -21,6 +21,7 @@ from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.logits import Logits
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 
@@ -90,6 +91,34 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
     cache.seek([3, 1], 1)
     assert cache.update(states, states, 0)[0].view(2, 4).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
     assert cache.buffers()[0].isfinite().all()
+
+
+def test_layers_that_are_alike_and_others_have_their_own_keys() -> None:
+    """Layers that are expected to be alike share a buffer, whatever their keys then turn out to be."""
+    cache = SpeculativeCache(4, 2, capacity=8, kinds=["one kind"] * 4)
+    shapes = {0: (2, 4), 1: (2, 4), 2: (1, 4), 3: (2, 6)}
+    for cursors, places in (([0, 0], [[0, 1], [0, 1]]), ([2, 1], [[2, 3], [1, 2]])):
+        cache.seek(cursors, 2)
+        for layer, (k, h) in shapes.items():
+            states = torch.randn(2, k, 2, h)
+            keys, values = cache.update(states, -states, layer)
+            for row, slots in enumerate(places):
+                assert torch.equal(keys[row, :, slots], states[row])
+                assert torch.equal(values[row, :, slots], -states[row])
+    assert keys.isfinite().all()
+
+
+@pytest.mark.parametrize("vocabulary", [64 * 5, 97])
+def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
+    """As in plain ``generate``, whether or not pieces of the vocabulary were looked at before; a NaN is before all."""
+    found = torch.randint(0, 3, (2, 9, vocabulary), generator=torch.Generator().manual_seed(0)).float()
+    found[0, 4, 70:] = torch.nan
+    for pieces in (False, True):
+        logits = Logits(found)
+        if pieces:
+            assert logits.maxima.shape[:2] == (2, 9)
+        assert torch.equal(logits.best.tokens, torch.from_numpy(found.numpy().argmax(-1)))
+        assert logits.best.highest.nan_to_num(-1).tolist() == found.amax(-1).nan_to_num(-1).tolist()
 
 
 def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
