@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
+from inspect import signature
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
@@ -31,7 +32,9 @@ class Chat:
         ).to(self.model.device)
         prompt = inputs["input_ids"]
         self.forget_from(self.common_length(prompt))
-        self.ids = self.model.generate(**inputs, past_key_values=self.cache, **self.options)
+        # Transformers renamed `past_key_values` in 5.24.
+        name = "cache" if "cache" in signature(type(self.model).forward).parameters else "past_key_values"
+        self.ids = self.model.generate(**inputs, **{name: self.cache}, **self.options)
         text = self.tokenizer.decode(self.ids[0, prompt.shape[1] :], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
         return text

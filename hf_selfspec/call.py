@@ -35,7 +35,7 @@ from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
-from .model.prompt import Prompt, cache_name, given_cache, is_right_padded
+from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
 from .model.runner import GraphRunner
 from .model.target import Target
 from .refusals import check_call, check_length
@@ -121,7 +121,7 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
     if call.has_own_cache and source.whole_model(call.anatomy) is not None:
         raise UnsupportedOptionError(
             "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be used "
-            "again. Leave out `past_key_values`."
+            f"again. Leave out `{CACHE_NAME}`."
         )
 
 

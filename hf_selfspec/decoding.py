@@ -21,6 +21,7 @@ from .model.layout import TreeLayout
 from .model.logits import Logits
 from .model.partial import ForwardPass
 from .model.prefill import prefill
+from .model.prompt import CACHE_NAME
 from .model.target import Target
 from .model.transfer import Pending, moment, seconds_between, upload
 from .stats import GenerationStats
@@ -310,7 +311,7 @@ class Decoder:
             sequences=ids,
             scores=_by_step(self._scores, steps) if self._steps is None else tuple(self._steps),
             logits=_by_step(self._logits, steps),
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )
 
     def hand_back(self, cache: Any, ids: torch.Tensor) -> None:

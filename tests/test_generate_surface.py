@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.architectures import build
-from helpers.calls import Recorder, assert_mixed, new_spec, new_tokens
+from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW, VOCABULARY
 from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
@@ -153,7 +153,7 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
             torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length], atol=1e-5, rtol=1e-5)
     assert not torch.equal(ours.scores[3], ours.logits[3])
     ours, plain = both(llama, spec, inputs, return_dict_in_generate=True, output_logits=True)
-    assert ours.keys() == plain.keys() == {"sequences", "logits", "past_key_values"}
+    assert ours.keys() == plain.keys() == {"sequences", "logits", PAST}
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_returned_cache_is_what_plain_generate_leaves(chat_model: PreTrainedMode
 @pytest.mark.parametrize(("return_dict", "sized"), [(False, True), (True, False)])
 def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool) -> None:
     cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
-    output = turn(chat_model, EXIT, inputs, past_key_values=cache, return_dict_in_generate=return_dict)
+    output = turn(chat_model, EXIT, inputs, **{PAST: cache}, return_dict_in_generate=return_dict)
     assert_mixed(EXIT)
     ids = output.sequences if return_dict else output
     assert cache.get_seq_length() == ids.shape[1] - 1
@@ -191,7 +191,7 @@ def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return
     mask = torch.cat([inputs["attention_mask"], torch.ones(len(ids), 14 + 1, dtype=torch.long)], dim=1)
     following = {"input_ids": torch.cat([ids, ids[:, -1:]], dim=1), "attention_mask": mask}
     expected = turn(chat_model, None, following).sequences
-    assert torch.equal(turn(chat_model, None, following, past_key_values=cache).sequences, expected)
+    assert torch.equal(turn(chat_model, None, following, **{PAST: cache}).sequences, expected)
 
 
 def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
-from helpers.calls import Recorder, random_skip_set
+from helpers.calls import PAST, Recorder, random_skip_set
 from helpers.fitted import adapter_of, heads_of, lora_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, ReducedHead, SelfSpec, TopKTree
@@ -218,7 +218,7 @@ def chat(model: PreTrainedModel, first: SelfSpec | None, second: SelfSpec | None
     caches = begun.past_key_values, copy.deepcopy(begun.past_key_values)
     news = whole | {"input_ids": whole["input_ids"][:, caches[0].get_seq_length() :]}
     for given, past in zip((whole, news), caches, strict=True):
-        found = ids(model, second, given, past_key_values=past, **options)
+        found = ids(model, second, given, **{PAST: past}, **options)
         assert torch.equal(found[:, given["input_ids"].shape[1] :], expected)
     return expected
 

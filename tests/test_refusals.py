@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_selfspec
+from helpers.calls import PAST
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama, tiny_rwkv, tiny_t5
 from hf_selfspec import (
     ConfidenceThreshold,
@@ -120,7 +121,7 @@ def test_cache(llama: LlamaForCausalLM, kind: str) -> None:
     cache = StaticCache(llama.config, 64) if kind == "StaticCache" else DynamicCache(config=llama.config)
     cache.offloading = kind != "StaticCache"  # one that is made so makes streams of a GPU
     words = (f"a KV cache of type {kind}", "pass a DynamicCache")
-    refused(llama, UnsupportedOptionError, words, past_key_values=cache)
+    refused(llama, UnsupportedOptionError, words, **{PAST: cache})
 
 
 def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
@@ -164,7 +165,7 @@ def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM) -> None:
         "10 are in the cache",
         "Pass the whole text with at least one token",
     )
-    refused(llama, SettingError, words, inputs, past_key_values=output.past_key_values)
+    refused(llama, SettingError, words, inputs, **{PAST: output.past_key_values})
 
 
 def test_prompt_beyond_the_learned_positions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from synthetic import add_random_models, shapes
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.costs import seconds_of
 
@@ -29,7 +31,8 @@ def forward_seconds(model: PreTrainedModel, context: int, repeats: int) -> dict[
         whose: {count: [] for count in COUNTS} for whose in ("transformers", "ours")
     }
     cache = DynamicCache(config=model.config)
-    model(ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    past: dict[str, Any] = {"use_cache": True, cache_name(model): cache}
+    model(ids[:, :context], logits_to_keep=1, **past)
     anatomy = Anatomy.of(model)
     target = Target(model, anatomy, cache_for(model, anatomy, 1, ids.shape[1]))
     with target.prepared():
@@ -37,7 +40,7 @@ def forward_seconds(model: PreTrainedModel, context: int, repeats: int) -> dict[
     for _ in range(1 + repeats):
         for count in COUNTS:
             tokens = ids[:, context : context + count]
-            plain = seconds_of(lambda: model(tokens, past_key_values=cache, use_cache=True), ids.device)  # noqa: B023
+            plain = seconds_of(lambda: model(tokens, **past), ids.device)  # noqa: B023
             found["transformers"][count].append(plain)
             cache.crop(-count)
             with target.prepared():

@@ -30,6 +30,7 @@ from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.cache import cache_for
 from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.costs import seconds_of
 
@@ -125,14 +126,15 @@ def forwards(model: LlamaForCausalLM, rows: int, early: int, repeats: int) -> Re
     ids, starts = random_prompt(model, rows, PROMPT + NUM_DRAFT + 1)["input_ids"], [PROMPT] * rows
     layers = model.config.num_hidden_layers
     cache = DynamicCache(config=model.config)
-    model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    past = {"use_cache": True, cache_name(model): cache}
+    model(ids[:, :PROMPT], logits_to_keep=1, **past)
     anatomy = Anatomy.of(model)
     target = Target(model, anatomy, cache_for(model, anatomy, rows, ids.shape[1]))
     exit_plan = LayerPlan.early_exit(layers, early)
     one, several = ids[:, PROMPT : PROMPT + 1], ids[:, PROMPT:]
 
     def plain() -> None:
-        model(one, past_key_values=cache, use_cache=True)
+        model(one, **past)
         cache.crop(-1)
 
     runs = {

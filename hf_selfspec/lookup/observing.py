@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model.logits import Logits
 from ..model.patching import evaluating
+from ..model.prompt import cache_name
 from .findings import LookupFindings
 from .likeliest import likeliest, tops_of
 
@@ -26,7 +27,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
             tops = []
             for start in range(0, len(ids), _CHUNK):
                 chunk = torch.tensor([ids[start : start + _CHUNK]], device=model.device)
-                output = model(input_ids=chunk, past_key_values=cache, use_cache=True)
+                output = model(input_ids=chunk, use_cache=True, **{cache_name(model): cache})
                 if cache.get_seq_length() < start + chunk.shape[1] and start + _CHUNK < len(ids):
                     raise UnsupportedModelError(
                         f"{type(model).__name__} keeps no key-value cache, so SelfSpec.observe cannot read a text of "

@@ -155,9 +155,8 @@ class Anatomy:
         is_rotary = getattr(text_config, "rope_parameters", None) is not None
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = "position_ids" in forward_parameters(model)
-        has_places = alibi or architecture.tree is False or takes_positions
         # Without attention there are no positions.
-        has_places = has_places or (is_recurrent and "cache_params" in forward_parameters(model))
+        has_places = alibi or architecture.tree is False or takes_positions or is_recurrent
         names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
         attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
         names = _MLP_NAMES if architecture.mlp is None else [architecture.mlp]

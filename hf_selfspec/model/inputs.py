@@ -13,12 +13,12 @@ from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
-from .prompt import Prompt, given_cache, tokens_in
+from .prompt import CACHE_NAMES, Prompt, given_cache, tokens_in
 
 # Arguments that are laid out anew for every forward.
 PREPARED = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
-    "output_attentions", "output_hidden_states", "cache_position", "cache_params",
+    "input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "inputs_embeds", "use_cache", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "cache_position",
 }  # fmt: skip
 # Which tokens stand for images or sound; zero for text.
 MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}

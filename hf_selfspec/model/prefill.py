@@ -12,7 +12,7 @@ from .attention import at_positions
 from .handover import take_in
 from .inputs import DecodeInputs, Inputs
 from .partial import ForwardPass, obeying
-from .prompt import Prompt, tokens_in
+from .prompt import Prompt, given_cache, tokens_in
 from .target import Target
 
 # Numbers in the mask of a forward over a prompt, 64 MiB in 16 bits, and the least tokens that are worth a forward.
@@ -54,8 +54,8 @@ def _piece(target: Target, prompt: Prompt, start: int) -> int:
 def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     """Prompts with images, sound or own positions: the model fills transformers' cache, bit for bit as ``generate``."""
     model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
-    past = copy.deepcopy(inputs.arguments["past_key_values"])
-    arguments = inputs.arguments | {"past_key_values": past}
+    past = copy.deepcopy(given_cache(inputs.arguments))
+    arguments = inputs.arguments | {target.cache_name: past}
     states: list[torch.Tensor] = []
 
     def keep(layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:

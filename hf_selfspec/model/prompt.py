@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn as nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -16,6 +17,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .modules import forward_parameters
@@ -169,7 +171,7 @@ def _front(valid: torch.Tensor) -> torch.Tensor:
 def is_right_padded(attention_mask: torch.Tensor) -> bool:
     """Returns whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; empty rows do not count."""
     valid = attention_mask.bool()
-    return bool((valid.any(1) & ~valid[:, -1]).any())
+    return bool((valid.any(1) & ~valid[:, -1:].any(1)).any())
 
 
 def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
@@ -189,15 +191,19 @@ def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
 # Caches --------------------------------------------------------------------------------------------------------------
 
 
-def cache_name(model: PreTrainedModel) -> str:
+# The name of caches in transformers' outputs (since 5.24, and before), and all that models have for their argument.
+CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+CACHE_NAMES = (CACHE_NAME, "past_key_values", "cache_params")
+
+
+def cache_name(model: nn.Module) -> str:
     """Returns the name of the cache argument of a model's forward."""
-    return "cache_params" if "cache_params" in forward_parameters(model) else "past_key_values"
+    return next(filter(forward_parameters(model).__contains__, CACHE_NAMES), CACHE_NAME)
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """Returns the cache among a model's arguments; models without attention use another name for it."""
-    given = arguments.get("past_key_values")
-    return arguments.get("cache_params") if given is None else given
+    """Returns the cache among a model's arguments."""
+    return next((cache for name in CACHE_NAMES if (cache := arguments.get(name)) is not None), None)
 
 
 def tokens_in(cache: Cache) -> int:
@@ -222,7 +228,7 @@ def check_cache(cache: Any, model: PreTrainedModel) -> None:
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         raise UnsupportedOptionError(
-            f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `past_key_values` and "
+            f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `{CACHE_NAME}` and "
             "`cache_implementation`, or pass a DynamicCache."
         )
     # Recurrent states can be rolled back for the models for which this is proven.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -15,9 +14,11 @@ from ..draft.early_exit import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions, speculative_attention
+from ..model.modules import forward_parameters
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import states_of
 from ..model.plan import LayerPlan
+from ..model.prompt import cache_name
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit
@@ -26,8 +27,6 @@ from .frozen_model import FrozenModel, Head, HiddenStates, agreement
 
 # Tokens that are drafted one after another in the fit.
 _WINDOW = 4
-# What a stack of layers has to take.
-_TAKEN = {"input_ids", "position_ids", "past_key_values"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,9 @@ def linear_layers(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
 
 def _check(anatomy: Anatomy) -> None:
     """Checks that some tokens of a row can go through the layers again, after keys and values of the others."""
-    taken = inspect.signature(type(anatomy.stack).forward).parameters
-    if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not taken.keys() >= _TAKEN:
+    taken = {"input_ids", "position_ids", cache_name(anatomy.stack)}
+    takes_them = forward_parameters(anatomy.stack) >= taken
+    if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not takes_them:
         raise UnsupportedModelError(
             f"fit_draft_lora feeds a row's tokens to the first layers again, after the keys and values of the whole "
             f"model, which {anatomy.model_name} does not take (recurrent states, shared keys and values, or no "
@@ -120,7 +120,7 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
     count, stack, deltas = anatomy.num_layers, anatomy.stack, lora.deltas(anatomy)
-    known = DynamicCache()
+    past = {cache_name(stack): DynamicCache()}
     places = torch.arange(s, device=ids.device)
     begins = places - (places + _offset()) % _WINDOW
     before = places[None, :] < begins[:, None]  # [s, s], as below
@@ -133,9 +133,9 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
     )
     with partial_forwards(frozen.model, anatomy, [deltas]), speculative_attention():
         with torch.no_grad(), obeying(ForwardPass(LayerPlan(count), stop=lora.exit_layer)):
-            stack(input_ids=ids, past_key_values=known, use_cache=True)
+            stack(input_ids=ids, use_cache=True, **past)
         plan = LayerPlan.early_exit(count, lora.exit_layer, deltas)
         with obeying(ForwardPass(plan)), at_positions(geometry):
             # Their keys and values come behind those of the first forward.
-            output = stack(input_ids=ids, position_ids=places.expand(b, s), past_key_values=known, use_cache=True)
+            output = stack(input_ids=ids, position_ids=places.expand(b, s), use_cache=True, **past)
     return states_of(output)

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel
 from transformers import DynamicCache
 
 from helpers.architectures import build
-from helpers.calls import unchanged
+from helpers.calls import PAST, unchanged
 from helpers.models import ragged_batch, tiny_llama
 from helpers.searches import an_end
 from hf_selfspec import ConfidenceThreshold, EarlyExit, ExitChoice, FixedLength, ProductThreshold, SelfSpec
@@ -482,8 +482,8 @@ def test_early_exit_only_returns_no_cache_and_takes_none():
     model, spec = tiny_llama(), SelfSpec.early_exit_only(2)
     output = greedy(model, prompt(), 4, assistant=spec, return_dict_in_generate=True)
     assert output.past_key_values is None
-    with pytest.raises(UnsupportedOptionError, match="Leave out `past_key_values`"):
-        greedy(model, prompt(), 4, assistant=spec, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(UnsupportedOptionError, match=f"Leave out `{PAST}`"):
+        greedy(model, prompt(), 4, assistant=spec, **{PAST: DynamicCache(config=model.config)})
 
 
 @pytest.mark.every_run("llama|qwen3_next")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -18,6 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from helpers.models import BATCH, ROW, VOCABULARY, ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
+
+# What transformers calls caches, since 5.24 and before.
+PAST = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 
 def new_spec() -> SelfSpec:

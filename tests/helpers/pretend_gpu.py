@@ -233,7 +233,7 @@ def spread(model: torch.nn.Module) -> None:
 
 def _moved_to(device: torch.device, is_outer: bool) -> AlignDevicesHook:
     return AlignDevicesHook(
-        execution_device=device, io_same_device=is_outer, skip_keys="past_key_values", place_submodules=False
+        execution_device=device, io_same_device=is_outer, skip_keys=["past_key_values", "cache"], place_submodules=False
     )
 
 

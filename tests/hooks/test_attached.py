@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, StaticCache, pipeline
 
-from helpers.calls import Recorder, calls, new_spec
+from helpers.calls import PAST, Recorder, calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, attach, detach
@@ -227,7 +227,7 @@ def test_prompt(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     fresh_llama.generate(**masked(2), max_new_tokens=2)
     cache = StaticCache(config=fresh_llama.config, max_cache_len=64)
     with pytest.warns(UserWarning, match="StaticCache"):
-        fresh_llama.generate(**ROW, max_new_tokens=4, past_key_values=cache)
+        fresh_llama.generate(**ROW, max_new_tokens=4, **{PAST: cache})
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

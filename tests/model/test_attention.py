@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM
 
+from helpers.calls import PAST
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec
 from hf_selfspec.model import prefill
 from hf_selfspec.model.attention import without_cudnn_attention
@@ -112,11 +113,11 @@ def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatc
     caches = []
     for _ in range(2):
         cache = DynamicCache(config=llama.config)
-        llama(**first, past_key_values=cache, use_cache=True)
+        llama(**first, **{PAST: cache}, use_cache=True)
         caches.append(cache)
-    expected = llama.generate(**inputs, **OPTIONS, past_key_values=caches[0])
+    expected = llama.generate(**inputs, **OPTIONS, **{PAST: caches[0]})
     with Calls() as calls:
-        found = llama.generate(**inputs, **OPTIONS, past_key_values=caches[1], assistant=SPECS[name]())
+        found = llama.generate(**inputs, **OPTIONS, **{PAST: caches[1]}, assistant=SPECS[name]())
     assert torch.equal(found, expected)
     group = llama.config.num_attention_heads // llama.config.num_key_value_heads
     pieces = [mask for _, mask, _ in calls.found[: 5 * llama.config.num_hidden_layers] if mask is not None]

@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.models.clip import CLIPImageProcessorPil
 
 from helpers.architectures import build as build_text
-from helpers.calls import calls
+from helpers.calls import PAST, calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import IMAGE, MEDIA, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
 from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
@@ -41,6 +41,8 @@ ROWS = {"one": (6,), "equal": (6, 6, 6), "ragged": (4, 9, 6)}
 
 @cache
 def _model(name: str) -> PreTrainedModel:
+    if name == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("in this release its own forward fails: the output of its language model has no `image_outputs`")
     return build(name)
 
 
@@ -154,7 +156,7 @@ def two_turns(name: str, assistant: SelfSpec | None, first: int = 20, later: dic
     later["attention_mask"] = torch.cat([prompt["attention_mask"], ones], dim=1)
     if "token_type_ids" in later:
         later["token_type_ids"] = (ids == IMAGE).long()
-    return model.generate(ids, past_key_values=begun.past_key_values, **later, max_new_tokens=40, **options)
+    return model.generate(ids, **{PAST: begun.past_key_values}, **later, max_new_tokens=40, **options)
 
 
 def another_image(name: str, assistant: SelfSpec | None) -> torch.Tensor:

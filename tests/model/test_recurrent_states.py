@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from helpers.architectures import STATEFUL, build
-from helpers.calls import assert_mixed, check_lossless
+from helpers.calls import PAST, assert_mixed, check_lossless
 from helpers.models import BATCH, ROW, ragged_batch
 from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value, sample
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedModelError, UnsupportedOptionError
@@ -193,7 +193,7 @@ def test_chat_goes_on(name: str) -> None:
     expected = turn(model, text).sequences
     for before in (ours, plain):
         cache = before.past_key_values
-        assert torch.equal(turn(model, text, past_key_values=cache, assistant=SPEC).sequences, expected)
+        assert torch.equal(turn(model, text, **{PAST: cache}, assistant=SPEC).sequences, expected)
         # The cache that was taken in holds the whole text now.
         assert cache.get_seq_length() == expected.shape[1] - 1
 
@@ -209,9 +209,10 @@ def test_what_is_refused() -> None:
     before, options = vars(module).copy(), {"max_new_tokens": 4, "assistant": SPEC}
     mask[0, 3:5] = 0
     model.generate(**ROW, **options)
-    none.generate(**ROW, **options, cache_params=cache)
+    states = {"cache" if PAST == "cache" else "cache_params": cache}
+    none.generate(**ROW, **options, **states)
     assert all(layer.has_previous_state[0] for layer in cache.layers)
-    masked, again = {"attention_mask": mask, **options}, {"cache_params": cache, **options}
+    masked, again = {"attention_mask": mask, **options}, {**states, **options}
     for call, error, words in (
         # Masked columns would go into recurrent states, and into the inputs of convolutions, as zeros.
         (lambda: model.generate(ROW["input_ids"], **masked), UnsupportedOptionError, "masked columns inside a prompt"),
@@ -256,9 +257,10 @@ def test_recurrence_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = Anatomy.of(model).attention[0]
     assert mixer is not None
 
-    def forward(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        cache_params.update_conv_state(hidden_states.transpose(1, 2), 0, conv_kernel_size=4)
-        cache_params.update_recurrent_state(hidden_states, 0)
+    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        cache = kwargs.get("cache", kwargs.get("cache_params"))
+        cache.update_conv_state(hidden_states.transpose(1, 2), 0, conv_kernel_size=4)
+        cache.update_recurrent_state(hidden_states, 0)
         return hidden_states
 
     mixer.forward = forward

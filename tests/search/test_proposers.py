@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from helpers.architectures import build
+from helpers.calls import PAST
 from helpers.models import tiny_llama
 from helpers.searches import after_prefill, keys_and_values, predicted, prefilled, skipping, space
 from hf_selfspec import ClosestLayers, OfflineSearch, OnTheFlySearch, SelfSpec, SkipLayers
@@ -157,14 +158,14 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
 def by_hand(model: LlamaForCausalLM, ids: torch.Tensor, layers: Sequence[int], most: int) -> list[list[int]]:
     """The dynamic programme with the layers called one by one, for the last of ``ids`` ``[1, s]``."""
     cache = DynamicCache(config=model.config)
-    model(ids[:, :-1], past_key_values=cache)
+    model(ids[:, :-1], **{PAST: cache})
     position = torch.tensor([[ids.shape[1] - 1]])
     start = model.model.embed_tokens(ids[:, -1:])
     rotary = model.model.rotary_emb(start, position)
 
     def run(layer: int, state: torch.Tensor) -> torch.Tensor:
         return model.model.layers[layer](
-            state, position_embeddings=rotary, position_ids=position, past_key_values=copy.deepcopy(cache)
+            state, position_embeddings=rotary, position_ids=position, **{PAST: copy.deepcopy(cache)}
         )
 
     states: dict[int, tuple[torch.Tensor, list[int]]] = {0: (start, [])}

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
+from helpers.calls import PAST
 from helpers.distributed_rollouts import CALLS, OPTIONS, train_once
 from helpers.distributed_training import CASES, WRAPPERS, tiny, trainer, weights
 from helpers.models import ragged_batch, tiny_llama
@@ -155,7 +156,7 @@ def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pyt
     mask = torch.ones_like(more)
     mask[0, plain.sequences[0].tolist().index(end, 9) + 1 : plain.sequences.shape[1]] = 0
     options |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
-    found = [model.generate(**options, past_key_values=one.past_key_values).sequences for one in (plain, ours)]
+    found = [model.generate(**options, **{PAST: one.past_key_values}).sequences for one in (plain, ours)]
     assert torch.equal(*found)
 
 
