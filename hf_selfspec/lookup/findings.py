@@ -23,6 +23,8 @@ from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 _WRITTEN = 10.0
 # How many pairs of tokens have successors, and how many tokens of earlier texts are kept by default.
 _PAIRS, _STORED = 65_536, 65_536
+# Tokens that are added to the store while others wait.
+_PIECE = 4_096
 
 _unwritten: weakref.WeakSet[LookupFindings] = weakref.WeakSet()
 
@@ -39,7 +41,8 @@ class LookupFindings(TextFindings):
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
         self.lock = RLock()
         self.successors = Successors(most_pairs)
-        self.store = SuffixIndex(most_stored)
+        self.store = SuffixIndex()
+        self._adding = RLock()  # held while the store changes, before ``lock``
         self._most_stored, self._vocabulary = most_stored, vocabulary
         self.rates = defaultdict[str, Rates](Rates)
         self._texts = 0
@@ -50,8 +53,7 @@ class LookupFindings(TextFindings):
         return self._texts
 
     def end(self, texts: Iterable[Sequence[int]]) -> None:
-        with self.lock:
-            self.add_texts(list(texts))
+        self.add_texts(list(texts))
         if monotonic() - self._written >= _WRITTEN:
             self.write()
         else:
@@ -66,15 +68,22 @@ class LookupFindings(TextFindings):
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""
         most, known, kept = self._most_stored, set[tuple[int, ...]](), list[list[int]]()
-        for text in reversed(texts):
-            if sum(map(len, kept)) >= most:
-                break
-            if new := self._unknown_end(text, known):
-                kept.append([SEPARATOR, *new[-(most // 2) :]])
-        added = list(chain(*reversed(kept)))
-        if len(added) >= most:
-            added, self.store = added[len(added) - most :], SuffixIndex(most)
-        self.store.extend(added)
+        with self._adding:
+            for text in reversed(texts):
+                if sum(map(len, kept)) >= most:
+                    break
+                if new := self._unknown_end(text, known):
+                    kept.append([SEPARATOR, *new[-(most // 2) :]])
+            added = list(chain(*reversed(kept)))
+            if len(self.store.tokens) + len(added) > most:
+                # The older half goes; others draft from what there is, until the rest is indexed.
+                count, store = max(most // 2, min(len(added), most)), SuffixIndex()
+                store.extend([*self.store.tokens, *added][-count:])
+                self.store = store
+                return
+            for start in range(0, len(added), _PIECE):
+                with self.lock:
+                    self.store.extend(added[start : start + _PIECE])
 
     def _unknown_end(self, text: Sequence[int], known: set[tuple[int, ...]]) -> Sequence[int]:
         """The end of a text that is neither in the store nor among ``known`` pieces, to which its own are added."""
@@ -93,9 +102,9 @@ class LookupFindings(TextFindings):
         return found is not None and found.length == LONGEST_MATCH
 
     def forget(self) -> None:
-        with self.lock:
+        with self._adding, self.lock:
             self.successors.forget()
-            self.store = SuffixIndex(self._most_stored)
+            self.store = SuffixIndex()
             self.rates.clear()
 
     def state(self) -> dict[str, Any]:
@@ -111,7 +120,7 @@ class LookupFindings(TextFindings):
     def merge(self, state: dict[str, Any]) -> None:
         """Adds unknown texts, as older ones, and unknown pairs of another's :meth:`state`, as long as there is room."""
         known = self._checked(state)
-        with self.lock:
+        with self._adding, self.lock:
             self.successors.merge(known["successors"])
             mine = self.store.tokens
             older: list[int] = []
@@ -120,15 +129,15 @@ class LookupFindings(TextFindings):
                     break
                 older = [SEPARATOR, *text, *older]
             if older:
-                self.store = SuffixIndex(self._most_stored)
-                self.store.extend(chain(older, mine))
+                self.store = SuffixIndex()
+                self.store.extend([*older, *mine])
 
     def restore(self, state: dict[str, Any]) -> None:
         known = self._checked(state)
-        store = SuffixIndex(self._most_stored)
-        store.extend(known["store"])
+        store = SuffixIndex()
+        store.extend(known["store"][-self._most_stored :] if self._most_stored else [])
         rates = {kind: Rates.of(one) for kind, one in known["rates"].items()}
-        with self.lock:
+        with self._adding, self.lock:
             self.successors.restore(known["successors"])
             self.store, self.rates = store, defaultdict(Rates, rates)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Matches are not followed back any further: the continuations of longer ones are right as often.
@@ -27,11 +27,9 @@ class Match(NamedTuple):
 
 
 class SuffixIndex:
-    """Finds the longest suffix of a text that occurred before, by hash chains as in LZ77, in constant time per token;
-    of more than ``most`` tokens the older half is dropped."""
+    """Finds the longest suffix of a text that occurred before, by hash chains as in LZ77, in constant time a token."""
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         # Position that followed the latest occurrence of one, two and three tokens.
         self._singles: dict[int, int] = {}
@@ -42,7 +40,7 @@ class SuffixIndex:
         # Keys of the last one, two and three tokens; negative, and so never found, where a separator is among them.
         self._last = (SEPARATOR, SEPARATOR, SEPARATOR)
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens, ``SEPARATOR`` among them where one text ends and another begins."""
         known, earlier = self.tokens, self._earlier
         singles, pairs, triples = self._singles, self._pairs, self._triples
@@ -57,10 +55,6 @@ class SuffixIndex:
             single = token
             position += 1
         self._last = single, pair, triple
-        if self.most is not None and position > self.most:
-            kept = known[position - self.most // 2 :]
-            SuffixIndex.__init__(self, self.most)
-            self.extend(kept)
 
     def knows_end_of(self, other: SuffixIndex) -> bool:
         """Whether the last three tokens of ``other`` occur and go on here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -89,7 +90,7 @@ def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nothing_matches_or_goes_on_across_texts() -> None:
-    index = SuffixIndex(1_000)
+    index = SuffixIndex()
     index.extend([SEPARATOR, 1, 2, 3, SEPARATOR, 4, 5, 6])
     match = index.match([3, 4, 5])
     assert match.length == 2
@@ -107,6 +108,13 @@ def test_a_store_keeps_the_latest_texts() -> None:
     some.add_texts([[1, 2, 3]])
     assert 500 <= len(some.store.tokens) <= 1_000
     assert texts_of(some.store.tokens)[-1] == [1, 2, 3]
+
+
+def test_nobody_waits_until_long_texts_are_indexed() -> None:
+    known = LookupFindings(most_stored=1_000)
+    with ThreadPoolExecutor(1) as pool, known.lock:
+        pool.submit(known.add_texts, [range(5_000), range(6_000, 7_000), range(9_000, 9_400)]).result(timeout=60)
+    assert texts_of(known.store.tokens)[-1] == [*range(9_000, 9_400)]
 
 
 def test_texts_are_stored_without_what_is_known_of_them() -> None:

@@ -201,18 +201,3 @@ def test_a_match_is_one_by_brute_force(tokens: list[int], tail: list[int], short
     if longest < 3:
         latest = max(position for position, length in enumerate(lengths) if length >= found.length)
         assert (found.length, found.position) == (longest, latest)
-
-
-@quick(60)
-@given(pieces=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8), most=st.integers(2, 9))
-def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most: int) -> None:
-    index, kept = SuffixIndex(most), []
-    for piece in pieces:
-        index.extend(piece)
-        kept += piece
-        if len(kept) > most:
-            kept = kept[-(most // 2) :]
-        assert index.tokens == kept
-        fresh = SuffixIndex()
-        fresh.extend(kept)
-        assert index.match(piece) == fresh.match(piece)
