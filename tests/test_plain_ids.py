@@ -284,7 +284,7 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 # Calls that are too short, or too much led by a processor, for drafts to be right.
-FEW = ("one token", "two tokens", "forced eos", "counting processor")
+FEW = ("one token", "two tokens", "forced eos", "counting processor", "no repeated n-gram", "holes")
 # Drafts that are rarely right, with weights that were drawn, or that may find that none pays.
 RARE = ("adapter", "adapter tree", "heads", "layerskip")
 
