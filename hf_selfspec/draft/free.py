@@ -17,8 +17,6 @@ from ..lookup.likeliest import tops_of
 from ..model.transfer import Pending
 from .source import Session
 
-# The most memory for the float32 logits of a round.
-_LOGITS = 2**26
 # A higher probability than that of the longest match is not believed.
 _SUREST = 0.975
 
@@ -37,7 +35,7 @@ class FreeDrafts:
     def __init__(self, findings: LookupFindings, session: Session, controller: Controller, max_nodes: int) -> None:
         self.findings, self.controller = findings, controller
         self.trees: list[TokenTree] = []
-        max_nodes = min(max_nodes, max(1, _LOGITS // (4 * session.num_rows * session.vocabulary) - 1))
+        max_nodes = session.affordable(max_nodes)
         self._branching, self._max_draft, self._max_nodes = session.takes_trees, session.max_draft, max_nodes
         self._padding, self._constraint = session.target.padding, session.constraint
         self._kind, self._vocabulary = "sampled" if session.scorer.do_sample else "greedy", session.vocabulary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from ..batch import Draft, Text, Verdict
@@ -26,6 +27,9 @@ from ..verify.tree import Tree
 RoundSeconds = Callable[[], Sequence[float]]
 # Returns what a probe or a search has chosen for a model, given the kind of choice; ``None`` where there is none yet.
 FindChoice = Callable[[type[Any]], Any]
+
+# See :meth:`Session.affordable`.
+_LOGITS = 2**26
 
 
 class Drafter(Protocol):
@@ -171,10 +175,18 @@ class Session:
         """Whether drafts can be trees."""
         return self.anatomy.tree and self.target.padding is None
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Maximum number of tokens in a draft, or on the line of a tree."""
-        return longest_draft(self.stop, self.max_draft)
+        return self.affordable(longest_draft(self.stop, self.max_draft))
+
+    def affordable(self, tokens: int) -> int:
+        """So many drafted tokens of a row, or as many as keep a verification's float32 logits small: below 64 MiB, or
+        1/64 of the model."""
+        model, size = self.target.model, 4 * self.num_rows * self.vocabulary
+        if (tokens + 1) * size <= _LOGITS:
+            return tokens
+        return min(tokens, max(1, max(_LOGITS, model.get_memory_footprint() // 64) // size - 1))
 
     @property
     def memory(self) -> Memory:
