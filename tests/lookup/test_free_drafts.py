@@ -19,7 +19,7 @@ from helpers.models import VOCABULARY, tiny_llama
 from hf_selfspec import FixedLength, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control.controller import ArmStats
-from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers, free
+from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
@@ -103,9 +103,7 @@ def test_models_without_tree_masks_draft_lines(name: str, kind: str, drafts: lis
     assert not any(draft.is_tree for draft in drafts)
 
 
-def test_trees_are_no_larger_than_allowed(
-    llama: LlamaForCausalLM, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM, drafts: list[Draft]) -> None:
     """Around a layer draft too, whose own tokens always count."""
     layers = SelfSpec(Cascade([Lookup(max_nodes=5), EarlyExit(3)]), FixedLength(2))
     for spec, most in ((SelfSpec(Lookup(max_nodes=5)), 5), (layers, 5), (replace(layers, stop=FixedLength(7)), 7)):
@@ -116,10 +114,14 @@ def test_trees_are_no_larger_than_allowed(
     drafts.clear()
     both(llama, SelfSpec(Lookup(), max_draft=2), ROW)
     assert max(max(draft.lengths) for draft in drafts) == 2
-    drafts.clear()
-    monkeypatch.setattr(free, "_LOGITS", 4 * VOCABULARY * 4)  # memory for those of four tokens of a row
-    both(llama, SelfSpec(Lookup()), ROW)
-    assert max(draft.size for draft in drafts) == 3
+
+
+def test_logits_take_no_more_than_64_mib() -> None:
+    model, prompt = tiny_llama(2, vocabulary=600_000), torch.arange(8)[:, None] + torch.arange(12) % 3
+    for spec in (SelfSpec(Lookup()), SelfSpec(EarlyExit(1), FixedLength(9))):
+        for _ in range(2):
+            model.generate(prompt, max_new_tokens=8, do_sample=False, assistant=spec)
+        assert max(size for size, _ in spec.stats.round_sizes) == 2  # 8 rows of 3 tokens are 57.6 MB
 
 
 DEEP = tiny_llama(layers=8, factor=0.5)
