@@ -106,9 +106,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_warnings_yet() -> Iterator[None]:
     """Makes warnings that are issued once come again, whatever earlier tests have seen."""
-    monkeypatch.setattr(errors, "_warned", set())
+    before = errors.issued.copy()
+    errors.issued.clear()
+    yield
+    errors.issued.update(before)
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ def test_what_is_kept_of_calls_and_warnings_is_bounded(no_warnings_yet: None) ->
         warnings.simplefilter("ignore")
         for number in range(5000):
             errors.warn_once(f"warning {number}")
-    assert len(errors._warned) <= 1024
+    assert len(errors.issued) <= 1024
     errors.warn_once("warning 4999")  # would be an error
 
 
