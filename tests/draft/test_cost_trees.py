@@ -14,14 +14,10 @@ from helpers.sampling import VOCABULARY, does_not_take_siblings_out_of_q, peak, 
 from helpers.watched import drafts_into
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft
-from hf_selfspec.control import controller
 from hf_selfspec.errors import SettingError, SettingTypeError
-from hf_selfspec.search import choice
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.verify import walk
 
 LAYERS = 6
-COSTS = ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, LAYERS)
 SEARCHES = {
     "swift": OnTheFlySearch(8, bayes_interval=5, target_matchness=1.0, budget=1.0, seed=2),
     "clasp": ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0),
@@ -29,15 +25,7 @@ SEARCHES = {
 TREES = {"cost": CostTree(), "price given": CostTree(0.02, most=3), "top-k": TopKTree(((0.6, 3), (1.0, 2)))}
 
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@pytest.fixture(autouse=True)
-def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured costs are these, and sets of any size draft and are looked for, whatever they would bring."""
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
-    monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
-    monkeypatch.setattr(controller, "LEAST_SPEEDUP", 0.0)
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("any_draft_pays")]
 
 
 @dataclass(frozen=True)

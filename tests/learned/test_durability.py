@@ -24,7 +24,7 @@ from helpers.processes import TESTS
 from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
 from hf_selfspec.lookup.findings import _write_rest
 
-pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
 
 
 @pytest.fixture(scope="module")

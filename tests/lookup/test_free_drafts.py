@@ -24,7 +24,7 @@ from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter,
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
 from hf_selfspec.model.logits import Logits
 
-pytestmark = pytest.mark.usefixtures("verification_is_free")
+pytestmark = pytest.mark.machine("verification_is_free")
 
 Inputs = dict[str, torch.Tensor]
 

@@ -25,7 +25,7 @@ from hf_selfspec.lookup import LookupFindings
 from hf_selfspec.lookup import findings as shared
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
-pytestmark = pytest.mark.usefixtures("verification_is_free")
+pytestmark = pytest.mark.machine("verification_is_free")
 
 NEW_TOKENS = 40
 PROMPT = ragged_batch((12,), seed=11)

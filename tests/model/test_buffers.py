@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers.compiled import QUICK, THREE, same_ids, specs
+from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
 from hf_selfspec.model import runner, traceable
@@ -21,8 +22,9 @@ Recorded = dict[Hashable, set[tuple[int, ...]]]
 
 
 @pytest.fixture
-def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """For each graph the addresses of keys and values that it ran with, as if it were a CUDA graph."""
+    machine.graphs_are_taken()
     monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     found: Recorded = defaultdict(set)

@@ -74,7 +74,7 @@ def test_an_adapter_takes_them() -> None:
         EarlyExitAdapter(own, head_of(KEPT))
 
 
-@pytest.mark.usefixtures("drafts_pay")
+@pytest.mark.machine("forwards_cost")
 def test_a_probe_knows_of_it() -> None:
     """Exits are compared by what they would draft: nothing pays where tokens are never right."""
     llama = tiny_llama(factor=0.01)
