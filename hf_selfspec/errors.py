@@ -18,9 +18,9 @@ from contextlib import contextmanager
 _SHOWN = 200
 # The packages whose code may lie between the user's line and a warning.
 _INSIDE = ("hf_selfspec", "transformers", "torch")
-# How many warnings are remembered; when there are more, each may be issued again.
+# Warnings that were issued and do not come again until this is cleared, and how many are remembered.
+issued: set[str] = set()
 _MOST = 1024
-_warned: set[str] = set()
 
 
 class SelfSpecError(Exception):
@@ -56,23 +56,23 @@ def brief(error: object) -> str:
 def warn_once(message: str, ignore_numbers: bool = False) -> None:
     """Warns the user, once for each ``message``, or for all that differ only in their numbers."""
     key = re.sub(r"\d+", "#", message) if ignore_numbers else message
-    if key not in _warned:
-        if len(_warned) >= _MOST:
-            _warned.clear()
-        _warned.add(key)
+    if key not in issued:
+        if len(issued) >= _MOST:
+            issued.clear()
+        issued.add(key)
         warnings.warn(message, UserWarning, stacklevel=_levels_inside())
 
 
 @contextmanager
 def muted() -> Iterator[None]:
     """Suppresses warnings, for a trial whose result the user does not see; they do not count as issued."""
-    issued = set(_warned)
+    before = set(issued)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        _warned.intersection_update(issued)
+        issued.intersection_update(before)
 
 
 def _levels_inside() -> int:

@@ -18,16 +18,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from helpers.calls import new_spec
+from helpers.machine import Machine
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
-from hf_selfspec.control import controller as control
-from hf_selfspec.control.controller import ArmStats
-from hf_selfspec.control.costs import CostCurve
-from hf_selfspec.draft import probe
-from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import Graph
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
-from hf_selfspec.search.exit_study import ExitStudy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,14 +49,15 @@ def _imports_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _machine_does_not_decide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes look at all exits, and what is drafted depends on no times; tests marked ``times_decide`` use these."""
-    monkeypatch.setattr(probe, "_BUDGET", 1.0)
-    monkeypatch.setattr(probe, "_PROMISING", 1.0)
-    monkeypatch.setattr(ExitStudy, "is_promising", True)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """What decides by time is given, see :class:`Machine`; in tests marked ``times_decide`` rounds are timed."""
+    found = Machine(monkeypatch)
+    found.probes_have_time()
     if request.node.get_closest_marker("times_decide") is None:
-        monkeypatch.setattr(control, "ArmStats", lambda *given: ArmStats(1 << 30))  # free drafts never rest
-        monkeypatch.setattr(CostCurve, "wants_plain", False)
+        found.rounds_are_not_timed()
+    for name in [name for marker in request.node.iter_markers("machine") for name in marker.args]:
+        getattr(found, name)()
+    return found
 
 
 @pytest.fixture
@@ -106,29 +100,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_warnings_yet() -> Iterator[None]:
     """Makes warnings that are issued once come again, whatever earlier tests have seen."""
-    monkeypatch.setattr(errors, "_warned", set())
-
-
-@pytest.fixture
-def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are made and taken early, however fast they are here; the choice has tests of its own."""
-    monkeypatch.setattr(graphs, "_USES", 2)
-    monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())
-
-
-@pytest.fixture
-def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of a large model: another token in a verification costs little."""
-
-    def costs(self: Stopwatch, of: object = min) -> ForwardCosts:
-        return ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, self.early.num_layers)
-
-    monkeypatch.setattr(Stopwatch, "costs", costs)
-
-
-@pytest.fixture
-def verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds cost what they do where memory bounds them, and only promises count."""
-    monkeypatch.setattr(control, "CostCurve", lambda on_cpu, rows=1, is_frozen=False: CostCurve(False, is_frozen=True))
+    before = errors.issued.copy()
+    errors.issued.clear()
+    yield
+    errors.issued.update(before)

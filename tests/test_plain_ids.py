@@ -25,7 +25,7 @@ from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter,
 from hf_selfspec.stop import ConfidenceThreshold, FixedLength
 
 # Free drafts are worth their verification, as on a device that memory bounds.
-pytestmark = pytest.mark.usefixtures("verification_is_free")
+pytestmark = pytest.mark.machine("verification_is_free")
 
 Inputs = dict[str, torch.Tensor]
 _WIDE = TopKTree(((0.9999, 3), (1.0, 1)))

@@ -49,7 +49,7 @@ class ControlledDrafter(FixedDrafter):
         self._takes_trees = session.takes_trees
         self._constraint = session.constraint
         self._target = session.target
-        self._begun = 0.0
+        self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
         # Who was asked in this round, and whose tokens are verified; whether free drafts take part.
         self._asked: str | None = None
         self._used: str | None = None
@@ -69,7 +69,7 @@ class ControlledDrafter(FixedDrafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         if self.free is not None:
             self.free.read(text)
-        self._begun = perf_counter() - self._target.compile_seconds
+        self._begun = self._now()
         self._lengths = list(text.lengths)
         controller, rows, active = self.controller, sum(count > 0 for count in max_new), self._target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
@@ -103,7 +103,7 @@ class ControlledDrafter(FixedDrafter):
         new = sum(text.lengths) - sum(self._lengths)
         if self.free is not None:
             self.free.learn(text, verdicts, self._tops)
-        seconds = perf_counter() - self._target.compile_seconds - self._begun
+        seconds = self._now() - self._begun
         own = [verdict.up_to(self._size) for verdict in verdicts] if self._used in self.others else verdicts
         for name, drafter in self.others.items():
             if name == self._used:

@@ -30,10 +30,6 @@ class LookingDraft(PartialDraft):
         self._last_logits = LastLogits(window) if self.scorer.do_sample else None
         self.reads_logits = self.scorer.do_sample
 
-    def _now(self) -> float:
-        """A clock that stops while graphs are compiled."""
-        return self.target.clock() - self.target.compile_seconds
-
     def _has_time(self, tokens: int) -> bool:
         return self._pace.seconds(tokens) <= self._budget.left
 

@@ -95,14 +95,14 @@ class ProbingDraft(LookingDraft):
         study = self.study
         self._left -= max(len(verdict.tokens) for verdict in verdicts)
         if not study.is_over:
-            now = self._now()
+            now = self.target.now()
             if self._round_begun is not None and logits.shape[1] == 1:
                 study.pace.add_round(now - self._round_begun)
             if study.choice is None and not study.is_promising:
                 self._try_exit(text, verdicts, logits)
             elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._has_time(_LEAST):
                 self._probe(text)
-            self._round_begun = self._now()
+            self._round_begun = self.target.now()
         self._use_choice()
 
     def finish(self, text: Text) -> None:
@@ -154,10 +154,10 @@ class ProbingDraft(LookingDraft):
             n = min(_TRIED, max(known))
             if left < cost or n < _LEAST:
                 return
-            begun = self._now()
+            begun = self.target.now()
             if (found := self._trace_of(text, layer, n, [count >= n for count in known])) is not None:
                 study.add_trial(layer, found, self._rules, self.limits.max_draft)
-            study.pace.add(n, (self._now() - begun) / share)
+            study.pace.add(n, (self.target.now() - begun) / share)
             self._tried_at = max(text.lengths)
 
     @torch.no_grad()
@@ -190,9 +190,9 @@ class ProbingDraft(LookingDraft):
                 n = min(n, most)
                 if n < min(_LEAST, max(self._unseen(text))):
                     return
-            begun, expected = self._now(), study.pace.seconds(n)
+            begun, expected = self.target.now(), study.pace.seconds(n)
             traces = self._traces(text, n)
-            study.look = (self._now() - begun) / expected or study.look
+            study.look = (self.target.now() - begun) / expected or study.look
             rounds = self._round_seconds() if is_timed else None
             study.add(traces, self._rules, self.limits.max_draft, rounds)
 

@@ -66,7 +66,7 @@ class SearchingDraft(LookingDraft):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`; drafts nothing where no draft pays."""
-        self._begun = self._now()
+        self._begun = self.target.now()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
         else:
@@ -107,7 +107,7 @@ class SearchingDraft(LookingDraft):
             if self._last_logits is not None:
                 self._last_logits.forget()
             return
-        begun = self._now()
+        begun = self.target.now()
         with self._budget.spending():
             before = self._lengths or [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]
             new = [after - length for after, length in zip(text.lengths, before, strict=True)]

@@ -103,6 +103,10 @@ class Target:
         """Time that this generation has waited for graphs to be compiled."""
         return 0.0 if self.graphs is None else self.graphs.waited_seconds
 
+    def now(self) -> float:
+        """Seconds by a clock that stops while graphs are compiled."""
+        return self.clock() - self.compile_seconds
+
     def obey(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
         if not self._is_obeying:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MambaConfig, MambaForC
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, compare
-from hf_selfspec.bench import stream
 from hf_selfspec.bench.calls import Call, repetitions
 from hf_selfspec.bench.compare import measured
 from hf_selfspec.bench.methods import Method, methods_of
 from hf_selfspec.bench.request import Prompt, Settings
 from hf_selfspec.bench.results import acceptance, ratios
+from hf_selfspec.draft import Drafter, Session
+from hf_selfspec.stats import GenerationStats
 
 TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]
 OURS = {"exit": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
@@ -59,28 +61,25 @@ def compared(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Com
     return compare(model, tokenizer, TEXTS, methods, max_new_tokens=16, temperature=[0, 0.7], progress=False)
 
 
+def made(folder: Path) -> list[Call]:
+    """The calls of a comparison, in the order in which they were made."""
+    return [Call(**json.loads(line)) for line in (folder / "calls.jsonl").read_text().splitlines()[1:]]
+
+
 class KilledError(Exception):
     """Stands for the end of the process."""
 
 
-@pytest.fixture
-def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ends the process in the call after so many; the calls, with their ``SelfSpec``s, go into the returned list."""
-    real = stream.timed
+@dataclass(frozen=True)
+class Reporting(EarlyExit):
+    """Keeps the statistics of its calls."""
 
-    def after(count: float) -> list[tuple[Call, SelfSpec | None]]:
-        made: list[tuple[Call, SelfSpec | None]] = []
+    stats: list[GenerationStats] = field(default_factory=list, repr=False)
 
-        def call(model: Any, method: Any, batch: Any, place: Any, options: Any, spec: Any, is_first: bool) -> Call:
-            if len(made) == count:
-                raise KilledError
-            made.append((real(model, method, batch, place, options, spec, is_first), spec))
-            return made[-1][0]
-
-        monkeypatch.setattr(stream, "timed", call)
-        return made
-
-    return after
+    def start(self, session: Session) -> Drafter:
+        drafter: Any = super().start(session)
+        drafter.report = self.stats.append
+        return drafter  # type: ignore[no-any-return]
 
 
 def test_ratio_of_means_is_spec_benchs_and_stands_beside_that_of_totals() -> None:
@@ -145,16 +144,18 @@ def test_results_by_condition_and_method(compared: Comparison) -> None:
 
 
 def test_acceptance_is_that_of_the_statistics_and_of_the_stream(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, killed_after: Any
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """Of ours by its statistics; of prompt lookup by what its loop streams, which adds up to the ids."""
-    made, methods = killed_after(math.inf), {"prompt-lookup(2)": "prompt-lookup(2)", "exit": OURS["exit"]}
-    compare(model, tokenizer, [TEXTS[0] * 6], methods, max_new_tokens=24, progress=False)
-    (plain, _), (lookup, _), (ours, spec) = made
+    source = Reporting(3)
+    methods = {"prompt-lookup(2)": "prompt-lookup(2)", "exit": SelfSpec(source, FixedLength(3))}
+    compare(model, tokenizer, [TEXTS[0] * 6], methods, max_new_tokens=24, out=tmp_path, progress=False)
+    plain, lookup, ours = made(tmp_path)
+    stats = source.stats[-1]
     assert ours.ids == plain.ids == lookup.ids
     assert plain.rounds is None
     assert lookup.first_tokens + lookup.rounds["rounds"] + lookup.rounds["accepted"] == 24
-    assert (ours.rounds["drafted"], ours.rounds["accepted"]) == (spec.stats.drafted, spec.stats.accepted)
+    assert (ours.rounds["drafted"], ours.rounds["accepted"]) == (stats.drafted, stats.accepted)
     assert ours.first_tokens == 1
     assert ours.rounds["rounds"] + ours.rounds["accepted"] == ours.decoding("wall")[0] == 23
 
@@ -169,7 +170,7 @@ def test_batches_count_each_rows_own_tokens(model: LlamaForCausalLM, tokenizer: 
 
 
 def test_a_killed_run_goes_on_where_it_was(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: Any
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a home folder, with a model whose modules are in different modes, which it keeps."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -181,24 +182,29 @@ def test_a_killed_run_goes_on_where_it_was(
     def again(methods: Any = OURS, **more: Any) -> Comparison:
         return compare(model, tokenizer, TEXTS, methods, max_new_tokens=12, out="~/out", progress=False, **more)
 
-    before = killed_after(7)
+    def dies(*_: Any) -> None:
+        if (folder / "calls.jsonl").exists() and len(made(folder)) == 7:
+            raise KilledError
+
+    hook = model.register_forward_pre_hook(dies)
     with pytest.raises(KilledError):
         again()
+    hook.remove()
+    before = made(folder)
     with (folder / "calls.jsonl").open("a") as file:
         file.write('{"method": "pl')  # a line that was cut short
-    after = killed_after(math.inf)
     found = again()
     assert [module.training for module in model.modules()] == modes
-    places = [(call.method, call.prompt) for call, _ in (*before, *after)]
-    assert len(before) == 7
+    assert made(folder)[:7] == before
+    places = [(call.method, call.prompt) for call in made(folder)]
     assert sorted(places) == sorted({(name, prompt) for name in ("plain", *OURS) for prompt in range(4)})
     assert found.results["conditions"][0]["prompts"] == 1, "first calls of either process are left out"
     assert {"results.json", "report.md", "report.html", "speed-up-0.png"} <= {path.name for path in folder.iterdir()}
     found.save("~/saved")
     assert (tmp_path / "saved" / "results.json").read_text() == (folder / "results.json").read_text()
-    finished = killed_after(0)
+    finished = made(folder)
     assert str(again()) == str(found)
-    assert finished == []
+    assert made(folder) == finished
     with pytest.raises(SettingError, match=r"other settings \(seed: 0, now 3\)"):
         again(seed=3)
     with pytest.raises(SettingError, match=r"other settings \(method exit: .*num_tokens=3.*now .*num_tokens=4"):
@@ -209,18 +215,18 @@ def test_a_killed_run_goes_on_where_it_was(
 
 
 def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, killed_after: Any
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    made = killed_after(math.inf)
-    prompts = [Prompt("a", tokenizer(text)["input_ids"]) for text in TEXTS[:2]]
-    settings = Settings(max_new_tokens=4, passes=2)
-    found = measured(model, tokenizer, prompts, settings, methods_of(OURS), progress=False)
-    names = ["plain", *OURS]
-    assert [call.method for call, _ in made[:6]] == [*names, *names[1:], names[0]]
+    """A ``SelfSpec`` drafts nearly all of the answer that it has given before, in the same pass."""
+    prompts = [Prompt("a", tokenizer(TEXTS[0])["input_ids"])] * 2
+    settings = Settings(max_new_tokens=24, passes=2)
+    found = measured(model, tokenizer, prompts, settings, methods_of(OURS), tmp_path, progress=False)
+    names, calls = ["plain", *OURS], made(tmp_path)
+    assert [call.method for call in calls[:6]] == [*names, *names[1:], names[0]]
     assert found.results["conditions"][0]["prompts"] == 2, "of two passes the second counts, with all its prompts"
-    first, second, third, fourth = (spec for call, spec in made if call.method == "free")
-    assert first is second
-    assert third is fourth is not first
+    first, second, third, fourth = (call.rounds["rounds"] for call in calls if call.method == "free")
+    assert first > 2 * second
+    assert third > 2 * max(second, fourth)
 
 
 @pytest.mark.slow

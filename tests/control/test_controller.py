@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.control.controller import FREE, ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
-from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.stop import FixedLength
 
 pytestmark = pytest.mark.times_decide
@@ -154,12 +154,18 @@ def test_results_by_hand() -> None:
     assert arm.speedup(None) > 1.5  # what is new weighs as much as what was
 
 
+ROUND = 0.1
+
+
 class Watch:
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
         return self.now
+
+    def forward(self, *_: Any) -> None:
+        self.now += ROUND
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,7 @@ class Told(DraftSource):
     length: int = 3
 
     def start(self, session: Session) -> Drafter:
+        session.target.clock = self.watch
         return Telling(self)
 
 
@@ -197,22 +204,15 @@ class Telling(FixedDrafter):
 
 
 PROMPT = ragged_batch((12,), seed=11)
-ROUND = 0.1
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Every round takes a tenth of a second for verification, whatever it verifies."""
+def watch(llama: LlamaForCausalLM) -> Iterator[Watch]:
+    """Every forward takes a tenth of a second, whatever it verifies, where sources bring this clock to a call."""
     found = Watch()
-    monkeypatch.setattr(controlled, "perf_counter", found)
-    learn = FreeDrafts.learn
-
-    def timed(self: Any, *args: Any) -> int:
-        found.now += ROUND
-        return learn(self, *args)
-
-    monkeypatch.setattr(FreeDrafts, "learn", timed)
-    return found
+    hook = llama.register_forward_hook(found.forward)
+    yield found
+    hook.remove()
 
 
 def arms(spec: SelfSpec, model: LlamaForCausalLM) -> dict[str, ArmStats]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,17 +11,13 @@ from transformers import PreTrainedModel
 
 from helpers.models import tiny_llama
 from helpers.sampling import VOCABULARY, does_not_take_siblings_out_of_q, peak, peaked
+from helpers.watched import drafts_into
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.batch import Draft, Text
-from hf_selfspec.control import controller
-from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.batch import Draft
 from hf_selfspec.errors import SettingError, SettingTypeError
-from hf_selfspec.search import choice
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.verify import walk
 
 LAYERS = 6
-COSTS = ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, LAYERS)
 SEARCHES = {
     "swift": OnTheFlySearch(8, bayes_interval=5, target_matchness=1.0, budget=1.0, seed=2),
     "clasp": ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0),
@@ -29,34 +25,25 @@ SEARCHES = {
 TREES = {"cost": CostTree(), "price given": CostTree(0.02, most=3), "top-k": TopKTree(((0.6, 3), (1.0, 2)))}
 
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("any_draft_pays")]
 
 
-@pytest.fixture(autouse=True)
-def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured costs are these, and sets of any size draft and are looked for, whatever they would bring."""
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
-    monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
-    monkeypatch.setattr(controller, "LEAST_SPEEDUP", 0.0)
+@dataclass(frozen=True)
+class Priced(CostTree):
+    """Shows the prices by which it widens drafts."""
+
+    prices: list[float | None] = field(default_factory=list)
+
+    def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
+        assert self.most == 5
+        self.prices.append(self.price)
+        return super().width(top, reach)
 
 
-@pytest.fixture
-def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Draft]]:
-    """The sibling policy of each draft, and the draft."""
-    seen: list[tuple[Any, Draft]] = []
-    original = SearchingDraft.propose
-
-    def watched(self: SearchingDraft, text: Text, room: list[int]) -> Draft:
-        draft = original(self, text, room)
-        seen.append((self.limits.tree, draft))
-        return draft
-
-    monkeypatch.setattr(SearchingDraft, "propose", watched)
-    return seen
-
-
-def spec_for(search: str, tree: str) -> SelfSpec:
-    return SelfSpec(SkipLayers(search=SEARCHES[search]), FixedLength(3), TREES[tree])
+def spec_for(search: str, tree: str) -> tuple[SelfSpec, list[Draft]]:
+    """With a list of its drafts."""
+    drafts: list[Draft] = []
+    return SelfSpec(drafts_into(drafts, SkipLayers(search=SEARCHES[search])), FixedLength(3), TREES[tree]), drafts
 
 
 @pytest.mark.parametrize(
@@ -96,13 +83,14 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, **options: 
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **options)
 
 
-def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
+def test_siblings_are_those_that_pay() -> None:
     """Later tokens are reached less often, so that they have fewer."""
     model, price = peaked(LAYERS, 2.5), 0.15
-    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(3), CostTree(price, most=3))
+    spec, seen = spec_for("clasp", "cost")
+    spec = replace(spec, tree=CostTree(price, most=3))
     torch.manual_seed(0)
     generate(model, torch.tensor([[3, 4, 2]]), 60, assistant=spec, do_sample=True)
-    drafts = [draft for _, draft in trees if draft.lengths[0]]
+    drafts = [draft for draft in seen if draft.lengths[0]]
     widths = [[len(draft.children(0, node)) for node in range(draft.lengths[0])] for draft in drafts]
     assert {1, 2, 3} == {width for draft in widths for width in draft}
     first, last = (sum(draft[place] for draft in widths if len(draft) == 3) for place in (0, 2))
@@ -113,16 +101,16 @@ def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("search", SEARCHES)
-def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int, trees: list[tuple[Any, Draft]]) -> None:
+def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int) -> None:
     model = tiny_llama(LAYERS, factor=0.8)
     peak(model.model.norm)
-    spec = spec_for(search, tree)
+    spec, drafts = spec_for(search, tree)
     ids = torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(5))
     for _ in range(2):
         assert torch.equal(generate(model, ids, 40, assistant=spec), generate(model, ids, 40))
     assert spec.stats.phase == "optimization"
     assert len({done.plan for done in spec._knowledge.latest(model).trials}) > 2
-    assert any(draft.is_tree for _, draft in trees)
+    assert any(draft.is_tree for draft in drafts)
     assert 0 < spec.stats.acceptance_rate < 1
 
 
@@ -136,26 +124,23 @@ def test_wide_trees_up_to_the_end(rows: int, length: int) -> None:
         assert torch.equal(generate(model, ids, tokens, assistant=spec), generate(model, ids, tokens))
 
 
-def test_the_price_is_what_the_search_has_measured(trees: list[tuple[Any, Draft]]) -> None:
+def test_the_price_is_what_the_search_has_measured() -> None:
     model = tiny_llama(LAYERS, factor=0.6)
-    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), tree=CostTree(most=5))
+    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), tree=(tree := Priced(most=5)))
     ids = torch.tensor([[3, 5, 2]])
     generate(model, ids, 40, assistant=spec)
-    used = [tree for tree, _ in trees]
     # Another token costs as much again for its mask and its moves.
-    measured = pytest.approx(2 * LAYERS * 0.01 / (0.1 + 2 * LAYERS))
-    assert used[-1].price == measured
-    assert used[-1].most == 5
-    assert spec.tree == CostTree(most=5)
+    measured = tree.prices[-1]
+    assert measured == pytest.approx(2 * LAYERS * 0.01 / (0.1 + 2 * LAYERS))
+    assert tree.price is None
     # The next call knows it from its first draft on, and a price that was given stays.
-    trees.clear()
+    tree.prices.clear()
     generate(model, ids, 10, assistant=spec)
-    assert {tree.price for tree, _ in trees} == {used[-1].price}
-    trees.clear()
-    given = replace(spec, tree=CostTree(0.3))
+    assert {*tree.prices} == {measured}
+    given = replace(spec, tree=Priced(0.3, most=5))
     for _ in range(2):
         generate(model, ids, 40, assistant=given)
-    assert {tree for tree, _ in trees} == {CostTree(0.3)}
+    assert {*given.tree.prices} == {0.3}
 
 
 NEW_TOKENS, ROWS, CALLS = 12, 120, 5
@@ -193,14 +178,14 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
 @pytest.mark.every_run("swift-cost")
 @pytest.mark.parametrize("tree", ["cost", "top-k"])
 @pytest.mark.parametrize("search", SEARCHES)
-def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:
-    model, spec = peaked(LAYERS, 2.5), spec_for(search, tree)
+def test_samples_have_the_models_distribution(search: str, tree: str) -> None:
+    model, (spec, drafts) = peaked(LAYERS, 2.5), spec_for(search, tree)
     sequences = sample(spec, model)
     found = spec._knowledge.latest(model)
     assert found.phase == "optimization"
     assert len({done.plan for done in found.trials}) > 1
     assert len(found.found) > 1, "the set that drafts has to change while this goes on"
-    assert sum(draft.is_tree for _, draft in trees) > 10
+    assert sum(draft.is_tree for draft in drafts) > 10
     assert 0.1 < spec.stats.acceptance_rate < 0.98
     assert largest_score(model, sequences) < LIMIT
 

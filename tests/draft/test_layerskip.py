@@ -189,9 +189,9 @@ def test_the_fastest_exit_is_chosen():
 
 
 @pytest.mark.parametrize(("tokens", "accept", "is_idle"), [(1000, 0, False), (1024, 0, True), (1024, 1, False)])
-def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens, accept, is_idle, monkeypatch):
+def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens, accept, is_idle, machine):
     study, known = ExitStudy(4), np.full((1, tokens), float(accept))
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
+    machine.forwards_cost(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25)
     study.add({1: [Trace(known, known)]}, [FixedLength(4)], 25, rounds=())
     assert study.is_idle == is_idle
 
@@ -369,14 +369,9 @@ def test_timings_use_no_random_numbers(monkeypatch):
     assert states == [True, True]
 
 
-def use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0):
-    costs = ForwardCosts(fixed, layer / 2, layer / 2, 0.0, token, step, 6)
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: costs)
-
-
-def test_the_chosen_exit_is_used(monkeypatch):
+def test_the_chosen_exit_is_used(machine):
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    use_costs(monkeypatch)
+    machine.forwards_cost()
     greedy(model, prompt(), assistant=spec)
     choice = spec.choice(model)
     assert (choice.layer, choice.stop) == (3, FixedLength(6))
@@ -389,9 +384,9 @@ def test_the_chosen_exit_is_used(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [3, 5])
-def test_states_are_reused_where_that_pays(monkeypatch, tokens):
+def test_states_are_reused_where_that_pays(machine, monkeypatch, tokens):
     model, given = tiny_llama(), []
-    use_costs(monkeypatch)
+    machine.forwards_cost()
     spec = SelfSpec.layerskip(num_draft=tokens)
     monkeypatch.setattr(
         Decoder, "_verify_pass", lambda self, draft, run=Decoder._verify_pass: given.append(draft) or run(self, draft)
@@ -405,9 +400,9 @@ def test_states_are_reused_where_that_pays(monkeypatch, tokens):
     assert lengths == {length: 0.01 * layer * length >= 0.1 for length in lengths}
 
 
-def test_where_no_draft_pays_none_is_made(monkeypatch):
+def test_where_no_draft_pays_none_is_made(machine, monkeypatch):
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    use_costs(monkeypatch, fixed=1.0, layer=0.0, token=0.0, step=50.0)
+    machine.forwards_cost(fixed=1.0, attention=0.0, mlp=0.0, token=0.0, step=50.0)
     greedy(model, prompt(), assistant=spec)
     assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
     assert spec.choice(model).layer is None

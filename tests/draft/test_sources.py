@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -282,16 +282,6 @@ def test_joint_distribution_is_that_of_the_full_model(name: str) -> None:
     check_exact(sampled, exact_joint(tiny_vocabulary(), [TopPLogitsWarper(0.9)]))
 
 
-@pytest.fixture
-def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that did not import this module."""
-    kept = {
-        place: {name: kind for name, kind in kinds.items() if kind.__module__ != __name__}
-        for place, kinds in saving._places.items()
-    }
-    monkeypatch.setattr(saving, "_places", kept)
-
-
 @pytest.mark.parametrize("name", ["drawn, own rule", "free and all"])
 def test_classes_are_saved_by_name(name: str, llama: LlamaForCausalLM, known: tuple[int, ...], tmp_path: Path) -> None:
     spec = SPECS[name](known)
@@ -326,28 +316,47 @@ def test_findings_of_an_own_source_last(llama: LlamaForCausalLM, tmp_path: Path)
     assert assert_same(llama, spec, batch).drafted > 2 * early
 
 
-def test_what_nobody_registered_is_neither_saved_nor_loaded(
-    llama: LlamaForCausalLM, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    cases = (
-        (SelfSpec(Recited((3, 4))), "draft has the class 'Recited'", r"\(draft\) is Recited.*hf_selfspec.register"),
-        (SelfSpec(EarlyExit(3), Alternating()), "stop has the class 'Alternating'", r"SelfSpec\(stop\) is Alternating"),
-        (SelfSpec(Cascade([Lookup(), Recalled()])), "draft.sources has the class 'Recalled'", "is Recalled"),
+class Unknown(Recited):
+    """Nobody registers it."""
+
+
+class UnknownRule(Alternating):
+    """Nor this rule."""
+
+
+def test_what_nobody_registered_is_neither_saved_nor_loaded(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Files are those of a process in which these names were registered."""
+    known, unknown = (Recited((3, 4)), Alternating()), (Unknown((3, 4)), UnknownRule())
+    cases: tuple[tuple[Callable[..., SelfSpec], str, str], ...] = (
+        (
+            lambda draft, _: SelfSpec(draft),
+            "draft has the class 'Unknown'",
+            r"\(draft\) is Unknown.*hf_selfspec.regist",
+        ),
+        (lambda _, rule: SelfSpec(EarlyExit(3), rule), "stop has the class 'UnknownRule'", r"\(stop\) is UnknownRule"),
+        (lambda draft, _: SelfSpec(Cascade([Lookup(), draft])), "draft.sources has the class 'Unknown'", "is Unknown"),
     )
-    for place, (spec, *_) in enumerate(cases):
-        spec.save_pretrained(tmp_path / str(place))
-    GenerationConfig(assistant=spec).save_pretrained(tmp_path / "config")
-    request.getfixturevalue("unregistered")
-    for place, (spec, loading, writing) in enumerate(cases):
+
+    def elsewhere(file: Path) -> None:
+        text = file.read_text()
+        file.write_text(text.replace('"Recited"', '"Unknown"').replace('"Alternating"', '"UnknownRule"'))
+        assert file.read_text() != text
+
+    for place, (make, loading, writing) in enumerate(cases):
+        other = make(*unknown)
+        make(*known).save_pretrained(folder := tmp_path / str(place))
+        elsewhere(folder / saving.FILE_NAME)
         with pytest.raises(SettingError) as raised:
-            SelfSpec.from_pretrained(tmp_path / str(place))
+            SelfSpec.from_pretrained(folder)
         advice = "import the module that registers it (hf_selfspec.register) before loading"
         assert all(part in str(raised.value) for part in (str(tmp_path), loading, advice))
         with pytest.raises(SettingError, match=writing):
-            spec.save_pretrained(tmp_path / "unsaved")
-        llama.generate(**ROW, max_new_tokens=4, assistant=spec)
+            other.save_pretrained(tmp_path / "unsaved")
+        llama.generate(**ROW, max_new_tokens=4, assistant=other)
     assert not (tmp_path / "unsaved").exists()
-    config = GenerationConfig.from_pretrained(tmp_path / "config")
+    GenerationConfig(assistant=SelfSpec(known[0])).save_pretrained(folder := tmp_path / "config")
+    elsewhere(folder / "generation_config.json")
+    config = GenerationConfig.from_pretrained(folder)
     with pytest.raises(SettingError, match="saved with an assistant that this version of hf_selfspec cannot use"):
         llama.generate(**ROW, generation_config=config)
 

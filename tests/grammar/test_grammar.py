@@ -23,11 +23,11 @@ from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
+from helpers.watched import watched
 from hf_selfspec import ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree, decoding
 from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
-from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
-from hf_selfspec.grammar import XGrammar, libraries
+from hf_selfspec.grammar import XGrammar
 from hf_selfspec.grammar.rows import with_grammars
 
 MODEL = tiny_llama(factor=0.5)
@@ -263,10 +263,7 @@ class Own(LogitsProcessor):
 TABLE = [list(range(2, VOCABULARY, 2)), list(range(3, VOCABULARY, 3)), [7], list(range(2, 30))]
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_registered", {})
-    hf_selfspec.register_grammar(Own, lambda processor, input_ids: processor.rows)
+hf_selfspec.register_grammar(Own, lambda processor, input_ids: processor.rows)
 
 
 def texts(spec: SelfSpec | None, inputs: Any, *processors: Any, **options: Any) -> list[list[int]]:
@@ -278,7 +275,7 @@ ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6), seed=11)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_grammar_of_ones_own(spec: str, registered: None) -> None:
+def test_a_grammar_of_ones_own(spec: str) -> None:
     """The same tokens, and the same state after them."""
     for inputs in (ROW, BATCH):
         ours, (plain, processor) = SPECS[spec](), (Own(TABLE), Own(TABLE))
@@ -307,7 +304,7 @@ class PrefixFunction:
         return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
 
 
-def test_a_prefix_function_wins_where_all_is_forbidden(tokenizer: PreTrainedTokenizerFast, registered: None) -> None:
+def test_a_prefix_function_wins_where_all_is_forbidden(tokenizer: PreTrainedTokenizerFast) -> None:
     """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
     hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
     table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
@@ -332,18 +329,11 @@ class DeadEnd(LogitsProcessor):
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_draft_ends_if_nothing_may_follow(do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_ends_if_nothing_may_follow(do_sample: bool) -> None:
     """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
-    spec = SPECS["exit"]()
     drafted: set[int] = set()
-    propose = PartialDraft.propose
-
-    def recorded(draft: Any, text: Text, max_new: list[int]) -> Draft:
-        found = propose(draft, text, max_new)
-        drafted.update(found.tokens.flatten().tolist())
-        return found
-
-    monkeypatch.setattr(PartialDraft, "propose", recorded)
+    exit_draft = watched(EarlyExit(3), lambda text, draft: drafted.update(draft.tokens.flatten().tolist()))
+    spec = SelfSpec(exit_draft, FixedLength(4))
 
     def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
         torch.manual_seed(0)
@@ -365,7 +355,7 @@ class UntilSeven(StoppingCriteria):
         return input_ids[:, -1] == 7
 
 
-def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back(registered: None) -> None:
+def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back() -> None:
     found = []
     for spec in (None, SPECS["exit"](), SelfSpec()):
         processor = Own([[5], [7], [8], [9]])
@@ -385,7 +375,7 @@ class Counted(LogitsProcessor):
 
 
 @pytest.mark.parametrize("spec", ["default", "exit, tree"])
-def test_beside_another_memory_rows_advance_together(spec: str, registered: None) -> None:
+def test_beside_another_memory_rows_advance_together(spec: str) -> None:
     ours, found = SPECS[spec](), []
     for assistant in (None, ours):
         processors = Own(TABLE), Counted()
@@ -396,7 +386,7 @@ def test_beside_another_memory_rows_advance_together(spec: str, registered: None
     assert ours.stats.accepted > 0
 
 
-def test_forced_tokens_need_no_forward(registered: None) -> None:
+def test_forced_tokens_need_no_forward() -> None:
     """A single allowed token is certain: not one of them is rejected, and the part that drafts is not asked."""
     for spec in (SPECS["exit"](), SPECS["skips"](), SelfSpec.lookup(), SelfSpec(Phrase((9, 9)))):
         texts(spec, ROW, Own([[5], [6], [7], [8]]))
@@ -429,7 +419,7 @@ class PhraseDrafter(FixedDrafter):
 
 @pytest.mark.parametrize("parents", [None, (0, 0, 2, 1)], ids=["line", "tree"])
 def test_what_a_grammar_forbids_is_not_verified(
-    parents: tuple[int, ...] | None, registered: None, monkeypatch: pytest.MonkeyPatch
+    parents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever drafts: tokens 9 and 3 are never allowed, and what is behind them is not either."""
     seen: list[Draft] = []
@@ -482,14 +472,14 @@ class DiceDrafter(FixedDrafter):
 @pytest.mark.every_run("early exit-Automaton|dice-Automaton")
 @pytest.mark.parametrize("kind", [Automaton, Expecting])
 @pytest.mark.parametrize("spec", [*SAMPLED, "dice"])
-def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton], registered: None) -> None:
+def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton]) -> None:
     drafts = SAMPLED | {"dice": SelfSpec(Dice())}
     sampled = sample(drafts[spec], rows=500, logits_processor=[Own(FEW_TABLE, kind)])
     check_exact(sampled, exact_joint(few_tokens(), [by_text]))
 
 
 @pytest.mark.slow
-def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) -> None:
+def test_expected_tokens_of_a_layer_draft_are_drawn_exactly() -> None:
     """With one row, since a layer draft passes over a token where all rows expect one."""
     spec, sequences, accepted, drafted, steps = SAMPLED["early exit"], [], 0, 0, 0
     for seed in range(400):
@@ -500,7 +490,7 @@ def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) ->
     check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [by_text]))
 
 
-def test_wrong_registrations_are_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_registrations_are_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     def prefill(*given: Any) -> None:
         raise AssertionError("no forward is to run")
 
@@ -510,16 +500,18 @@ def test_wrong_registrations_are_refused_before_any_forward(registered: None, mo
     with pytest.raises(SettingTypeError, match=r"register_grammar\(kind, adapter\) takes .* and \[\]"):
         hf_selfspec.register_grammar(Own, [])
     for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: [], lambda processor, ids: 1):
-        hf_selfspec.register_grammar(Own, wrong)
+        kind = type("Wrong", (Own,), {})
+        hf_selfspec.register_grammar(kind, wrong)
         with pytest.raises(SettingTypeError, match=r"for each of the 1 rows, with the methods mask\(vocabulary\)"):
-            texts(SelfSpec(), ROW, Own(TABLE))
+            texts(SelfSpec(), ROW, kind(TABLE))
 
 
-def test_a_wrong_mask_is_refused(registered: None) -> None:
+def test_a_wrong_mask_is_refused() -> None:
     numbers = type("Numbers", (Automaton,), {"mask": lambda self, vocabulary: torch.ones(vocabulary)})
-    hf_selfspec.register_grammar(Own, lambda processor, ids: [numbers(TABLE) for _ in ids])
-    with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
-        texts(SelfSpec(), ROW, Own(TABLE))
+    kind = type("Wrong", (Own,), {})
+    hf_selfspec.register_grammar(kind, lambda processor, ids: [numbers(TABLE) for _ in ids])
+    with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Wrong must return a BoolTensor \[97\]"):
+        texts(SelfSpec(), ROW, kind(TABLE))
 
 
 @libraries_warn
@@ -541,7 +533,7 @@ def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, toke
         mask.begin(ROW["input_ids"], VOCABULARY)
 
 
-def test_masks_are_as_wide_as_logits(registered: None) -> None:
+def test_masks_are_as_wide_as_logits() -> None:
     """A model may know more tokens than it can generate."""
     (mask,) = with_grammars([Own(TABLE)])
     mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY + 3)

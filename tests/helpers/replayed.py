@@ -130,7 +130,7 @@ class Replay:
             target=SimpleNamespace(
                 padding=None,
                 cache=SimpleNamespace(reserve=lambda count: None),
-                compile_seconds=0.0,
+                now=lambda: self.now,
                 active_rows=self.active,
                 full_plan=None,
                 model=SimpleNamespace(),
@@ -138,6 +138,7 @@ class Replay:
             constraint=None,
             scorer=SimpleNamespace(do_sample=False),
             takes_trees=True,
+            is_tensor_parallel=False,
             max_draft=25,
             vocabulary=1 << 16,
             num_rows=1,
@@ -188,7 +189,7 @@ class Replay:
             found.found = [[[top[part] for top in row] for row in self._tops] for part in (0, 1)]
             return found
 
-        with patch.multiple(controlled, perf_counter=lambda: self.now, likeliest=likeliest):
+        with patch.object(controlled, "likeliest", likeliest):
             yield
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -50,13 +49,6 @@ def an_end(texts: torch.Tensor) -> tuple[int, list[int]]:
     }
     token = max(ends, key=lambda token: max(ends[token]) - min(ends[token]))
     return token, ends[token]
-
-
-def use_costs(monkeypatch: pytest.MonkeyPatch, **costs: float) -> None:
-    """Forwards of a model of 8 layers are taken to cost that."""
-    usual = {"fixed": 0.1, "attention": 1.0, "mlp": 1.0, "several": 0.0, "token": 0.01, "step": 0.0}
-    found = ForwardCosts(num_layers=8, **usual | costs)
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: found)
 
 
 SEARCHES = [

@@ -24,7 +24,7 @@ from helpers.processes import TESTS
 from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
 from hf_selfspec.lookup.findings import _write_rest
 
-pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_what_is_kept_of_calls_and_warnings_is_bounded(no_warnings_yet: None) ->
         warnings.simplefilter("ignore")
         for number in range(5000):
             errors.warn_once(f"warning {number}")
-    assert len(errors._warned) <= 1024
+    assert len(errors.issued) <= 1024
     errors.warn_once("warning 4999")  # would be an error
 
 

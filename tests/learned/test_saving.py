@@ -25,7 +25,7 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.fingerprint import Fingerprint
 from hf_selfspec.stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
 
-pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,15 @@ from helpers.architectures import build
 from helpers.calls import new_tokens
 from helpers.fitted import adapter_of, heads_of
 from helpers.models import VOCABULARY, tiny_llama
+from helpers.watched import drafts_into, watched
 from hf_selfspec import FixedLength, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control.controller import ArmStats
 from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers
-from hf_selfspec.draft.controlled import ControlledDrafter
-from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
 from hf_selfspec.model.logits import Logits
 
-pytestmark = pytest.mark.usefixtures("verification_is_free")
+pytestmark = pytest.mark.machine("verification_is_free")
 
 Inputs = dict[str, torch.Tensor]
 
@@ -33,19 +32,6 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "lookup": SelfSpec.lookup,
     "exit": lambda: SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3)),
 }
-
-
-@pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
-    seen: list[Draft] = []
-    original = ControlledDrafter.propose
-
-    def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
-        seen.append(original(self, text, max_new))
-        return seen[-1]
-
-    monkeypatch.setattr(ControlledDrafter, "propose", watched)
-    return seen
 
 
 def repetitive(lengths: tuple[int, ...] = (14,), seed: int = 3) -> Inputs:
@@ -94,8 +80,10 @@ def test_ids_of_embedded_prompts_may_be_anything(llama: LlamaForCausalLM, spec: 
     ("name", "kind"), [("bloom", "lookup"), ("mpt", "exit"), ("falcon-alibi", "lookup"), ("gpt_neo", "exit")]
 )
 @pytest.mark.filterwarnings("ignore:.*cannot take")
-def test_models_without_tree_masks_draft_lines(name: str, kind: str, drafts: list[Draft]) -> None:
+def test_models_without_tree_masks_draft_lines(name: str, kind: str) -> None:
+    drafts: list[Draft] = []
     model, spec = build(name), SPECS[kind]()
+    spec = replace(spec, draft=drafts_into(drafts, spec.draft))
     for shape, inputs in INPUTS.items():
         ours, plain = both(model, spec, inputs, eos_token_id=new_tokens(model, inputs)[-1][9])
         assert torch.equal(ours, plain), shape
@@ -103,17 +91,19 @@ def test_models_without_tree_masks_draft_lines(name: str, kind: str, drafts: lis
     assert not any(draft.is_tree for draft in drafts)
 
 
-def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM, drafts: list[Draft]) -> None:
+def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM) -> None:
     """Around a layer draft too, whose own tokens always count."""
+
+    def drafts_of(spec: SelfSpec) -> list[Draft]:
+        found: list[Draft] = []
+        ours, plain = both(llama, replace(spec, draft=drafts_into(found, spec.draft)), ROW)
+        assert torch.equal(ours, plain)
+        return found
+
     layers = SelfSpec(Cascade([Lookup(max_nodes=5), EarlyExit(3)]), FixedLength(2))
     for spec, most in ((SelfSpec(Lookup(max_nodes=5)), 5), (layers, 5), (replace(layers, stop=FixedLength(7)), 7)):
-        drafts.clear()
-        ours, plain = both(llama, spec, ROW)
-        assert torch.equal(ours, plain)
-        assert max(draft.size for draft in drafts) == most
-    drafts.clear()
-    both(llama, SelfSpec(Lookup(), max_draft=2), ROW)
-    assert max(max(draft.lengths) for draft in drafts) == 2
+        assert max(draft.size for draft in drafts_of(spec)) == most
+    assert max(max(draft.lengths) for draft in drafts_of(SelfSpec(Lookup(), max_draft=2))) == 2
 
 
 def test_logits_take_no_more_than_64_mib() -> None:
@@ -137,36 +127,27 @@ OTHERS: dict[str, Callable[[], SelfSpec]] = {
 @pytest.mark.every_run("one row-.*")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("shape", INPUTS)
-def test_drafts_after_free_rounds(shape: str, name: str, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_after_free_rounds(shape: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
-    inputs, alone = INPUTS[shape], OTHERS[name]()
+    inputs, settings = INPUTS[shape], OTHERS[name]()
     turns = iter(range(1 << 30))
     speedups = (math.inf, 1.0)
     monkeypatch.setattr(ArmStats, "speedup", lambda self, promised: speedups[next(turns) % 2])
     seen: dict[str, dict[tuple[int, int], int]] = {"alone": {}, "cascade": {}}
-    kinds = {kind for kind in (PartialDraft, *PartialDraft.__subclasses__()) if "propose" in vars(kind)}
-    now = "alone"
+    now, drafts = "alone", list[Draft]()
 
-    def watch(kind: type[PartialDraft]) -> None:
-        original = kind.propose
+    def see(text: Text, draft: Draft) -> None:
+        for row, length in enumerate(draft.lengths):
+            if length:
+                seen[now][row, text.lengths[row]] = int(draft.tokens[row, 0])
 
-        def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
-            draft = original(self, text, max_new)
-            for row, length in enumerate(draft.lengths):
-                if length:
-                    seen[now][row, text.lengths[row]] = int(draft.tokens[row, 0])
-            return draft
-
-        monkeypatch.setattr(kind, "propose", watched)
-
-    for kind in kinds:
-        watch(kind)
+    alone = replace(settings, draft=watched(settings.draft, see))
     options = {"max_new_tokens": 40, "do_sample": False}
     plain = DEEP.generate(**inputs, **options)
     single = replace(alone, stop=FixedLength(1), tree=None)
     assert torch.equal(DEEP.generate(**inputs, **options, assistant=single), plain)
     now = "cascade"
-    spec = replace(alone, draft=Cascade([Lookup(stored_tokens=0), alone.draft]))
+    spec = replace(alone, draft=drafts_into(drafts, Cascade([Lookup(stored_tokens=0), alone.draft])))
     for _ in range(2):
         assert torch.equal(DEEP.generate(**inputs, **options, assistant=spec), plain)
     assert len(seen["cascade"]) < sum(count > 0 for draft in drafts for count in draft.lengths)

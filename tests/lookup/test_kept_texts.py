@@ -25,21 +25,18 @@ from hf_selfspec.lookup import LookupFindings
 from hf_selfspec.lookup import findings as shared
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
-pytestmark = pytest.mark.usefixtures("verification_is_free")
+pytestmark = pytest.mark.machine("verification_is_free")
 
 NEW_TOKENS = 40
 PROMPT = ragged_batch((12,), seed=11)
 BATCH = ragged_batch((4, 9, 6))
 
 
-@pytest.fixture(autouse=True)
-def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_WRITTEN", 0.0)
-
-
 def call(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = PROMPT) -> GenerationStats:
+    """One call, and what it has found on disk, as it is ten seconds later."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+    findings(spec, model).write()
     return spec.stats
 
 
@@ -182,11 +179,10 @@ def test_texts_of_all_models_are_forgotten(llama: LlamaForCausalLM, tmp_path: Pa
 
 def test_files_are_written_at_times(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first call, then at most every ten seconds, and at the end."""
-    monkeypatch.setattr(shared, "_WRITTEN", 10.0)
     spec, written = SelfSpec(Lookup(), cache_dir=tmp_path), []
     for now in (1000.0, 1005.0, 1011.0, 1012.0):
         monkeypatch.setattr(shared, "monotonic", lambda now=now: now)
-        call(llama, spec)
+        llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, assistant=spec)
         written.append(len(kept_texts(tmp_path)))
     assert written == [1, 1, 3, 3]
     shared._write_rest()
@@ -342,6 +338,7 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path) -> None:
             which = (index + turn) % len(prompts)
             ids = llama.generate(**prompts[which], max_new_tokens=24, assistant=spec)
             assert torch.equal(ids, expected[which])
+            findings(spec, llama).write()
             if index == 0 and turn == 2:
                 spec.forget()
 

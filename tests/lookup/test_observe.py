@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
 
-pytestmark = pytest.mark.usefixtures("verification_is_free")
+pytestmark = pytest.mark.machine("verification_is_free")
 
 PROMPT, NEW = "once upon a time", 60
 

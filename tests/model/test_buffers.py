@@ -5,36 +5,41 @@ from __future__ import annotations
 import gc
 import threading
 from collections import defaultdict
-from collections.abc import Hashable
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.compiled import QUICK, THREE, same_ids, specs
+from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
 from hf_selfspec.model import runner, traceable
-from hf_selfspec.model.graphs import Graphs, graphs_of
+from hf_selfspec.model.graphs import graphs_of
 
-Recorded = dict[Hashable, set[tuple[int, ...]]]
+Recorded = list[set[tuple[int, ...]]]
 
 
 @pytest.fixture
-def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """For each graph the addresses of keys and values that it ran with, as if it were a CUDA graph."""
+    machine.graphs_are_taken()
     monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
-    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
-    found: Recorded = defaultdict(set)
-    find = Graphs.find
+    found: Recorded = []
 
-    def watched(self: Graphs, key: Hashable, function: Any, inputs: Any, what: str) -> Any:
-        graph = find(self, key, function, inputs, what)
-        if graph is not None:
-            found[key].add(tuple(value.data_ptr() for value in inputs if value.dim() == 4))
-        return graph
+    def compiled(graph: torch.nn.Module, **_: Any) -> Any:
+        if not isinstance(graph, torch.fx.GraphModule):
+            return graph
+        addresses: set[tuple[int, ...]] = set()
+        found.append(addresses)
 
-    monkeypatch.setattr(Graphs, "find", watched)
+        def run(*inputs: torch.Tensor) -> Any:
+            addresses.add(tuple(value.data_ptr() for value in inputs if value.dim() == 4))
+            return graph(*inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
     return found
 
 
@@ -55,7 +60,7 @@ def test_each_graph_is_recorded_once(recorded: Recorded) -> None:
         gc.collect()
         keep = torch.ones(1000)  # what others allocate meanwhile
     assert len(recorded) > 4
-    assert {len(addresses) for addresses in recorded.values()} == {1}
+    assert {len(addresses) for addresses in recorded} == {1}
     del keep
 
 
@@ -76,7 +81,7 @@ def test_calls_at_the_same_time(recorded: Recorded) -> None:
     for thread in threads:
         thread.join()
     assert found == [True, True]
-    assert max(len(addresses) for addresses in recorded.values()) <= 2
+    assert max(len(addresses) for addresses in recorded) <= 2
     assert len(places) == 2
     places.clear()
     with pytest.warns(UserWarning, match="they serve other calls at the same time"):

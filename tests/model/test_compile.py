@@ -26,7 +26,7 @@ from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
 from hf_selfspec.model.traceable import tracing
 
-pytestmark = pytest.mark.usefixtures("always_graphs", "no_warnings_yet")
+pytestmark = [pytest.mark.machine("graphs_are_taken"), pytest.mark.usefixtures("no_warnings_yet")]
 
 # Types that run as they are: they build masks of their own, count tokens or choose experts on the host.
 EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "opt-350m", "xglm")

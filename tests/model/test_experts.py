@@ -85,7 +85,7 @@ def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.M
         hook.remove()
 
 
-@pytest.mark.usefixtures("always_graphs")
+@pytest.mark.machine("graphs_are_taken")
 def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: Calls) -> None:
     """Other forwards have none, and the graphs of few tokens stay."""
     spec = SelfSpec(EarlyExit(2), FixedLength(10), compile=QUICK)

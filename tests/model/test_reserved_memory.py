@@ -6,40 +6,33 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers, TopKTree
-from hf_selfspec.batch import Text
-from hf_selfspec.model import cache
-from hf_selfspec.model.cache import SpeculativeCache
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 
 
-@pytest.fixture
-def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Slots of caches and columns of texts, as they are made and when they grow."""
-    found: list[int] = []
+class Reserved(TorchDispatchMode):
+    """Sizes of new tensors, in the order in which they are made: slots of keys and values, columns of ids."""
 
-    class Watched(SpeculativeCache):
-        def __init__(self, num_layers: int, batch_size: int, capacity: int, *given: Any) -> None:
-            found.append(capacity)
-            super().__init__(num_layers, batch_size, capacity, *given)
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.heads, self.width = model.config.num_key_value_heads, model.config.head_dim
+        self.slots: list[int] = []
+        self.columns: list[int] = []
 
-        def seek(self, *given: Any) -> None:
-            super().seek(*given)
-            found.append(self.capacity)
-
-    ensure = Text.ensure
-
-    def watched(self: Text, columns: int) -> None:
-        ensure(self, columns)
-        found.append(self.ids.shape[1])
-
-    monkeypatch.setattr(cache, "SpeculativeCache", Watched)
-    monkeypatch.setattr(Text, "ensure", watched)
-    return found
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operation(*args, **kwargs or {})
+        if isinstance(found, torch.Tensor) and found.dim() > 1:
+            if found.shape[-1] == self.width and found.shape[-3:-2] == (self.heads,):
+                self.slots.append(found.shape[-2])
+            elif found.dim() == 2 and found.dtype == torch.long:
+                self.columns.append(found.shape[1])
+        return found
 
 
 SPECS: dict[str, tuple[SelfSpec, int]] = {
@@ -52,24 +45,30 @@ SPECS: dict[str, tuple[SelfSpec, int]] = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_room_is_for_what_a_call_can_use(name: str, reserved: list[int], llama: LlamaForCausalLM) -> None:
+def test_room_is_for_what_a_call_can_use(name: str, llama: LlamaForCausalLM) -> None:
     spec, ahead = SPECS[name]
     inputs, options = ragged_batch((PROMPT,)), {"max_new_tokens": NEW, "do_sample": False}
-    ids = llama.generate(**inputs, **options, assistant=spec)
+    with Reserved(llama) as reserved:
+        ids = llama.generate(**inputs, **options, assistant=spec)
     assert ids.tolist() == llama.generate(**inputs, **options).tolist()
-    assert len(reserved) > 3
     # The line of the draft and its siblings, or the layers' copies; a quarter more where a buffer had to grow. Caches
     # have multiples of 256 slots.
-    assert max(reserved) <= 256 * math.ceil((1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1) / 256)
+    most = 1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1
+    assert PROMPT + NEW <= max(reserved.columns) <= most
+    assert PROMPT + NEW <= max(reserved.slots) <= 256 * math.ceil(most / 256)
 
 
-def test_room_for_a_text_that_ends_early(reserved: list[int]) -> None:
+def test_room_for_a_text_that_ends_early() -> None:
     """What is reserved follows from the most that it may get."""
     llama = tiny_llama()  # its drafts end early too
     ends = llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=NEW, do_sample=False)[0, -1].item()
     spec = SelfSpec(EarlyExit(3), FixedLength(1024), TopKTree(((1.0, 256),)), max_draft=1024)
-    llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=100, do_sample=False, eos_token_id=ends, assistant=spec)
-    assert reserved[0] <= PROMPT + 2 * 100 + VOCABULARY
+    inputs, options = ragged_batch((PROMPT,)), {"max_new_tokens": 100, "do_sample": False, "eos_token_id": ends}
+    with Reserved(llama) as reserved:
+        llama.generate(**inputs, **options, assistant=spec)
+    columns, slots = (next(size for size in sizes if size > PROMPT) for sizes in (reserved.columns, reserved.slots))
+    assert columns <= PROMPT + 2 * 100 + VOCABULARY
+    assert slots <= 256 * math.ceil((PROMPT + 2 * 100 + VOCABULARY) / 256)
 
 
 @pytest.mark.parametrize("number", [1025, 10**5000], ids=["1025", "1e5000"])

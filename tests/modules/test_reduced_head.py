@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from helpers.calls import check_lossless
 from helpers.fitted import adapter_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
+from helpers.watched import drafts_into
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, ReducedHead, SelfSpec, fit_reduced_head
+from hf_selfspec.batch import Draft
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 
@@ -27,40 +30,25 @@ def head_of(tokens: list[int], vocabulary: int = VOCABULARY) -> ReducedHead:
     return ReducedHead.of(tokens, vocabulary)
 
 
-def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[int]:
+def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, **options: Any) -> set[int]:
     """Tokens that were drafted in a call."""
-    found: set[int] = set()
-    source = type(spec.draft)
-    start = source.start
-
-    def watched(self: Any, session: Any) -> Any:
-        drafter = start(self, session)
-        propose = drafter.propose
-
-        def proposed(*given: Any) -> Any:
-            draft = propose(*given)
-            found.update(draft.tokens.flatten().tolist())
-            return draft
-
-        drafter.propose = proposed
-        return drafter
-
-    monkeypatch.setattr(source, "start", watched)
+    drafts: list[Draft] = []
+    spec = replace(spec, draft=drafts_into(drafts, spec.draft))
     model.generate(**ragged_batch((9, 5)), max_new_tokens=24, pad_token_id=0, assistant=spec, **options)
-    return found
+    return {token for draft in drafts for token in draft.tokens.flatten().tolist()}
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_only_these_are_drafted(do_sample: bool, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_these_are_drafted(do_sample: bool, llama: LlamaForCausalLM) -> None:
     torch.manual_seed(0)
     spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3))
-    found = drafted_by(llama, spec, monkeypatch, do_sample=do_sample)
+    found = drafted_by(llama, spec, do_sample=do_sample)
     assert len(found) > 2
     assert found <= set(KEPT)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi", "falcon_h1"])
-def test_scales_caps_biases_and_ties(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_caps_biases_and_ties(name: str) -> None:
     """What comes before and behind the head is the model's own code: all tokens are what the whole head says."""
     model = build(name)
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -68,7 +56,7 @@ def test_scales_caps_biases_and_ties(name: str, monkeypatch: pytest.MonkeyPatch)
     usual = check_lossless(model, SelfSpec(EarlyExit(1), FixedLength(2)))
     assert [stats.accepted for stats in whole] == [stats.accepted for stats in usual]
     half = SelfSpec(EarlyExit(1, head_of(list(range(0, vocabulary, 2)), vocabulary)), FixedLength(2))
-    assert {token % 2 for token in drafted_by(model, half, monkeypatch, do_sample=False)} == {0}
+    assert {token % 2 for token in drafted_by(model, half, do_sample=False)} == {0}
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:
@@ -76,17 +64,17 @@ def test_drawn_tokens_have_the_models_distribution() -> None:
     check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))
 
 
-def test_an_adapter_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_takes_them() -> None:
     model = tiny_llama(factor=0.5)
     spec = SelfSpec(EarlyExitAdapter(adapter_of(model), head_of(KEPT)), FixedLength(3))
     check_lossless(model, spec)
-    assert drafted_by(model, spec, monkeypatch, do_sample=False) <= set(KEPT)
+    assert drafted_by(model, spec, do_sample=False) <= set(KEPT)
     own = Adapter(2, 64, 4, vocabulary=VOCABULARY)
     with pytest.raises(SettingError, match="has a head of its own"):
         EarlyExitAdapter(own, head_of(KEPT))
 
 
-@pytest.mark.usefixtures("drafts_pay")
+@pytest.mark.machine("forwards_cost")
 def test_a_probe_knows_of_it() -> None:
     """Exits are compared by what they would draft: nothing pays where tokens are never right."""
     llama = tiny_llama(factor=0.01)

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
+from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
-from helpers.searches import SEARCHES, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of, use_costs
+from helpers.searches import SEARCHES, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
@@ -166,9 +167,9 @@ def test_windows_longer_than_texts() -> None:
     assert search_of(spec, model).history
 
 
-def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_set_pays_calls_are_plain(machine: Machine) -> None:
     """Drafts are empty while the search goes on; then transformers' loop decodes."""
-    use_costs(monkeypatch, step=50.0)
+    machine.forwards_cost(step=50.0)
     search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
     model, spec = tiny_llama(8), SelfSpec.swift(search=search)
     plain = generated(model, prompt(2), 30)
@@ -185,7 +186,7 @@ def test_where_no_set_pays_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(stats).startswith("left to plain generate, since no draft pays: 60 tokens in")
 
 
-def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stop_rule_of_drafts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the search from when it has one, and the user's own where one is given."""
     propose = SearchingDraft.propose
     used: list[tuple[Any, Any]] = []
@@ -195,7 +196,7 @@ def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         return propose(self, *given)
 
     monkeypatch.setattr(SearchingDraft, "propose", watched)
-    use_costs(monkeypatch, several=1.0)
+    machine.forwards_cost(several=1.0)
     model = tiny_llama(8)
     for own in (None, FixedLength(1)):
         used.clear()

@@ -63,7 +63,7 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
 
 
 @pytest.mark.every_run("named-top_k|drawn tree and named-plain")
-@pytest.mark.usefixtures("verification_is_free")
+@pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -96,7 +96,7 @@ def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch
 
 
 @pytest.mark.every_run("tree")
-@pytest.mark.usefixtures("verification_is_free")
+@pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize("spec", ["early exit", "tree", "drawn and named"])
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
     sampled = sample(replace((SPECS | NAMED)[spec]), rows=1, calls=100, top_k=2)
@@ -161,7 +161,7 @@ def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int
 
 
 @pytest.mark.every_run("early exit-.*|tree-.*|named-accepts_everything")
-@pytest.mark.usefixtures("verification_is_free")
+@pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize(
     ("spec", "biased"),
     [

@@ -1,0 +1,54 @@
+"""The machine as tests see it: what is measured on it, or follows from that, is given here and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_selfspec.control import controller
+from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.draft import probe
+from hf_selfspec.model import graphs
+from hf_selfspec.model.graphs import Graph
+from hf_selfspec.search import choice
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.search.exit_study import ExitStudy
+
+
+class Machine:
+    """Gives tests the costs that decide what drafts; users have no setting for what their machine is measured for.
+
+    The fixture ``machine`` calls the first two methods for every test, and those that ``pytest.mark.machine`` names.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._set = patch.setattr
+
+    def probes_have_time(self) -> None:
+        """Probes look at all exits, from the first round on."""
+        self._set(probe, "_BUDGET", 1.0)
+        self._set(probe, "_PROMISING", 1.0)
+        self._set(ExitStudy, "is_promising", True)
+
+    def rounds_are_not_timed(self) -> None:
+        """They cost what is guessed before the first one, so that promises count and nothing ever rests."""
+        self._set(controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(on_cpu, rows, True))
+
+    def verification_is_free(self) -> None:
+        """Rounds of any batch cost nearly the same with any draft, as where memory bounds them; see above."""
+        self._set(controller, "CostCurve", lambda *_, **given: CostCurve(on_cpu=False, is_frozen=True))
+
+    def forwards_cost(self, **costs: float) -> None:
+        """Costs of a large model by default: another token in a verification costs little."""
+        usual = {"fixed": 0.1, "attention": 1.0, "mlp": 1.0, "several": 0.0, "token": 0.01, "step": 0.0} | costs
+        self._set(Stopwatch, "costs", lambda watch: ForwardCosts(num_layers=watch.early.num_layers, **usual))
+
+    def any_draft_pays(self) -> None:
+        """Sets of any size draft and are looked for, whatever they would bring."""
+        self.forwards_cost()
+        self._set(choice, "LEAST_SPEEDUP", 0.0)
+        self._set(controller, "LEAST_SPEEDUP", 0.0)
+
+    def graphs_are_taken(self) -> None:
+        """Graphs are made and taken early, however fast they are here."""
+        self._set(graphs, "_USES", 2)
+        self._set(Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())

@@ -1,0 +1,38 @@
+"""Draft sources that show what they draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.draft import Drafter, DraftSource, Session
+
+Source = TypeVar("Source", bound=DraftSource)
+
+
+def watched(source: Source, see: Callable[[Text, Draft], object]) -> Source:
+    """The same source, of a class derived from its own, which shows each text and its draft to ``see``."""
+    kind: Any = type(source)
+
+    def start(self: Any, session: Session) -> Drafter:
+        drafter: Any = kind.start(self, session)
+        propose = drafter.propose
+
+        def proposed(text: Text, max_new: list[int]) -> Draft:
+            draft: Draft = propose(text, max_new)
+            see(text, draft)
+            return draft
+
+        drafter.propose = proposed
+        return drafter  # type: ignore[no-any-return]
+
+    derived: Any = type(kind.__name__, (kind,), {"start": start})
+    found: Source = derived(**{field.name: getattr(source, field.name) for field in fields(kind) if field.init})
+    return found
+
+
+def drafts_into(found: list[Draft], source: Source) -> Source:
+    """The same source, which adds its drafts to a list."""
+    return watched(source, lambda text, draft: found.append(draft))
