@@ -22,7 +22,7 @@ from helpers.fitted import adapter_of, heads_of, lora_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, ReducedHead, SelfSpec, TopKTree
 from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
-from hf_selfspec.stop import ConfidenceThreshold, FixedLength
+from hf_selfspec.stop.rules import ConfidenceThreshold, FixedLength
 
 # Free drafts are worth their verification, as on a device that memory bounds.
 pytestmark = pytest.mark.machine("verification_is_free")

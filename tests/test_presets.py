@@ -6,7 +6,7 @@ import pytest
 
 from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.draft import EarlyExitOnly, SkipLayers
-from hf_selfspec.search import OnTheFlySearch
+from hf_selfspec.search.proposers import OnTheFlySearch
 
 
 @pytest.mark.parametrize("kind", [SelfSpec, type("Custom", (SelfSpec,), {})])

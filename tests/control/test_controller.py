@@ -19,7 +19,7 @@ from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.control.controller import FREE, ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
-from hf_selfspec.stop import FixedLength
+from hf_selfspec.stop.rules import FixedLength
 
 pytestmark = pytest.mark.times_decide
 

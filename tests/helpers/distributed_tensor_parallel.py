@@ -17,7 +17,7 @@ from hf_selfspec import ClosestLayers, ConfidenceThreshold, FixedLength, OnTheFl
 from hf_selfspec.draft import EarlyExit, SkipLayers
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model import modules
-from hf_selfspec.modules import ReducedHead
+from hf_selfspec.modules.reduced_head import ReducedHead
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
 SPECS = {

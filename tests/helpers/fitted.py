@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from helpers.models import VOCABULARY
 from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.modules import DraftLora, LinearProbe
 from hf_selfspec.modules.heads import METRICS
+from hf_selfspec.modules.lora import DraftLora
+from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.train.fit_trainer import training_arguments
 from hf_selfspec.train.lora import linear_layers
 

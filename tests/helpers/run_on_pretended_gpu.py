@@ -19,7 +19,10 @@ from hf_selfspec import AdaptiveThreshold, ClosestLayers, ConfidenceThreshold, C
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.modules import Adapter, DraftLora, LinearProbe, ReducedHead
+from hf_selfspec.modules.adapter import Adapter
+from hf_selfspec.modules.lora import DraftLora
+from hf_selfspec.modules.probe import LinearProbe
+from hf_selfspec.modules.reduced_head import ReducedHead
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}

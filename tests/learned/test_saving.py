@@ -23,7 +23,9 @@ from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, SelfSpec, TopKT
 from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.fingerprint import Fingerprint
-from hf_selfspec.stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
+from hf_selfspec.stop.adaptive import AdaptiveThreshold
+from hf_selfspec.stop.calibrated import CalibratedEntropy
+from hf_selfspec.stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
 

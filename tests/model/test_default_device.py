@@ -16,8 +16,11 @@ from helpers.fitted import arguments, heads_of, rows
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, SelfSpec, TopKTree, audit
 from hf_selfspec.draft import EarlyExit, EarlyExitLora, SkipLayers
-from hf_selfspec.modules import Adapter, DraftLora, LinearProbe, ReducedHead
-from hf_selfspec.train import fit_adapter
+from hf_selfspec.modules.adapter import Adapter
+from hf_selfspec.modules.lora import DraftLora
+from hf_selfspec.modules.probe import LinearProbe
+from hf_selfspec.modules.reduced_head import ReducedHead
+from hf_selfspec.train.adapter import fit_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of parts that are not good
 

@@ -25,7 +25,7 @@ from hf_selfspec.draft import EarlyExit, EarlyExitAdapter, SkipLayers
 from hf_selfspec.draft.adapter import AdapterDraft
 from hf_selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.modules import Adapter
+from hf_selfspec.modules.adapter import Adapter
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPECS = {

@@ -18,7 +18,8 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, 
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.model.transfer import read, upload
-from hf_selfspec.train import EarlyExitLoss, LayerDropout
+from hf_selfspec.train.early_exit_loss import EarlyExitLoss
+from hf_selfspec.train.layer_dropout import LayerDropout
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

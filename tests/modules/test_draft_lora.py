@@ -20,7 +20,8 @@ from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, EarlyExitLora, FixedLength, SelfSpec, TopKTree, fit_draft_lora
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.modules import DraftLora, ReducedHead
+from hf_selfspec.modules.lora import DraftLora
+from hf_selfspec.modules.reduced_head import ReducedHead
 from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.frozen_model import FrozenModel
 

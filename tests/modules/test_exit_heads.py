@@ -16,9 +16,8 @@ from helpers.fitted import LAYERS, arguments, calibrated, heads_of, rows, weight
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import DynamicExit, FixedLength, SelfSpec, TopKTree, attach, calibrate_exit_heads, fit_exit_heads
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
-from hf_selfspec.modules import ExitHeads
 from hf_selfspec.modules.draft_module import about
-from hf_selfspec.modules.heads import METRICS, Predictions, calibrate, default_layers, figures_of, threshold
+from hf_selfspec.modules.heads import METRICS, ExitHeads, Predictions, calibrate, default_layers, figures_of, threshold
 
 
 def unreached(name: str, words: str) -> Any:

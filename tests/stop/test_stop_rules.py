@@ -23,8 +23,7 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
 )
-from hf_selfspec.stop import StopRule
-from hf_selfspec.stop.rules import Memory, RunningBound, start
+from hf_selfspec.stop.rules import Memory, RunningBound, StopRule, start
 
 EXIT = 2
 

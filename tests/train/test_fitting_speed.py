@@ -14,7 +14,7 @@ from helpers.fitted import EXIT, arguments, rows
 from helpers.models import tiny_llama
 from hf_selfspec import EarlyExitAdapter, SelfSpec, attach, fit_adapter, fit_draft_lora, fit_exit_heads, fit_probe
 from hf_selfspec.errors import SettingError, SettingTypeError
-from hf_selfspec.modules import Adapter
+from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import fit_trainer
 from hf_selfspec.train.fit_trainer import SpeedupEvaluator, speed_figures
