@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -41,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     words = None if arguments is None else list(arguments)
     try:
-        with _brief_warnings():
+        with warnings.catch_warnings():
+            # Without the lines of code that they come from.
+            warnings.showwarning = lambda message, *_, **__: _tell(message)
             code = command.main(words, prog_name=PROGRAM, standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
@@ -69,11 +70,3 @@ def _mistakes() -> tuple[type[Exception], ...]:
 def _tell(message: object) -> None:
     """Prints a message as one line on stderr."""
     print(f"{PROGRAM}: {' '.join(str(message).split())}", file=sys.stderr)
-
-
-@contextmanager
-def _brief_warnings() -> Iterator[None]:
-    """Shows warnings without the lines of code that they come from."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: _tell(message)
-        yield
