@@ -57,15 +57,12 @@ class NamedModel:
         self.config = self._load("config", AutoConfig.from_pretrained)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        found: PreTrainedTokenizerBase = self._load("tokenizer", AutoTokenizer.from_pretrained)
-        return found
+        return self._load("tokenizer", AutoTokenizer.from_pretrained)
 
     def model(self, dtype: str = "auto", device: torch.device | None = None) -> PreTrainedModel:
         """The model with its weights, in evaluation mode; in the file's dtype for ``auto``, by default on the CPU."""
         found: PreTrainedModel = self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype)
-        if device is not None:
-            nn.Module.to(found, device)
-        return found
+        return found if device is None else nn.Module.to(found, device)
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
         try:

@@ -146,8 +146,7 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
     assert current.exit_state is not None
     part = adapter.on(logits.device)
     assert part.head is not None
-    found: torch.Tensor = part.head(part(current.exit_state))
-    return found
+    return part.head(part(current.exit_state))
 
 
 def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:

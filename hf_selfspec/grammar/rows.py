@@ -38,13 +38,11 @@ class _Row:
     def expected(self, text: list[int], path: Path) -> int | None:
         """The token that most likely follows ``text`` and ``path``, ``None`` where the grammar does not know."""
         expected = getattr(self._grammar, "expected", None)
-        found: int | None = None if expected is None else self._found("expected", text, path, expected)
-        return found
+        return None if expected is None else self._found("expected", text, path, expected)
 
     def mask(self, text: list[int], path: Path) -> torch.Tensor:
         """A BoolTensor ``[v]``, true for the tokens that may follow ``text`` and ``path``."""
-        found: torch.Tensor = self._found("mask", text, path, self.fresh_mask)
-        return found
+        return self._found("mask", text, path, self.fresh_mask)
 
     def mask_after(self, tokens: list[int]) -> torch.Tensor:
         text = self._text if tokens[: len(self._text)] == self._text else tokens

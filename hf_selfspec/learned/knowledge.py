@@ -245,8 +245,7 @@ class KnowledgeOfCall:
             if key not in known:
                 other = next((found for one, found in known.items() if one.source == key.source), None)
                 known[key] = self._begun(key, make, other)
-            found: _F = known.pop(key)
-            known[key] = found  # the last one in use
+            found = known[key] = known.pop(key)  # the last one in use
             return found
 
     def _begun(self, key: Key, make: Callable[[Any], _F], other: Any) -> _F:

@@ -46,8 +46,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @property
     def about(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.__dict__["_about"]
-        return found
+        return self.__dict__["_about"]
 
     @about.setter
     def about(self, known: dict[str, Any] | None) -> None:
@@ -70,8 +69,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         copies = _copies.setdefault(self, {})
         if device not in copies:
             copies[device] = copy.deepcopy(self).to(device)
-        found: Self = copies[device]
-        return found
+        return copies[device]
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""

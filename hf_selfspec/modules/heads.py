@@ -113,8 +113,7 @@ class ExitHeads(DraftModule):
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` logits of a head for the states ``[..., d]`` that left the layers before it."""
         module = self.heads[head]
-        found: torch.Tensor = module(states.to(next(module.parameters()).dtype))
-        return found
+        return module(states.to(next(module.parameters()).dtype))
 
     @property
     def metric(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,14 +110,9 @@ def replays(
     return Replays(*sums)
 
 
-def can_replay(rule: Any) -> TypeGuard[Rule]:
-    """Whether a trace is enough to find where the rule would end drafts."""
-    return isinstance(rule, Rule) and rule.confidence is None
-
-
 def rules_for(stop: Any, max_draft: int) -> list[Rule]:
-    """The stop rules to compare: only the given one, if it can be replayed."""
-    return [stop] if can_replay(stop) else rules(max_draft)
+    """The stop rules to compare: only the given one, if a trace is enough to find where it would end drafts."""
+    return [stop] if isinstance(stop, Rule) and stop.confidence is None else rules(max_draft)
 
 
 def rules(max_draft: int) -> list[Rule]:

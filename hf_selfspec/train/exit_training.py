@@ -154,8 +154,7 @@ class ExitTraining(TrainingRun):
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
             self._count(layer, loss, len(places))
         total.register_hook(lambda gradient: setattr(self, "_has_effect", True))
-        found: torch.Tensor = total
-        return found
+        return total
 
     def _count(self, layer: int, loss: torch.Tensor, tokens: torch.Tensor | int) -> None:
         self.table[layer - 1, 0] += loss.to(self.table)

@@ -69,7 +69,7 @@ class FrozenModel:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.get_input_embeddings().weight.device
+        device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} is offloaded, so nothing can be fitted to it. Load all of it on devices."

@@ -40,8 +40,7 @@ class Stopper:
 
     def in_step(self, input_ids: torch.Tensor, scores: list[torch.Tensor] | None) -> list[bool]:
         """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as in plain ``generate``."""
-        ended: list[bool] = self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
-        return ended
+        return self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
 
     def max_new(self, text: Text, row: int) -> int:
         """The number of tokens that ``row`` may still get by the limit on its length."""
