@@ -83,9 +83,8 @@ class Text:
         """
         known = zip(slots, self.first_slots(), first, strict=True)
         starts = [max(given, least, slot - n) for slot, given, least in known]
-        device = self.ids.device
-        columns = RowNumbers([start - base for start, base in zip(starts, self.base, strict=True)]).on(device)
-        columns = (columns + torch.arange(n, device=device)).clamp(max=self.ids.shape[1] - 1)
+        first_columns = RowNumbers([start - base for start, base in zip(starts, self.base, strict=True)])
+        columns = first_columns.onwards(n, self.ids.device).clamp(max=self.ids.shape[1] - 1)
         return starts, self.ids.gather(1, columns.expand(self.batch_size, n))
 
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..learned.files import check_folder, path_of, reported, written_whole
 from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
 from ..model.patching import evaluating
-from ..reports.plots import save
+from ..reports.plots import saved
 from .methods import Method, Methods, fitting, methods_of
 from .report import as_svg, html, main_table, markdown, speedups, title, verdict
 from .request import KIND, Batch, Clock, Encoder, Prompt, Settings
@@ -72,10 +72,7 @@ class Comparison:
         Raises:
             SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
         """
-        figure = speedups(self.results["conditions"][0])
-        if path is not None:
-            save("Comparison.plot", figure, path)
-        return figure
+        return saved("Comparison.plot", speedups(self.results["conditions"][0]), path)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``results.json``, ``report.md``, ``report.html`` and, with matplotlib, pictures.
@@ -98,7 +95,7 @@ class Comparison:
             with reported(place / name), written_whole(place / name) as beside:
                 beside.write_text(content, encoding="utf-8")
         for name, figure in figures.items():
-            save("Comparison.save", figure, place / f"{name}.png")
+            saved("Comparison.save", figure, place / f"{name}.png")
 
 
 def compare(

@@ -108,7 +108,7 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
         zeros = {
             f"{prefix}{place}.{inside}.{name}": torch.zeros_like(parameter)
             for name, parameter in block.named_parameters()
-            if isinstance(block, nn.Linear) or _is_last(name, last)
+            if isinstance(block, nn.Linear) or any(part in last for part in name.split(".")[-2:])
         }
         if not zeros:
             raise UnsupportedModelError(
@@ -117,10 +117,6 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
             )
         found |= zeros
     return found
-
-
-def _is_last(name: str, last: Sequence[str]) -> bool:
-    return any(part in last for part in name.split(".")[-2:])
 
 
 def model_of_layers(

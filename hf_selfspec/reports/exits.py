@@ -17,7 +17,7 @@ from ..model.anatomy import causal_lm
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import evaluating
 from ..validation import check_count
-from .plots import new_figure, save
+from .plots import new_figure, saved
 from .tables import as_text
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class ExitReport:
             losses.legend()
         else:
             figure.suptitle(self.model_name)
-        if path is not None:
-            save("ExitReport.plot", figure, path)
-        return figure
+        return saved("ExitReport.plot", figure, path)
 
 
 def exit_report(

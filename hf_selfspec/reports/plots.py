@@ -36,8 +36,10 @@ def new_figure(what: str, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Saves a figure in the format that the suffix of ``path`` names, PNG where it has none."""
+def saved(what: str, figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    """Returns the figure, saved in the format that the suffix of ``path`` names, PNG where it has none."""
+    if path is None:
+        return figure
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"{what}(path) must be a path or None, got {path!r}.")
     formats, suffix = figure.canvas.get_supported_filetypes(), Path(path).suffix
@@ -48,6 +50,7 @@ def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
         )
     with reported(path):
         figure.savefig(path_of(path), dpi=_DPI)
+    return figure
 
 
 def plot(
@@ -60,9 +63,7 @@ def plot(
         _sets(panels.pop(0), search)
     _speed(panels[0], calls, search)
     _time(panels[1], calls)
-    if path is not None:
-        save("SelfSpec.plot", figure, path)
-    return figure
+    return saved("SelfSpec.plot", figure, path)
 
 
 def _sets(axes: Axes, search: SkipSearch) -> None:

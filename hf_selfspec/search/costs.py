@@ -170,8 +170,8 @@ class Stopwatch:
 
 def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
     """The ``count`` tokens ``[b, count]`` from each row's slot on, from ``ids`` ``[b, n]`` that begin at ``starts``."""
-    columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)]).on(ids.device)
-    columns = (columns + torch.arange(count, device=ids.device)).clamp(max=ids.shape[1] - 1)
+    first_columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)])
+    columns = first_columns.onwards(count, ids.device).clamp(max=ids.shape[1] - 1)
     return ids.gather(1, columns.expand(len(ids), count))
 
 

@@ -54,9 +54,7 @@ class ExitStudy(Findings):
     @property
     def is_over(self) -> bool:
         """Whether no more text is looked at: the choice rests on enough of it, or all exits that were tried are bad."""
-        if self.choice is None:
-            return False
-        return self.tokens >= ENOUGH or self._rests_on_trials
+        return self.choice is not None and (self.tokens >= ENOUGH or self._rests_on_trials)
 
     @property
     def _rests_on_trials(self) -> bool:

@@ -95,7 +95,7 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(tmp_path.iterdir())
     figure = pictures.new_figure("SelfSpec.plot", 4, 3)
     with pytest.raises(SettingError, match="no picture format"):
-        pictures.save("SelfSpec.plot", figure, tmp_path / "a.doc")
+        pictures.saved("SelfSpec.plot", figure, tmp_path / "a.doc")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SettingError, match=r"SelfSpec\.plot draws with matplotlib.*pip install matplotlib"):
         pictures.plot([GenerationStats()], None)
