@@ -140,6 +140,7 @@ class Replay:
             takes_trees=True,
             is_tensor_parallel=False,
             max_draft=25,
+            affordable=lambda tokens: tokens,
             vocabulary=1 << 16,
             num_rows=1,
         )
