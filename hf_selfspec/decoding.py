@@ -110,6 +110,8 @@ class Decoder:
         self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started
         self.stats.plan = self.target.full_plan.picture()
+        is_short = self.target.model.dtype.itemsize <= 2
+        self.stats.promise = "bit for bit" if self.target.is_exact else "near-ties" if is_short else "token for token"
         self.draft.report(self.stats)
         return ids
 
