@@ -34,7 +34,9 @@ NAMES = (
 
 def model_of(name: str) -> PreTrainedModel:
     model = build(name).to(torch.bfloat16)
-    if part := differing_part(model, Anatomy.of(model)):
+    part = differing_part(model, Anatomy.of(model))
+    assert not (part and name in ("llama", "mistral")), part  # nothing but what is run alone, norms and activations
+    if part:
         pytest.skip(f"this machine's kernels: {part} rounds differently when tokens go through together")
     return model
 
@@ -72,7 +74,7 @@ def test_other_promises() -> None:
 @pytest.mark.parametrize("shape", [(1, 11, 1536), (13, 64), (1, 6, 127)])
 def test_each_row_is_what_it_is_alone(shape: tuple[int, ...]) -> None:
     """On processors that add in another order, too; what cancels shows the order."""
-    layer = torch.nn.Linear(shape[-1], 96, dtype=torch.bfloat16)
+    layer = torch.nn.Linear(shape[-1], 576, dtype=torch.bfloat16)
     with torch.no_grad():
         half = layer.weight[:, : shape[-1] // 2].clone()
         layer.weight[:, : 2 * half.shape[1]] = torch.cat([half, half], dim=-1)
@@ -104,7 +106,7 @@ def test_calls_that_are_refused() -> None:
             model.generate(**given, max_new_tokens=4, assistant=EXACT)
     with pytest.raises(UnsupportedOptionError, match="compiled graphs"):
         model.generate(**ROW, max_new_tokens=4, assistant=SelfSpec(compile=True, exact=True))
-    with pytest.raises(UnsupportedModelError, match="in float16 may round"):
+    with pytest.raises(UnsupportedModelError, match="in float16 numbers may round"):
         model.to(torch.float16).generate(**ROW, max_new_tokens=4, assistant=EXACT)
     with pytest.raises(SettingTypeError, match=r"SelfSpec\(exact\) must be True or False, got None"):
         SelfSpec(exact=None)  # type: ignore[arg-type]
