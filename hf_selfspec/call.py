@@ -212,7 +212,8 @@ def _is_exact(call: Call, inputs: Inputs, compiles: bool | CompileConfig) -> boo
             f"SelfSpec(exact=True): in {str(model.dtype).removeprefix('torch.')} numbers may round by their place "
             "among others. Leave `exact` out, or load the model in bfloat16 or float32."
         )
-    is_single = len(prompt.lengths) == 1 and prompt.valid is None and max(prompt.cursors) == 0 and inputs.is_text
+    is_whole = prompt.valid is None or bool(prompt.valid.all())
+    is_single = len(prompt.lengths) == 1 and is_whole and max(prompt.cursors) == 0 and inputs.is_text
     in_pieces = call.generation_config.prefill_chunk_size is not None or is_tensor_parallel(model)
     if not is_single or in_pieces or _compile_config(call, compiles) is not None:
         raise UnsupportedOptionError(
