@@ -5,8 +5,6 @@ some linear layers, depending on processor, shape and number of tokens. Here eac
 makes for it, and linear layers take no more tokens at once than leave the results of each as they are alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial

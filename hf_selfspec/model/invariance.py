@@ -1,7 +1,5 @@
 """Whether a model's results for several tokens can be had, bit for bit, as plain ``generate`` has them one by one."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
