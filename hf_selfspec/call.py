@@ -25,13 +25,12 @@ from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from .errors import SelfSpecError, UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
-from .model.invariance import differing_part
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
@@ -164,7 +163,6 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         holes=prompt.holes,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
-        is_exact=spec.exact and _is_exact(call, inputs, spec.compile),
         plan=source.whole_model(anatomy),
     )
     if (compile_config := _compile_config(call, spec.compile)) is not None:
@@ -200,33 +198,6 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         waits_for=_others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
     )
-
-
-def _is_exact(call: Call, inputs: Inputs, compiles: bool | CompileConfig) -> bool:
-    """Whether forwards need care to have plain's results (:attr:`SelfSpec.exact`); raises where they cannot."""
-    model, prompt = call.model, inputs.prompt
-    if model.dtype.itemsize > 2:
-        return False
-    if model.dtype is not torch.bfloat16:
-        raise UnsupportedModelError(
-            f"SelfSpec(exact=True): in {str(model.dtype).removeprefix('torch.')} numbers may round by their place "
-            "among others. Leave `exact` out, or load the model in bfloat16 or float32."
-        )
-    is_whole = prompt.valid is None or bool(prompt.valid.all())
-    is_single = len(prompt.lengths) == 1 and is_whole and max(prompt.cursors) == 0 and inputs.is_text
-    in_pieces = call.generation_config.prefill_chunk_size is not None or is_tensor_parallel(model)
-    if not is_single or in_pieces or _compile_config(call, compiles) is not None:
-        raise UnsupportedOptionError(
-            f"SelfSpec(exact=True) with a model in {model.dtype} serves one row of text, without masked columns, an "
-            "earlier cache, prefill_chunk_size, compiled graphs or tensor parallelism. Leave `exact` out, or load the "
-            "model in float32."
-        )
-    if part := differing_part(model, inputs.anatomy):
-        raise UnsupportedModelError(
-            f"SelfSpec(exact=True): here {part} of {type(model).__name__} in {model.dtype} has other results for "
-            "several tokens than for one at a time. Leave `exact` out, or load the model in float32."
-        )
-    return True
 
 
 def _compile_config(call: Call, wanted: bool | CompileConfig) -> CompileConfig | None:

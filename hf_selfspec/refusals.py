@@ -1,5 +1,7 @@
 """What is refused by name, before any work: options, prompts and models of a call."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

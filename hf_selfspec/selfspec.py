@@ -73,10 +73,6 @@ class SelfSpec(Settings):
             graphs are whole, with fixed shapes). Each is timed against the model's own code, and the faster one stays.
             For long texts and services: compiling takes up to a minute for some graphs, once per process. A call with
             ``cache_implementation="static"`` compiles as well.
-        exact: whether greedy ids of bfloat16 models have to be plain's, too: each query and, where kernels need that,
-            each row of a linear layer has the call that plain ``generate`` makes for it. For calls with one row of
-            text. Before the first one a few forwards try out whether all results are plain's bit for bit, and an error
-            names the first module of which they are not. Models in float32 need none of this.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

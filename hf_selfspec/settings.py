@@ -1,5 +1,7 @@
 """The settings of a ``SelfSpec``: what they are, what is allowed, and the papers' methods as settings."""
 
+from __future__ import annotations
+
 import os
 import re
 from dataclasses import dataclass, field
@@ -51,7 +53,6 @@ class Settings:
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
     compile: bool | CompileConfig = field(default=False, hash=False)
-    exact: bool = False
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,8 +76,6 @@ class Settings:
             raise SettingTypeError(
                 f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
             )
-        if not isinstance(self.exact, bool):
-            raise SettingTypeError(f"SelfSpec(exact) must be True or False, got {self.exact!r}.")
 
     @property
     def _source(self) -> DraftSource:

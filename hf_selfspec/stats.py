@@ -1,5 +1,7 @@
 """The statistics of one call of ``generate``."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -32,8 +34,6 @@ class GenerationStats:
         drafts: whether it was worth drafting with part of the model at the end of the call.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
             verified then.
-        promise: how far greedy ids are plain ``generate``'s: ``bit for bit`` (see :attr:`SelfSpec.exact`), ``token for
-            token`` (float32), or other ones at ``near-ties``, where logits are within rounding (16 bits).
         together_for: processors and criteria that may keep a state, because of which all rows advanced together.
         exit_layers: for drafts that choose an exit for each token, how many tokens were drafted at each exit.
         round_sizes: for each verification pass the number of drafted nodes per row, and the number of tokens that all
@@ -60,7 +60,6 @@ class GenerationStats:
     matchness: list[float] = field(default_factory=list, repr=False)
     drafts: bool = True
     left_to_generate: str = ""
-    promise: str = ""
     together_for: str = ""
     exit_layers: Counter[int] = field(default_factory=Counter)
     round_sizes: list[tuple[int, int]] = field(default_factory=list, repr=False)

@@ -1,5 +1,7 @@
 """The methods of generating that are compared; one more line adds another."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,7 +142,7 @@ def _methods(name: str | None, given: Any) -> list[Method]:
 
 def _shown(spec: SelfSpec) -> str:
     usual = SelfSpec()
-    names = ("draft", "stop", "tree", "max_draft", "compile", "exact")
+    names = ("draft", "stop", "tree", "max_draft", "compile")
     shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]
     return f"SelfSpec({', '.join(shown)})"
 

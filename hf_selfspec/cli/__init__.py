@@ -4,6 +4,8 @@ A command imports what it needs of the package when it runs, so that ``--help`` 
 transformers.
 """
 
+from __future__ import annotations
+
 import sys
 import warnings
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The commands that wrap one function of the package each: ``audit``, ``exit-report``, ``inspect`` and ``tune``."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Annotated, Any
 

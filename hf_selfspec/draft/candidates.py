@@ -1,5 +1,7 @@
 """Transformers' ``CandidateGenerator``: drafting with a user's own, and an early exit as one for other loops."""
 
+from __future__ import annotations
+
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +76,7 @@ class CandidateDraft(FixedDrafter):
         self.generators = generators
         self.first_slots = [0] * session.num_rows if padding is None else padding.argmax(1).tolist()
         self.vocabulary = session.target.model.get_input_embeddings().num_embeddings
-        self.longest = session.max_draft
+        self.longest = session.affordable(session.max_draft)
         self.scorer = session.scorer
         # For each row that took part the column at which its text begins, its length, and how many tokens were drafted.
         self._requests: list[tuple[int, int, int] | None] = [None] * len(generators)

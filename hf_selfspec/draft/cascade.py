@@ -1,5 +1,7 @@
 """Several sources together: free drafts, combined with drafts by a part of the model where that pays."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

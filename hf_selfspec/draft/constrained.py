@@ -1,5 +1,7 @@
 """Drafts under grammars: forbidden tokens are cut, and where nothing is drafted, forced tokens are."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

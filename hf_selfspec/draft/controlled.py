@@ -1,5 +1,7 @@
 """The sources of a call under one controller, which lets nothing draft where nothing pays."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from time import perf_counter

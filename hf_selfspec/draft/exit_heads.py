@@ -1,5 +1,7 @@
 """Drafting each token with the first of several exit heads that is sure enough (DSSD §3.3)."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections import Counter

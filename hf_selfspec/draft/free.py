@@ -1,5 +1,7 @@
 """Free drafts of one generation: trees of what earlier text and the model's own logits foretell."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,5 +1,7 @@
 """Searching for blocks to skip while the text is generated (SWIFT §4.1, CLaSp)."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """The places where transformers is changed, and how that is undone."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Reading files that may be damaged, and writing files whole or not at all."""
 
+from __future__ import annotations
+
 import json
 import math
 import os

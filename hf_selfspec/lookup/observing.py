@@ -1,5 +1,7 @@
 """Shows texts to free drafts before the first call."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import torch

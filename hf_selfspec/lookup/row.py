@@ -1,5 +1,7 @@
 """Free drafts of one row."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from ..control.costs import RoundCosts

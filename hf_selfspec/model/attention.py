@@ -21,7 +21,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .exact import attention_of_each
 from .layout import Feed
 from .patching import InstanceForwards, PerThread, SharedChange
 from .prompt import Holes
@@ -43,9 +42,6 @@ class MaskSpec:
     visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
     is_even: bool = False  # whether all rows are at the same positions
     is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
-    is_exact: bool = False  # whether each token of one row is treated as if it were alone, see ``exact.py``
-    # Masks, each with the keys that its queries see.
-    seen: dict[int, tuple[torch.Tensor, list[slice | torch.Tensor]]] = field(default_factory=dict)
     # Masks, each with its layout for grouped query heads once that was made.
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -113,26 +109,8 @@ class MaskSpec:
             self.grouped[key] = mask, laid_out
         return self.grouped[key][1]
 
-    def keys_of(self, mask: torch.Tensor | None) -> list[slice | torch.Tensor]:
-        """For each query of one row the keys that it sees by ``mask`` ``[1, 1, s, n]``, in order."""
-        if mask is None:
-            return [slice(None)]
-        if id(mask) not in self.seen:
-            found: list[slice | torch.Tensor] = []
-            for allowed in (mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min)[0, 0].cpu():
-                keys = allowed.nonzero()[:, 0]
-                first, last = int(keys[0]), int(keys[-1])
-                found.append(slice(first, last + 1) if last - first < len(keys) else keys.to(mask.device))
-            self.seen[id(mask)] = mask, found
-        return self.seen[id(mask)][1]
-
 
 _current = PerThread[MaskSpec]()
-
-
-def one_by_one() -> bool:
-    """Whether the tokens of this thread's forward are treated as if each were alone."""
-    return _current.now is not None and _current.now.is_exact
 
 
 def at_positions(spec: MaskSpec | None) -> AbstractContextManager[None]:
@@ -155,8 +133,6 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         spec = _current.now
         if spec is None:
             return original(module, query, key, value, *args, **kwargs)
-        if spec.is_exact and kwargs.get("position_bias") is None:
-            return attention_of_each(original, spec.keys_of, module, query, key, value, *args, **kwargs)
         return grouped_attention(spec.for_groups, module, query, key, value, *args, **kwargs)
 
     return attention

@@ -6,6 +6,8 @@ model's own code brings all of them to its output head (final norm, projections)
 head, scale, soft-cap. No architecture is reimplemented, and the logits of an exit are computed only when they are used.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterable
 from functools import partial

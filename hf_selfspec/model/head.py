@@ -1,5 +1,7 @@
 """A model's output head, whole or with some of its rows only."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel

@@ -8,6 +8,8 @@ Intel Xeon the order is different. So :class:`LinearAutotuner` times the ways wh
 fastest. bfloat16 and GPUs need none of this.
 """
 
+from __future__ import annotations
+
 import itertools
 import threading
 from bisect import bisect_left

@@ -1,5 +1,7 @@
 """The full model's logits of one round."""
 
+from __future__ import annotations
+
 from functools import cached_property
 
 import numpy as np

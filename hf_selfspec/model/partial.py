@@ -5,6 +5,8 @@ While a generation drafts with layers, these and their blocks carry an instance 
 architecture is reimplemented: logits of an early exit come from the model's own norm, head, scale and soft-cap.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError, warn_once
 from .anatomy import Anatomy
-from .attention import MaskSpec, at_positions, one_by_one, speculative_attention, without_cudnn_attention
+from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
-from .exact import exact_linears
 from .inputs import DecodeInputs
 from .layout import Feed, TreeLayout
 from .linear import few_token_linears
@@ -59,7 +58,6 @@ class Target:
     holes: Holes | None = None
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
-    is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
     plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
     forwards: int = field(init=False, default=0)  # so far
     forward_seconds: float = field(init=False, default=0.0)
@@ -84,8 +82,6 @@ class Target:
         """Prepares the model for speculation, and restores it afterwards."""
         with ExitStack() as stack:
             stack.enter_context(few_token_linears(self.model, is_speculating))
-            if self.is_exact:
-                stack.enter_context(exact_linears(self.model, one_by_one))
             stack.callback(self._let_go)
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
@@ -269,7 +265,6 @@ class Target:
             positions = feed.positions()
             if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
                 spec = MaskSpec.of(feed, positions, self.holes)
-                spec.is_exact = self.is_exact and feed.counts is None
         else:
             # That of the left-padded prompts, and all tokens after them.
             mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)

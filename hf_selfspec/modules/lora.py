@@ -1,5 +1,7 @@
 """Low-rank additions to a model's first layers, for drafts alone."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

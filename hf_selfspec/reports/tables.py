@@ -1,5 +1,7 @@
 """Tables as text and in Markdown."""
 
+from __future__ import annotations
+
 import io
 from collections.abc import Sequence
 
