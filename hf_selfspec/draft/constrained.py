@@ -13,9 +13,6 @@ from ..grammar.rows import Constraint, Spot
 from ..stats import GenerationStats
 from .source import FixedDrafter
 
-# Most forced tokens in a draft: verifying this many costs hardly more than verifying 8.
-_MOST_FORCED = 16
-
 
 class ConstrainedDrafter(FixedDrafter):
     """Proposes what another drafter does, as far as grammars allow it, and forced tokens where that is nothing."""
@@ -31,7 +28,8 @@ class ConstrainedDrafter(FixedDrafter):
         draft = allowed(text, self._own, self._constraint)
         if self._drafter.knows_grammars:
             return draft
-        return with_forced(text, draft, self._constraint, max_new)
+        most = self._drafter.most_certain()
+        return with_forced(text, draft, self._constraint, [min(count, most) for count in max_new])
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
         """See :meth:`Drafter.update`; accepted forced tokens do not count for the drafter."""
@@ -72,7 +70,7 @@ def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[
     if draft.is_tree or draft.states is not None:
         return draft
     forced = [
-        constraint.at(text, row).forced(min(count, _MOST_FORCED)) if count and not length else ()
+        constraint.at(text, row).forced(count) if count and not length else ()
         for row, (count, length) in enumerate(zip(max_new, draft.lengths, strict=True))
     ]
     lengths = [length or len(new) for length, new in zip(draft.lengths, forced, strict=True)]

@@ -95,6 +95,10 @@ class ControlledDrafter(FixedDrafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
+    def most_certain(self) -> int:
+        """See :class:`FixedDrafter`."""
+        return self.controller.most_certain()
+
     def look(self, logits: Logits) -> Pending | None:
         self._tops = likeliest(logits) if self.knows_grammars else None
         return self._tops

@@ -98,6 +98,10 @@ class FixedDrafter(Drafter):
         """Drafts nothing."""
         return Draft.none(text)
 
+    def most_certain(self) -> int:
+        """The number of tokens that a grammar forces of which a round should be made; without a controller, 16."""
+        return 16
+
 
 class _Completed(FixedDrafter):
     """A drafter of a class that does not derive from ours, with the defaults for what it lacks."""

@@ -110,6 +110,21 @@ def test_frozen_controllers_decide_alike() -> None:
     assert {costs for costs, _ in decided} == {CostCurve(True, 3).costs}
 
 
+STEEP = {1: 4.0, 2: 7.0, 3: 10.0, 7: 20.0, 15: 40.0, 31: 90.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"),
+    [({7: 1.1, 31: 1.2}, 31), ({7: 1.2, 15: 3.0, 31: 8.0}, 7), (STEEP, 0)],
+    ids=["flat", "stairs", "steep"],
+)
+def test_certain_tokens_are_as_many_as_pay(seconds: dict[int, float], most: int) -> None:
+    controller = Controller(Measurements(), "cpu", on_cpu=True)
+    controller.begin(rows=1, running=1, context=100)
+    fed(controller.curve, {0: 1.0} | seconds, 40)
+    assert controller.most_certain() == most
+
+
 def test_stale_times_are_dropped() -> None:
     """A size that seemed too dear is believed less and less while it is not drafted."""
     clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
