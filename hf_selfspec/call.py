@@ -187,7 +187,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         target=target,
         inputs=inputs,
         text=Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
-        draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
+        draft=ConstrainedDrafter(drafter, constraint, session.affordable) if constraint else drafter,
         scorer=scorer,
         stopper=stopper,
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,8 @@ from .source import FixedDrafter
 class ConstrainedDrafter(FixedDrafter):
     """Proposes what another drafter does, as far as grammars allow it, and forced tokens where that is nothing."""
 
-    def __init__(self, drafter: FixedDrafter, constraint: Constraint) -> None:
-        self._drafter, self._constraint = drafter, constraint
+    def __init__(self, drafter: FixedDrafter, constraint: Constraint, affordable: Callable[[int], int]) -> None:
+        self._drafter, self._constraint, self._affordable = drafter, constraint, affordable
         self._own = Draft(torch.zeros(0, 0, dtype=torch.long, device="cpu"), [])
         self.needs_ended_rows = drafter.needs_ended_rows
         self.look, self.reads_logits = drafter.look, drafter.reads_logits
@@ -28,7 +29,7 @@ class ConstrainedDrafter(FixedDrafter):
         draft = allowed(text, self._own, self._constraint)
         if self._drafter.knows_grammars:
             return draft
-        most = self._drafter.most_certain()
+        most = self._affordable(self._drafter.most_certain())
         return with_forced(text, draft, self._constraint, [min(count, most) for count in max_new])
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:

@@ -79,7 +79,7 @@ class Reporting(EarlyExit):
     def start(self, session: Session) -> Drafter:
         drafter: Any = super().start(session)
         drafter.report = self.stats.append
-        return drafter  # type: ignore[no-any-return]
+        return drafter
 
 
 def test_ratio_of_means_is_spec_benchs_and_stands_beside_that_of_totals() -> None:

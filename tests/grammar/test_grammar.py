@@ -24,7 +24,7 @@ from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
 from helpers.watched import watched
-from hf_selfspec import ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree, decoding
+from hf_selfspec import ClosestLayers, ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree, decoding
 from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 from hf_selfspec.grammar import XGrammar
@@ -394,6 +394,13 @@ def test_forced_tokens_need_no_forward() -> None:
         assert spec.stats.accepted == spec.stats.drafted > 20
     texts(exit_spec := SPECS["exit"](), ROW, Own(TABLE))
     assert 0 < exit_spec.stats.draft_steps < exit_spec.stats.drafted  # a layer draft goes on after forced tokens
+
+
+def test_forced_tokens_are_as_many_as_pay() -> None:
+    """By the costs of a CPU 31 in a round; 16 where no controller knows any."""
+    for spec, most in ((SelfSpec(SkipLayers(search=ClosestLayers())), 31), (SelfSpec(Phrase((9,))), 16)):
+        texts(spec, ROW, Own([[5], [6], [7], [8]]), max_new_tokens=60)
+        assert max(size for size, _ in spec.stats.round_sizes) == most
 
 
 @dataclass(frozen=True)

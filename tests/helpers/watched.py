@@ -26,7 +26,7 @@ def watched(source: Source, see: Callable[[Text, Draft], object]) -> Source:
             return draft
 
         drafter.propose = proposed
-        return drafter  # type: ignore[no-any-return]
+        return drafter
 
     derived: Any = type(kind.__name__, (kind,), {"start": start})
     found: Source = derived(**{field.name: getattr(source, field.name) for field in fields(kind) if field.init})
