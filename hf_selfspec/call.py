@@ -31,6 +31,7 @@ from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
+from .model.invariance import differing_part, price_of
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
@@ -38,7 +39,7 @@ from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
 from .model.runner import GraphRunner
 from .model.target import Target
-from .refusals import check_call, check_length
+from .refusals import check_call, check_length, why_not_exact
 from .settings import Settings
 from .stats import GenerationStats
 from .verify.scoring import Scorer
@@ -47,6 +48,8 @@ from .verify.tree import Tree
 
 # Initial cache slots where the final length of the text is not known.
 FIRST_SLOTS = 1024
+# The share of a forward's time that exact results may cost where the caller has not asked for them.
+_EXACT_PRICE = 0.05
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         if not default_of:
             raise
         call, why = given, cannot_serve(default_of, error)
-    return _decode_plainly(call, knowledge, why) if decoder is None else _decode(given, decoder, knowledge)
+    if decoder is None:
+        return _decode_plainly(call, knowledge, why)
+    return _decode(given, decoder, knowledge, spec._source)
 
 
 def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
@@ -164,6 +169,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
+        is_exact=_is_exact(call, spec, inputs),
     )
     if (compile_config := _compile_config(call, spec.compile)) is not None:
         target.compile(GraphRunner.of(target, compile_config))
@@ -198,6 +204,39 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         waits_for=_others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
     )
+
+
+def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
+    """Whether forwards have to have plain's results, bit for bit; raises where they should and cannot."""
+    model, anatomy, config = call.model, inputs.anatomy, call.generation_config
+    is_short = model.dtype.itemsize <= 2 or torch.is_autocast_enabled(model.device.type)
+    if spec.exact is False or not is_short or (spec.exact is None and config.do_sample):
+        return False
+    whole = spec._source.lossless and _compile_config(call, spec.compile) is None
+    why = why_not_exact(model, inputs, config) if whole else "parts of the model, or graphs, are asked for"
+    if not why and spec.exact is None and price_of(model, anatomy) > _EXACT_PRICE:
+        return False
+    if not why and (part := differing_part(model, anatomy)):
+        why = f"{part} of {anatomy.model_name} has other results for several tokens than for one at a time here"
+    if why and spec.exact:
+        raise UnsupportedOptionError(
+            f"SelfSpec(exact=True): {why}. Leave `exact` out for ids that may differ where logits are nearly equal, or "
+            "load the model in float32."
+        )
+    return not why
+
+
+def _promise(decoder: Decoder, source: DraftSource) -> str:
+    """How far ids are plain's, see :class:`GenerationStats`."""
+    target = decoder.target
+    if not source.lossless:
+        return "none"
+    if decoder.config.do_sample:
+        return "distribution"
+    if target.is_exact:
+        return "bit for bit"
+    is_short = target.model.dtype.itemsize <= 2 or target.autocast is not None
+    return "near-ties" if is_short else "token for token"
 
 
 def _compile_config(call: Call, wanted: bool | CompileConfig) -> CompileConfig | None:
@@ -236,7 +275,7 @@ def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
     return ask
 
 
-def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
+def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: DraftSource) -> Any:
     cache = call.past if decoder.target.plan is None else None
     try:
         with decoder.target.prepared():
@@ -246,6 +285,7 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
     finally:
         decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()
+    decoder.stats.promise = _promise(decoder, source)
     knowledge.knowledge.add_call(decoder.stats)
     for criterion in call.stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
@@ -279,7 +319,9 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     padding = call.pad_token if eos_tokens else None
     counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
     tokens, rounds = sum(counts), sum(counts) - len(counts)
-    stats = GenerationStats(tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why)
+    stats = GenerationStats(
+        tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why, promise="bit for bit"
+    )
     stats.accepted_lengths[0] = rounds
     stats.from_draft = [[False] * number for number in counts]
     stats.plan = LayerPlan(call.anatomy.num_layers).picture()

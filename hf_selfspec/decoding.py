@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -88,7 +89,7 @@ class Decoder:
         verdicts = self._judge(nothing, logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
         self._commit(verdicts, logits)
-        with decoding_experts(self.target.model):
+        with nullcontext() if self.target.is_exact else decoding_experts(self.target.model):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
             while self._is_needed():

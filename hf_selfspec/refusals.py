@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
 from .model.attention import served_attention
 from .model.inputs import Inputs
-from .model.modules import hooks_of
+from .model.modules import hooks_of, is_tensor_parallel
 from .model.patching import checkpoints
 from .model.prompt import check_cache, given_cache
 from .model.recurrences.kernels import check_kernels
@@ -72,6 +72,27 @@ def check_call(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Ma
             "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
             "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
         )
+
+
+def why_not_exact(model: PreTrainedModel, inputs: Inputs, config: Any) -> str:
+    """Why it is not even tried whether results are plain's, bit for bit; empty if it is."""
+    prompt, implementation = inputs.prompt, model.config._attn_implementation
+    is_whole = prompt.valid is None or bool(prompt.valid.all())
+    is_text = inputs.is_text and prompt.tokens.dim() == 2
+    reasons = {
+        "dtypes other than bfloat16 may round a number by its place": model.dtype is not torch.bfloat16,
+        "autocast is on": torch.is_autocast_enabled(model.device.type),
+        "it serves one prompt of ids, without masked columns": len(prompt.lengths) > 1 or not is_whole or not is_text,
+        "the beginning of the prompt is in a cache already": max(prompt.cursors) > 0,
+        "prefill_chunk_size is set": config.prefill_chunk_size is not None,
+        "use_cache is False": config.use_cache is False,
+        "graphs or a static cache are asked for": config.compile_config is not None,
+        "the model is spread over several processes": is_tensor_parallel(model),
+        f"{inputs.anatomy.model_name} cannot take a tree mask": not inputs.anatomy.tree,
+        f"attn_implementation={implementation!r} is neither 'sdpa' nor 'eager'": implementation
+        not in ("sdpa", "eager"),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None) -> None:

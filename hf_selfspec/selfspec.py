@@ -73,6 +73,11 @@ class SelfSpec(Settings):
             graphs are whole, with fixed shapes). Each is timed against the model's own code, and the faster one stays.
             For long texts and services: compiling takes up to a minute for some graphs, once per process. A call with
             ``cache_implementation="static"`` compiles as well.
+        exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
+            ``generate`` has for it alone, bit for bit, in calls with one prompt of text. It is tried out first whether
+            this machine's kernels allow that. ``True`` raises an error where they do not, which names the part of the
+            model; ``None`` takes it for greedy calls where it costs at most 5 per cent of a forward, from the second
+            call of a model on; ``False`` leaves it. ``stats.promise`` says what held. Float32 needs none of this.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -165,8 +170,8 @@ class SelfSpec(Settings):
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:
         """Loads what :meth:`save_pretrained` has written; using it with another model raises an error.
 
-        A file sets ``draft``, ``stop``, ``tree`` and ``max_draft``, never ``cache_dir`` or ``task``. Where it names an
-        adapter or exit heads, these are loaded from that folder or repository of the Hub.
+        A file sets ``draft``, ``stop``, ``tree``, ``max_draft`` and ``exact``, never ``cache_dir`` or ``task``. Where
+        it names an adapter or exit heads, these are loaded from that folder or repository of the Hub.
 
         Raises:
             SettingError: there is no such file, it was cut short or changed, or it has another format.

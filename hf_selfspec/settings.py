@@ -28,7 +28,7 @@ from .modules.probe import LinearProbe
 from .search.proposers import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
-from .validation import MOST_DRAFT, check_count
+from .validation import MOST_DRAFT, check_count, check_flag
 from .verify.tree import Tree
 
 # Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
@@ -53,6 +53,7 @@ class Settings:
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
     compile: bool | CompileConfig = field(default=False, hash=False)
+    exact: bool | None = None
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +73,8 @@ class Settings:
                 "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
                 f"{_LONGEST_TASK} of them, got {task!r}."
             )
+        if self.exact is not None:
+            check_flag("SelfSpec(exact)", self.exact)
         if not isinstance(self.compile, (bool, CompileConfig)):
             raise SettingTypeError(
                 f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
@@ -88,7 +91,7 @@ class Settings:
 
     def _saved(self) -> dict[str, Any]:
         """The settings that are saved, as JSON values; raises an error if they cannot be."""
-        names = ("draft", "stop", "tree", "max_draft")
+        names = ("draft", "stop", "tree", "max_draft", *(["exact"] if self.exact is not None else []))
         return {name: saving.encode(getattr(self, name), f"SelfSpec({name})") for name in names}
 
     @classmethod

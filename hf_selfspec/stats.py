@@ -32,6 +32,9 @@ class GenerationStats:
         phase: phase of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
         matchness: matchness of the sets that such a search tried, in order, including those of earlier calls.
         drafts: whether it was worth drafting with part of the model at the end of the call.
+        promise: how far ids are plain ``generate``'s: ``bit for bit`` (see :attr:`SelfSpec.exact`), ``token for token``
+            (float32), others where logits are ``near-ties`` (16 bits), the ``distribution`` alone of drawn ones, or
+            ``none`` where only part of the model generates.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
             verified then.
         together_for: processors and criteria that may keep a state, because of which all rows advanced together.
@@ -59,6 +62,7 @@ class GenerationStats:
     phase: str = ""
     matchness: list[float] = field(default_factory=list, repr=False)
     drafts: bool = True
+    promise: str = ""
     left_to_generate: str = ""
     together_for: str = ""
     exit_layers: Counter[int] = field(default_factory=Counter)
@@ -123,6 +127,7 @@ class GenerationStats:
             ("mean generated length M", f"{self.mean_generated_length:.2f}"),
             ("CTAR(1), (2), (4)", ", ".join(f"{self.ctar(w):.2f}" for w in (1, 2, 4))),
             ("seconds", seconds),
+            ("plain generate's ids", self.promise),
         ]
         if self.draft_steps:
             lines.append(("c (step / verify pass)", f"{self.draft_cost:.3f}"))

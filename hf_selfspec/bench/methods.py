@@ -142,7 +142,7 @@ def _methods(name: str | None, given: Any) -> list[Method]:
 
 def _shown(spec: SelfSpec) -> str:
     usual = SelfSpec()
-    names = ("draft", "stop", "tree", "max_draft", "compile")
+    names = ("draft", "stop", "tree", "max_draft", "compile", "exact")
     shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]
     return f"SelfSpec({', '.join(shown)})"
 

@@ -40,6 +40,11 @@ class GrowingDraft:
         """Number of tokens of the longest line."""
         return len(self._line)
 
+    @property
+    def size(self) -> int:
+        """Number of tokens of the longest line and beside it."""
+        return sum(1 + tokens.shape[1] for tokens in self._beside)
+
     def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
         """Adds the next depth: tokens ``[b, width]``, the one to extend first, what they were drawn from, and states
         ``[b, n, d]`` of the tokens that were fed, from which verification can start."""

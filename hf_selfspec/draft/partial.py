@@ -90,6 +90,9 @@ class PartialDraft(FixedDrafter):
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
                 reach = torch.ones_like(top[:, 0]) if reach is None else reach
                 width = min(self.limits.tree.width(*_of_rows(grown.drafting, top, reach)), top.shape[-1])
+                # The rest of the line has to fit, too.
+                room = self.limits.affordable(limit * width) - grown.size - (limit - grown.depth - 1)
+                width = max(1, min(width, room))
                 reach = reach * top[:, 0]
             picks, q = self._pick(scores, width)
             grown.add(picks, q, step.prefix_state if prefix else None)

@@ -13,6 +13,7 @@ from ..errors import SettingError, UnsupportedOptionError
 from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
+from ..model.exact import MOST_TOKENS
 from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
@@ -185,9 +186,11 @@ class Session:
         return self.affordable(longest_draft(self.stop, self.max_draft))
 
     def affordable(self, tokens: int) -> int:
-        """So many drafted tokens of a row, or as many as keep a verification's float32 logits small: below 64 MiB, or
-        1/64 of the model."""
+        """So many drafted tokens of a row, or as many as keep a verification's float32 logits small (below 64 MiB, or
+        1/64 of the model) and exact results possible."""
         model, size = self.target.model, 4 * self.num_rows * self.vocabulary
+        if self.target.is_exact:
+            tokens = min(tokens, MOST_TOKENS - 1)
         if (tokens + 1) * size <= _LOGITS:
             return tokens
         return min(tokens, max(1, max(_LOGITS, model.get_memory_footprint() // 64) // size - 1))

@@ -19,7 +19,7 @@ FILE_NAME = "selfspec.json"
 _FORMAT = 1
 # The settings in a file; classes that they may hold are registered. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
-_SETTINGS = ("draft", "stop", "tree", "max_draft")
+_SETTINGS = ("draft", "stop", "tree", "max_draft", "exact")
 # Settings that name the folder or repository to load a part from, and whether they may be left out.
 PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
 

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .exact import View, attention_of_each, views_of
 from .layout import Feed
 from .patching import InstanceForwards, PerThread, SharedChange
 from .prompt import Holes
@@ -42,6 +43,9 @@ class MaskSpec:
     visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
     is_even: bool = False  # whether all rows are at the same positions
     is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
+    alone: Feed | None = None  # the tokens of one row, where each is treated as if it were alone, see ``exact.py``
+    # Masks, each with what its tokens see then.
+    views: dict[int, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
     # Masks, each with its layout for grouped query heads once that was made.
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -74,7 +78,7 @@ class MaskSpec:
         (b, s), n = self.query_positions.shape, self.length
         last = s == 1 and (b == 1 or self.is_even) and self.visible is None
         everything = last and (local_size is None or n <= local_size)
-        if everything and allow_is_causal_skip and not additive and not self.is_fixed:
+        if everything and allow_is_causal_skip and not additive and not self.is_fixed and self.alone is None:
             return None
         keys, device = self.key_positions, self.query_positions.device
         if keys is None:
@@ -121,19 +125,32 @@ def at_positions(spec: MaskSpec | None) -> AbstractContextManager[None]:
 def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         spec = _current.now
-        return original(*args, **kwargs) if spec is None else spec.mask(additive, **kwargs)
+        if spec is None:
+            return original(*args, **kwargs)
+        found = spec.mask(additive, **kwargs)
+        if spec.alone is not None and found is not None:
+            spec.views[id(found)] = found, views_of(spec.alone, original, **kwargs)
+        return found
 
     return mask
 
 
 def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         spec = _current.now
         if spec is None:
-            return original(module, query, key, value, *args, **kwargs)
-        return grouped_attention(spec.for_groups, module, query, key, value, *args, **kwargs)
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        if (found := spec.views.get(id(attention_mask))) is not None and kwargs.get("position_bias") is None:
+            return attention_of_each(original, found[1], module, query, key, value, *args, **kwargs)
+        return grouped_attention(spec.for_groups, module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
 

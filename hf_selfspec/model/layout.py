@@ -42,9 +42,11 @@ class TreeLayout:
         return layout
 
     @classmethod
-    def replay(cls, count: int) -> TreeLayout:
-        """The last ``count`` tokens with known keys and values as a line, in slots after those."""
-        return cls([list(range(-1, count - 1))], [list(range(-count, 0))], count)
+    def replay(cls, count: int, behind: int | None = None) -> TreeLayout:
+        """``count`` tokens from ``behind`` before the end of those with known keys and values on, by default the last
+        ones, as a line in slots after these."""
+        behind = count if behind is None else behind
+        return cls([list(range(-1, count - 1))], [list(range(-behind, count - behind))], behind)
 
     @classmethod
     def independent(cls, count: int) -> TreeLayout:

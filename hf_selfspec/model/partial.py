@@ -18,9 +18,11 @@ import torch
 import torch.nn as nn
 
 from .anatomy import Anatomy
+from .exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
 from .layout import TreeLayout
 from .linear import few_token_linears
+from .modules import all_modules
 from .patching import (
     Autocast,
     Forward,
@@ -78,6 +80,7 @@ class ForwardPass:
     exit_state: torch.Tensor | None = field(init=False, default=None)
     autocast: Autocast | None = field(init=False, default=None)  # the autocast that was on in the last layer
     best: Best | None = field(init=False, default=None)  # the tokens requested by `chooses`
+    is_exact: bool = field(init=False, default=False)  # whether each token's results are those of it alone
     passed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,10 @@ _arities: WeakKeyDictionary[nn.Module, _Arity] = WeakKeyDictionary()
 def is_speculating() -> bool:
     """Returns whether the current thread's forwards obey a :class:`ForwardPass`, without gradients."""
     return _current.now is not None and not torch.is_grad_enabled()
+
+
+def _exactly(module: nn.Module) -> ExactForward:
+    return ExactForward(module, lambda: _current.now is not None and _current.now.is_exact)
 
 
 def obeying(forward_pass: ForwardPass) -> AbstractContextManager[None]:
@@ -249,14 +256,19 @@ _installations = SharedChange()
 
 
 @contextmanager
-def partial_forwards(model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDeltas] = ()) -> Iterator[None]:
+def partial_forwards(
+    model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDeltas] = (), is_exact: bool = False
+) -> Iterator[None]:
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`; threads share one
     preparation. ``deltas`` are all that plans add to outputs of the model's modules."""
 
     def add(forwards: InstanceForwards) -> None:
         for module in (module for some in deltas for module in some.of):
-            if not isinstance(module.__dict__.get("forward"), _AddingForward):
-                forwards.replace(module, _AddingForward(module))
+            forwards.wrap(module, _AddingForward)
+        blocks = {*anatomy.layers, *anatomy.attention}
+        for module in all_modules(model) if is_exact else ():
+            if has_matrices(module) and module not in blocks:
+                forwards.wrap(module, _exactly)
 
     with few_token_linears(model, is_speculating), _installations.of(model, partial(_install, anatomy, model), add):
         yield

@@ -37,6 +37,16 @@ class InstanceForwards(ExitStack):
 
     users = 0  # of a change that threads share
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._wrapped: set[tuple[nn.Module, Any]] = set()
+
+    def wrap(self, module: nn.Module, wrapper: Callable[[nn.Module], Forward]) -> None:
+        """Makes what ``wrapper`` returns for a module what ``module(...)`` calls, once."""
+        if (module, wrapper) not in self._wrapped:
+            self._wrapped.add((module, wrapper))
+            self.replace(module, wrapper(module))
+
     def replace(self, module: nn.Module, forward: Forward) -> None:
         """Makes ``forward`` what ``module(...)`` calls."""
         self.put(module.__dict__, "forward", forward)

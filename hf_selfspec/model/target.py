@@ -18,6 +18,7 @@ from ..errors import UnsupportedOptionError, warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
+from .exact import MOST_TOKENS
 from .inputs import DecodeInputs
 from .layout import Feed, TreeLayout
 from .linear import few_token_linears
@@ -59,6 +60,7 @@ class Target:
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
     plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
+    is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
     forwards: int = field(init=False, default=0)  # so far
     forward_seconds: float = field(init=False, default=0.0)
     active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
@@ -110,7 +112,7 @@ class Target:
     def obey(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
         if not self._is_obeying:
-            self._obeying.enter_context(partial_forwards(self.model, self.anatomy, self.deltas))
+            self._obeying.enter_context(partial_forwards(self.model, self.anatomy, self.deltas, self.is_exact))
         self._is_obeying, self._unused_rounds = True, 0
 
     def observe_prefill(self, layer: int, observer: Observer) -> None:
@@ -240,7 +242,11 @@ class Target:
     ) -> ForwardPass:
         self.forwards += 1
         rows, starts = self.active_rows, RowNumbers.of(cursors)
-        if self.graphs is not None or counts is not None or not run.is_plain:
+        run.is_exact = self.is_exact and counts is None and tokens.shape[1] <= MOST_TOKENS
+        if self.is_exact and counts is None and (behind := self.roots[0] - starts[0]) > 0:
+            # Keys and values of the text, which a look back writes again, have to stay as they are.
+            starts, nodes = self.roots, TreeLayout.replay(tokens.shape[1], behind)
+        if self.graphs is not None or counts is not None or run.is_exact or not run.is_plain:
             self.obey()
         if rows is not None:
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
@@ -265,6 +271,7 @@ class Target:
             positions = feed.positions()
             if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
                 spec = MaskSpec.of(feed, positions, self.holes)
+                spec.alone = feed if run.is_exact else None
         else:
             # That of the left-padded prompts, and all tokens after them.
             mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)

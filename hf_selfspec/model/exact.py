@@ -1,0 +1,176 @@
+"""Forwards over several tokens with the results of one token after another, bit for bit, in bfloat16 too.
+
+Kernels may round a token's results differently when others go through with it: attention over several queries does, and
+linear layers do, depending on processor, shape and number of tokens. So each query has the keys and the mask that
+``generate`` gives it, in a call of its own, and linear layers take no more tokens at once than leave the results of
+each as they are alone. Other modules with matrices, such as experts, take one token at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn as nn
+from torch.nn.functional import linear, pad
+
+from .layout import Feed
+from .transfer import upload
+
+# Tokens that go through together at most; counts up to here are tried out.
+MOST_TOKENS = 32
+# Up to so many numbers a weight is drawn anew to be tried out, with products that cancel each other.
+_SMALL = 2**22
+# Results of a larger weight that are compared: on an AMD EPYC one in 4,600 differs.
+_COMPARED = 2**15
+
+# A part of the cache's slots, and the mask of the keys in them.
+View = tuple[slice | torch.Tensor, torch.Tensor | None]
+
+
+# Attention ----------------------------------------------------------------------------------------------------------
+
+
+def views_of(feed: Feed, original: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> list[View]:
+    """For each token of one row the slots whose keys ``generate`` keeps when it comes to it, and the mask that
+    transformers' ``original`` function makes for it."""
+    root, nodes, device = feed.starts[0] - feed.first_node, feed.nodes, feed.tokens.device
+    known = root if nodes is None else root - nodes.hidden
+    views: list[View] = []
+    for index in range(feed.first_node, feed.first_node + feed.tokens.shape[1]):
+        path = [*range(index + 1)] if nodes is None else _path(nodes.parents[0], index)
+        length = known + len(path)
+        kept = length if local_size is None else min(length, local_size)
+        sizes = {"q_length": 1, "kv_length": kept, "q_offset": length - 1, "kv_offset": length - kept}
+        mask = original(**kwargs | sizes, local_size=local_size)
+        if known == root and path[-1] < len(path):
+            views.append((slice(length - kept, length), mask))
+        else:
+            slots = torch.cat([torch.arange(known, device=device), upload(path, device) + root])
+            views.append((slots[-kept:], mask))
+    return views
+
+
+def _path(parents: Sequence[int], node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def attention_of_each(
+    original: Callable[..., Any],
+    views: Sequence[View],
+    module: nn.Module,
+    query: torch.Tensor,  # [1, k*g, s, h]
+    key: torch.Tensor,  # [1, k, n, h], as the values
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of one token after another by transformers' ``original`` function. (Heads laid out as queries of
+    their key head take a sixth of its time in bfloat16 on a CPU, but round differently over 200 keys and more.)"""
+    found = [
+        original(module, one, key[:, :, slots], value[:, :, slots], mask, *args, **kwargs)[0]
+        for one, (slots, mask) in zip(query.split(1, dim=2), views, strict=True)
+    ]
+    return torch.cat(found, dim=1), None
+
+
+# Matrices -----------------------------------------------------------------------------------------------------------
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Whether a module multiplies by matrices of its own, so that a token's results may depend on the others."""
+    apart = isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
+    return not apart and any(value is not None and value.dim() > 1 for value in module._parameters.values())
+
+
+class ExactForward:
+    """A module's forward over as many tokens at once as leave the results of each as they are alone, ``when`` asked."""
+
+    def __init__(self, module: nn.Module, when: Callable[[], bool]) -> None:
+        self._module, self._original, self._when = module, module.forward, when
+        self._is_divisible = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._when() and self._is_divisible:
+            try:
+                return self._in_pieces(*args, **kwargs)
+            except (RuntimeError, IndexError):
+                # It mixes tokens; whether its results depend on how many there are is found by comparing forwards.
+                self._is_divisible = False
+        return self._original(*args, **kwargs)
+
+    def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
+        """The results for states ``[b, s, ...]`` or ``[s, d]``, and what else is given for each token."""
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        dim, module = min(1, first.dim() - 2), self._module
+        tokens = first.shape[dim]
+        if tokens == 1 or (_is_linear(module) and _are_alike(first, dim, module)):
+            return self._original(*args, **kwargs)
+
+        def part(value: Any, start: int, length: int) -> Any:
+            is_each = isinstance(value, torch.Tensor) and value.dim() > dim and value.shape[dim] == tokens
+            return value.narrow(dim, start, length) if is_each else value
+
+        size = -(-tokens // 2) if _is_linear(module) else 1
+        found = []
+        for start in range(0, tokens, size):
+            take = partial(part, start=start, length=min(size, tokens - start))
+            found.append(self._in_pieces(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
+        return _joined(found, dim)
+
+
+def _joined(pieces: list[Any], dim: int) -> Any:
+    """Results of several tokens; modules that take ``[b, s, d]`` may return some of all tokens as ``[b * s, d]``."""
+    if isinstance(pieces[0], tuple):
+        return tuple(_joined(list(some), dim) for some in zip(*pieces, strict=True))
+    if not isinstance(pieces[0], torch.Tensor):
+        return pieces[0]
+    return torch.cat(pieces, dim=min(dim, max(pieces[0].dim() - 2, 0)))
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+
+
+# Whether rows have the results of each alone, by the shapes of input and weight, dtype, device, bias and threads.
+_alike: dict[tuple[Any, ...], bool] = {}
+
+
+def _are_alike(states: torch.Tensor, dim: int, module: nn.Linear) -> bool:
+    """Whether a layer over states of this shape has the results of each token alone."""
+    weight, bias = module.weight, module.bias
+    key = states.shape, weight.shape, states.dtype, weight.device, bias is None, torch.get_num_threads()
+    if key not in _alike:
+        _alike[key] = all(_is_same(dim, *tried) for tried in _trials(states, dim, weight, bias))
+    return _alike[key]
+
+
+def _trials(
+    states: torch.Tensor, dim: int, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Inputs with equal tokens, and weights, with which it shows if additions have another order."""
+    out, width = weight.shape
+    shape, added = list(states.shape), None if bias is None else torch.zeros_like(bias)
+    shape[dim], drawn = 1, partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    if weight.numel() <= _SMALL:
+        # Products that cancel each other leave nothing but what rounding has added, in the order of the additions.
+        half, rest = divmod(width, 2)
+        columns, row = drawn(out, half), drawn(*shape[:-1], half)
+        other = pad(torch.cat([columns, columns], dim=-1), (0, rest)).to(weight)
+        yield pad(torch.cat([row, -row], dim=-1), (0, rest)).to(states).expand_as(states).contiguous(), other, added
+        return
+    for _ in range(-(-_COMPARED // out)):
+        yield drawn(shape).to(states).expand_as(states).contiguous(), weight, added
+
+
+def _is_same(dim: int, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a token's results are the same among others that are equal to it."""
+    alone = linear(states.narrow(dim, 0, 1), weight, bias)
+    together = linear(states, weight, bias)
+    return torch.equal(together, alone.expand_as(together))
