@@ -31,7 +31,7 @@ from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
-from .model.invariance import differing_part, price_of
+from .model.invariance import differing_part, is_first_call, price_of
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
@@ -214,7 +214,7 @@ def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
         return False
     whole = spec._source.lossless and _compile_config(call, spec.compile) is None
     why = why_not_exact(model, inputs, config) if whole else "parts of the model, or graphs, are asked for"
-    if not why and spec.exact is None and price_of(model, anatomy) > _EXACT_PRICE:
+    if not why and spec.exact is None and (is_first_call(model) or price_of(model, anatomy) > _EXACT_PRICE):
         return False
     if not why and (part := differing_part(model, anatomy)):
         why = f"{part} of {anatomy.model_name} has other results for several tokens than for one at a time here"

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, checked_texts, encoded
 from ..errors import SettingTypeError
-from ..model.anatomy import causal_lm
+from ..model.anatomy import Anatomy, causal_lm
+from ..model.invariance import differing_part, price_of
 from ..reports.tables import as_text
 from ..selfspec import SelfSpec
 from ..streaming import sampling
@@ -28,6 +29,8 @@ Parting = Difference
 _STEPS, _SHORT_PROMPT = 4, 16
 # A correct implementation falls below this p-value once in ten thousand audits.
 _SIGNIFICANCE = 1e-4
+# The promise that allows no near-ties.
+_EXACT = "bit for bit"
 # Stands where one text has ended and the other has not.
 _NOTHING = -1
 
@@ -70,6 +73,8 @@ class Audit:
         tokens: number of tokens generated with the ``SelfSpec``.
         drafted, accepted: numbers of drafted tokens and of those that were kept. Where nothing is drafted, an audit
             shows little.
+        promise: how far ids are plain's, see :class:`GenerationStats`, with what exact results of a bfloat16 model
+            would cost.
         partings: for greedy texts, one for each text that diverges.
         tests: for sampled texts, one for each prompt; ``None`` where texts are greedy.
     """
@@ -82,6 +87,7 @@ class Audit:
     tokens: int
     drafted: int
     accepted: int
+    promise: str = ""
     partings: tuple[Parting, ...] = ()
     tests: tuple[ChiSquared, ...] | None = None
 
@@ -96,7 +102,7 @@ class Audit:
         test = self.test
         if test is not None:
             return test.p_value > _SIGNIFICANCE
-        return all(parting.is_near_tie for parting in self.partings)
+        return all(parting.is_near_tie and self.promise != _EXACT for parting in self.partings)
 
     def __str__(self) -> str:
         how = "greedy" if self.tests is None else "sampled"
@@ -104,6 +110,7 @@ class Audit:
         head = [
             f"{self.method} against plain generate: {self.model_name}, {self.dtype}, {self.device}, {how}",
             f"{self.prompts} prompts, {self.tokens} tokens; {self.drafted} drafted, {kept:.0%} of them accepted",
+            f"promise: {self.promise}",
         ]
         if not self.drafted:
             head.append("nothing was drafted, so this shows little: use more tokens, or another method")
@@ -187,11 +194,14 @@ def audit(
     longest = max_prompt_tokens if sample is None else min(max_prompt_tokens, _SHORT_PROMPT)
     rows = [encoded(tokenizer, prompt, inner.device, longest)["input_ids"] for prompt in prompts]
     counts = dict.fromkeys(("tokens", "drafted", "accepted"), 0)
+    promises: dict[str, None] = {}
 
     def count() -> None:
         """Counts what the last call has generated and drafted."""
+        assert spec.stats is not None
         for one in counts:
             counts[one] += getattr(spec.stats, one)
+        promises[spec.stats.promise] = None
 
     partings: list[Parting] = []
     tests: list[ChiSquared] = []
@@ -204,6 +214,10 @@ def audit(
             tests.append(drawn.expected().test(drawn.draw(spec, count)))
         if after_prompt is not None:
             after_prompt()
+    if sample is None and inner.dtype is torch.bfloat16 and _EXACT not in promises:
+        part, price = differing_part(inner, anatomy := Anatomy.of(inner)), price_of(inner, anatomy)
+        why = f"not to be had here: {part} differs" if part else f"for {price:.0%} of a forward"
+        promises[f"{_EXACT} with exact=True {why}"] = None
     return Audit(
         method=name or repr(spec),
         model_name=type(inner).__name__,
@@ -211,6 +225,7 @@ def audit(
         device=str(inner.device),
         prompts=len(rows),
         **counts,
+        promise=", ".join(promises),
         partings=tuple(partings),
         tests=None if sample is None else tuple(tests),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Hashable
 from time import perf_counter
@@ -29,41 +28,57 @@ _NEW, _TIMED, _TURNS = 8, 4, 3
 
 _CHANGING = "training", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_active_adapter", "_disable_adapters"
 
-_prices: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, float]] = weakref.WeakKeyDictionary()
-_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-@torch.no_grad()
-def price_of(model: PreTrainedModel, anatomy: Anatomy) -> float:
-    """By which share of its time a forward over a few tokens takes longer where each has its own results, timed on a
-    layer of each kind; infinite when asked for the first time, so that no first call is held up."""
-    known, key = _prices.setdefault(model, {}), (torch.get_num_threads(), model.device, model.dtype)
-    if key not in known:
-        known[key] = math.inf
-    elif known[key] == math.inf:
-        plan = _one_of_each(model, anatomy)
-        target, ids = _target(model, anatomy, _LONG, plan), _ids(model, _LONG + _TIMED)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        with target.prepared():
-            target.prefill(ids[:, :_LONG], [0], [_LONG])
-            for _ in range(_TURNS):
-                for target.is_exact, times in seconds.items():
-                    begun = perf_counter()
-                    target.step(ids[:, _LONG:], [_LONG], ForwardPass(plan, stop=plan.num_layers))
-                    wait_for(model.device)
-                    times.append(perf_counter() - begun)
-        known[key] = min(seconds[True]) / min(seconds[False]) - 1.0
-    return known[key]
+def is_first_call(model: PreTrainedModel) -> bool:
+    """Whether this was not asked about a model before: nothing is tried out in a first call, which it would delay."""
+    is_first = model not in _seen
+    _seen.add(model)
+    return is_first
 
 
-@torch.no_grad()
 def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """The name of the first layer (or of the head) whose results are not plain's; empty if all are."""
+    part: str = _known(model, anatomy, _difference)
+    return part
+
+
+def price_of(model: PreTrainedModel, anatomy: Anatomy) -> float:
+    """By which share of its time a forward over a few tokens takes longer where each has its own results."""
+    price: float = _known(model, anatomy, _price)
+    return price
+
+
+@torch.no_grad()
+def _known(model: PreTrainedModel, anatomy: Anatomy, find: Callable[[PreTrainedModel, Anatomy], Any]) -> Any:
+    """What ``find`` has found, once for each state of a model."""
     known = _found.setdefault(model, {})
-    key = hash(_mark(model)), torch.get_num_threads(), model.config._attn_implementation
+    key = find.__name__, hash(_mark(model)), torch.get_num_threads(), model.config._attn_implementation
     if key not in known:
-        known[key] = _first_in_whole(model, anatomy) or _first_by_count(model, anatomy)
+        known[key] = find(model, anatomy)
     return known[key]
+
+
+def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
+    return _first_in_whole(model, anatomy) or _first_by_count(model, anatomy)
+
+
+def _price(model: PreTrainedModel, anatomy: Anatomy) -> float:
+    """The price, on a layer of each kind."""
+    plan = _one_of_each(model, anatomy)
+    target, ids = _target(model, anatomy, _LONG, plan), _ids(model, _LONG + _TIMED)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with target.prepared():
+        target.prefill(ids[:, :_LONG], [0], [_LONG])
+        for _ in range(_TURNS):
+            for target.is_exact, times in seconds.items():
+                begun = perf_counter()
+                target.step(ids[:, _LONG:], [_LONG], ForwardPass(plan, stop=plan.num_layers))
+                wait_for(model.device)
+                times.append(perf_counter() - begun)
+    return min(seconds[True]) / min(seconds[False]) - 1.0
 
 
 def _mark(module: nn.Module) -> str:
