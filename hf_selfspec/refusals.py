@@ -76,7 +76,7 @@ def check_call(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Ma
 
 def why_not_exact(model: PreTrainedModel, inputs: Inputs, config: Any) -> str:
     """Why it is not even tried whether results are plain's, bit for bit; empty if it is."""
-    prompt, implementation = inputs.prompt, model.config._attn_implementation
+    prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, model.config._attn_implementation
     is_whole = prompt.valid is None or bool(prompt.valid.all())
     is_text = inputs.is_text and prompt.tokens.dim() == 2
     reasons = {
@@ -88,9 +88,9 @@ def why_not_exact(model: PreTrainedModel, inputs: Inputs, config: Any) -> str:
         "use_cache is False": config.use_cache is False,
         "graphs or a static cache are asked for": config.compile_config is not None,
         "the model is spread over several processes": is_tensor_parallel(model),
-        f"{inputs.anatomy.model_name} cannot take a tree mask": not inputs.anatomy.tree,
-        f"attn_implementation={implementation!r} is neither 'sdpa' nor 'eager'": implementation
-        not in ("sdpa", "eager"),
+        f"{name} cannot take a tree mask": not inputs.anatomy.tree,
+        f"the recurrent states of {name} are computed for several tokens together": inputs.anatomy.is_recurrent,
+        f"attn_implementation={implementation!r} is not 'sdpa'": implementation != "sdpa",
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

@@ -46,6 +46,7 @@ class MaskSpec:
     alone: Feed | None = None  # the tokens of one row, where each is treated as if it were alone, see ``exact.py``
     # Masks, each with what its tokens see then.
     views: dict[int, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
+    served: set[int] = field(default_factory=set)  # the modules whose attention treated them so
     # Masks, each with its layout for grouped query heads once that was made.
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -149,6 +150,7 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if spec is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         if (found := spec.views.get(id(attention_mask))) is not None and kwargs.get("position_bias") is None:
+            spec.served.add(id(module))
             return attention_of_each(original, found[1], module, query, key, value, *args, **kwargs)
         return grouped_attention(spec.for_groups, module, query, key, value, attention_mask, *args, **kwargs)
 

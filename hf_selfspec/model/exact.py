@@ -110,7 +110,7 @@ class ExactForward:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         dim, module = min(1, first.dim() - 2), self._module
         tokens = first.shape[dim]
-        if tokens == 1 or (_is_linear(module) and _are_alike(first, dim, module)):
+        if tokens == 1 or (_is_linear(module) and are_alike(first, dim, module)):
             return self._original(*args, **kwargs)
 
         def part(value: Any, start: int, length: int) -> Any:
@@ -142,7 +142,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 _alike: dict[tuple[Any, ...], bool] = {}
 
 
-def _are_alike(states: torch.Tensor, dim: int, module: nn.Linear) -> bool:
+def are_alike(states: torch.Tensor, dim: int, module: nn.Linear) -> bool:
     """Whether a layer over states of this shape has the results of each token alone."""
     weight, bias = module.weight, module.bias
     key = states.shape, weight.shape, states.dtype, weight.device, bias is None, torch.get_num_threads()

@@ -81,6 +81,7 @@ class ForwardPass:
     autocast: Autocast | None = field(init=False, default=None)  # the autocast that was on in the last layer
     best: Best | None = field(init=False, default=None)  # the tokens requested by `chooses`
     is_exact: bool = field(init=False, default=False)  # whether each token's results are those of it alone
+    num_exact: int = field(init=False, default=0)  # of how many attention blocks they are by their calls
     passed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:

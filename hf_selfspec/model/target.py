@@ -291,4 +291,5 @@ class Target:
         with within(self.autocast), obeying(run), at_positions(spec), states:
             logits: torch.Tensor | None = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
+        run.num_exact = 0 if spec is None else len(spec.served)
         return logits

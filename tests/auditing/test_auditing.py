@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from helpers.models import VOCABULARY, character_tokenizer
 from helpers.sampling import SPECS, accepts_everything, exact_joint
 from helpers.sampling import llama as small_vocabulary
 from hf_selfspec import EarlyExit, FixedLength, SampleTest, SelfSpec, SettingError, SettingTypeError, audit
-from hf_selfspec.auditing.differences import difference_at
+from hf_selfspec.auditing.audits import Audit
+from hf_selfspec.auditing.differences import Difference, difference_at
 from hf_selfspec.auditing.distribution import Sampling
 from hf_selfspec.verify import walk
 
@@ -31,6 +33,18 @@ def test_equal_ids_pass(llama: LlamaForCausalLM) -> None:
     assert 0 < found.accepted < found.drafted
     assert "3 of 3 prompts have equal ids; exact" in str(found)
     assert "LlamaForCausalLM, float32, cpu, greedy" in str(found)
+
+
+def test_what_is_promised_is_told(llama: LlamaForCausalLM) -> None:
+    """And what it would cost to promise more."""
+    model = copy.deepcopy(llama).to(torch.bfloat16)
+    for spec, promise in (
+        (SelfSpec(exact=True), "promise: bit for bit\n"),
+        (SelfSpec(exact=False), r"promise: near-ties, bit for bit with exact=True for -?\d+% of a forward"),
+    ):
+        found = audit(model, character_tokenizer(), TEXTS, spec, max_new_tokens=12)
+        assert found.passed
+        assert re.search(promise, str(found))
 
 
 @pytest.fixture
@@ -65,6 +79,13 @@ def test_wrong_tokens_do_not_pass(llama: LlamaForCausalLM, changing: Any) -> Non
     assert told.startswith("mine against plain generate")
     assert told.count("DIFFERENT") == 2
     assert "0 of 2 prompts have equal ids; 2 differ where rounding does not explain it: NOT exact" in told
+
+
+def test_what_is_bit_for_bit_has_no_near_ties() -> None:
+    """Any other token is an error then, however near its logit."""
+    tie = Difference(row=0, column=3, expected=1, token=2, margin=0.0, tolerance=1.0, texts=("a", "b"))
+    for promise, passed in (("near-ties", True), ("bit for bit", False)):
+        assert Audit("mine", "Llama", "bfloat16", "cpu", 1, 8, 4, 2, promise, (tie,)).passed is passed
 
 
 def test_a_text_that_ends_early_does_not_pass(llama: LlamaForCausalLM, changing: Any) -> None:

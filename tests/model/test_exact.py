@@ -27,11 +27,11 @@ SPECS = {
     "tree": SelfSpec(EarlyExit(2), FixedLength(12), TopKTree(((0.9999, 9), (1.0, 1))), exact=True),
 }
 EXACT = SPECS["exit"]
-# Grouped heads, sliding windows, chunks, soft-caps, sinks, MLA, experts, gated delta net, convolutions.
+# Grouped heads, sliding windows, chunks, MLA, experts, norms and activations of many kinds.
 NAMES = (
-    "llama", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "opt", "phi3", "qwen2", "qwen3",
-    "granite", "olmo2", "cohere", "cohere2", "deepseek_v3", "mixtral", "qwen3_moe", "qwen3_next", "lfm2", "gpt_neox",
-    "llama4_text", "kimi_linear",
+    "llama", "mistral", "ministral", "gemma", "gemma3_text", "gpt2", "opt", "phi", "phi3", "qwen2", "qwen3", "granite",
+    "olmo2", "olmo3", "cohere", "cohere2", "deepseek_v3", "glm4", "mixtral", "olmoe", "qwen3_moe", "gpt_neox",
+    "llama4_text", "stablelm", "starcoder2",
 )  # fmt: skip
 
 
@@ -157,6 +157,9 @@ def test_calls_that_are_refused() -> None:
     for spec in (SelfSpec(compile=True, exact=True), SelfSpec(SelfSpec.early_exit_only(1).draft, exact=True)):
         with pytest.raises(UnsupportedOptionError, match="parts of the model, or graphs"):
             model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=spec)
+    for name, why in (("doge", "interface"), ("bloom", "tree"), ("lfm2", "recurrent"), ("gpt_oss", "not 'sdpa'")):
+        with pytest.raises(UnsupportedOptionError, match=why):
+            build(name).bfloat16().generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedOptionError, match="autocast"):
         model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)
     with pytest.raises(UnsupportedOptionError, match="dtypes other than bfloat16"):
