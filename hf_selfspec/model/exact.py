@@ -94,16 +94,9 @@ class ExactForward:
 
     def __init__(self, module: nn.Module, when: Callable[[], bool]) -> None:
         self._module, self._original, self._when = module, module.forward, when
-        self._is_divisible = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._when() and self._is_divisible:
-            try:
-                return self._in_pieces(*args, **kwargs)
-            except (RuntimeError, IndexError):
-                # It mixes tokens; whether its results depend on how many there are is found by comparing forwards.
-                self._is_divisible = False
-        return self._original(*args, **kwargs)
+        return self._in_pieces(*args, **kwargs) if self._when() else self._original(*args, **kwargs)
 
     def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
         """The results for states ``[b, s, ...]`` or ``[s, d]``, and what else is given for each token."""

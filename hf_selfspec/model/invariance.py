@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..errors import brief
 from .anatomy import Anatomy
 from .cache import cache_for
 from .exact import MOST_TOKENS
@@ -62,7 +63,10 @@ def _known(model: PreTrainedModel, anatomy: Anatomy, find: Callable[[PreTrainedM
 
 
 def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
-    return _first_in_whole(model, anatomy) or _first_by_count(model, anatomy)
+    try:
+        return _first_in_whole(model, anatomy) or _first_by_count(model, anatomy)
+    except (RuntimeError, IndexError) as error:  # experts may mix tokens
+        return f"a module that does not take one token at a time ({brief(error)})"
 
 
 def _price(model: PreTrainedModel, anatomy: Anatomy) -> float:
