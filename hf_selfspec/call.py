@@ -114,7 +114,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
 
 def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
     knowledge.knowledge.check(call.model)
-    check_call(call.model, call.input_ids, call.model_kwargs)
+    check_call(call.anatomy, call.model, call.input_ids, call.model_kwargs)
     if call.synced_gpus:
         source.check_synced()
     source.check(call.anatomy, call.max_new)

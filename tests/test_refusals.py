@@ -215,7 +215,7 @@ def without_a_list() -> PreTrainedModel:
     ("build", "words"),
     [
         (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
-        (tiny_rwkv, ("RwkvForCausalLM is stateful", "'rwkv'", "not proven", "without `assistant`")),
+        (tiny_rwkv, ("RwkvForCausalLM is stateful", "(rwkv)", "rolled back", "without `assistant`")),
         (without_a_list, ("GPT2LMHeadModel", "0 module lists", "register_architecture(")),
     ],
 )

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .modules import forward_parameters
-from .recurrences import SERVED
+from .recurrences import KINDS
+from .recurrences.kernels import Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
@@ -124,7 +125,11 @@ class Anatomy:
     replay: bool
     exits: bool
     causal: bool
-    is_recurrent: bool  # whether it has recurrent states, or inputs of convolutions, besides keys and values
+    kernels: Kernels | None  # what computes recurrent states, or convolutions, besides keys and values; None for none
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.kernels is not None
 
     @property
     def num_layers(self) -> int:
@@ -140,23 +145,25 @@ class Anatomy:
                 f"{name} is an encoder-decoder model. Self-speculative decoding needs a decoder-only model, such as "
                 "those that AutoModelForCausalLM loads."
             )
-        is_recurrent = config.model_type in SERVED
-        if getattr(model, "_is_stateful", False) and not is_recurrent:
-            raise UnsupportedModelError(
-                f"{name} is stateful, and for model type {config.model_type!r} it is not proven that its recurrent "
-                "state can be rolled back when a draft is rejected. Call generate without `assistant`."
-            )
         architecture = _ARCHITECTURES.get(config.model_type, Architecture())
-        layers = _find_layers(model, architecture)
-        decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         text_config = config.get_text_config(decoder=True)
+        layers = _find_layers(model, architecture)
+        kernels = Kernels.of(layers)
+        if getattr(model, "_is_stateful", False) and (kernels is None or kernels.recurrence is None):
+            kinds = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
+            raise UnsupportedModelError(
+                f"{name} is stateful ({', '.join(kinds)}), and its states cannot be rolled back when a draft is "
+                "rejected: its file has none of the functions for which that is known, or has them with other "
+                f"parameters ({', '.join(kind.kernel for kind in KINDS)}). Call generate without `assistant`."
+            )
+        decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
         is_rotary = getattr(text_config, "rope_parameters", None) is not None
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = "position_ids" in forward_parameters(model)
         # Without attention there are no positions.
-        has_places = alibi or architecture.tree is False or takes_positions or is_recurrent
+        has_places = alibi or architecture.tree is False or takes_positions or kernels is not None
         names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
         attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
         names = _MLP_NAMES if architecture.mlp is None else [architecture.mlp]
@@ -176,7 +183,7 @@ class Anatomy:
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
             causal=architecture.causal and all(getattr(block, "is_causal", True) for block in attention),
-            is_recurrent=is_recurrent,
+            kernels=kernels,
         )
 
 

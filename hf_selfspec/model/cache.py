@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from .anatomy import Anatomy
 from .layout import TreeLayout
-from .recurrences import SERVED
 from .recurrences.states import StateLayer, StateLog, StateUpdate
 from .traceable import ChangingNumber, Place, size_for, step_above
 from .transfer import RowNumbers, upload
@@ -325,12 +324,12 @@ def cache_for(
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
     kinds = [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
     cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds)
-    if model.config.model_type in SERVED:
-        cache.has_states, recurrence = True, SERVED[model.config.model_type]
+    if anatomy.kernels is not None:
+        cache.has_states = True
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 cache.layers[index] = states = _RecurrentLayer(cache)
-                states.init_states(layer.number_of_states, recurrence, type(model).__name__)
+                states.init_states(layer.number_of_states, anatomy.kernels.recurrence, anatomy.model_name)
     return cache
 
 

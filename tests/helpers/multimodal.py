@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from helpers.architectures import draftable
+from helpers.architectures import ARCHITECTURES, draftable
 
 IMAGE, VIDEO = 90, 91
 # A placeholder for which there is no embedding.
@@ -96,6 +96,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": _text("qwen3_vl_text", **_MROPE),
         "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     }),
+    "qwen3_5": ("Qwen3_5", {
+        "text_config": _text("qwen3_5_text", **_MROPE, **ARCHITECTURES["qwen3_5_text"]),
+        "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
+    }),
+    "qwen3_5_moe": ("Qwen3_5Moe", {
+        "text_config": _text("qwen3_5_moe_text", **_MROPE, **ARCHITECTURES["qwen3_5_moe_text"]),
+        "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
+    }),
     "glm4v": ("Glm4v", {
         "text_config": _text("glm4v_text", **_MROPE),
         "vision_config": _QWEN_VISION | {"image_size": 8, "spatial_merge_size": 2},
@@ -117,7 +125,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "audio_token_index": IMAGE, "has_lora_adapter": False, "downsample_rate": 2, "window_size": 4,
     }),
 }  # fmt: skip
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v")
 
 
 @dataclass(frozen=True)
