@@ -211,11 +211,19 @@ def without_a_list() -> PreTrainedModel:
     return model
 
 
+def looped() -> PreTrainedModel:
+    """With a field of Inkling 2's config."""
+    model = tiny_llama()
+    model.config.loop_num_passes = 2
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
         (tiny_rwkv, ("RwkvForCausalLM is stateful", "(rwkv)", "rolled back", "without `assistant`")),
+        (looped, ("LlamaForCausalLM runs layers several times", "loop_num_passes=2", "without `assistant`")),
         (without_a_list, ("GPT2LMHeadModel", "0 module lists", "register_architecture(")),
     ],
 )

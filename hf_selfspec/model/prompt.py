@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -24,7 +25,12 @@ from .anatomy import Anatomy
 from .modules import forward_parameters
 
 # In newer versions' caches, layers that read another layer's keys and values have an empty entry.
-_ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+_ROLLS_BACK = (
+    DynamicLayer,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    getattr(cache_utils, "DummyLayer", DynamicLayer),
+)
 
 
 @dataclass(frozen=True)
