@@ -162,6 +162,11 @@ class Anatomy:
         usual = _ARCHITECTURES.get(text_config.model_type, Architecture())
         architecture = _ARCHITECTURES.get(config.model_type, usual)
         layers = _find_layers(model, architecture)
+        if getattr(layers[0], "is_decoder", True) is False:
+            raise UnsupportedModelError(
+                f"{name} is an encoder: its tokens attend to later ones, so each would change with the draft after it. "
+                "Load it with is_decoder=True, or call generate without `assistant`."
+            )
         for field, why in _REFUSED.items():
             if value := getattr(text_config, field, None):
                 raise UnsupportedModelError(
