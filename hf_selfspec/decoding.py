@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -15,6 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from .batch import Draft, Text, Verdict
 from .draft.source import FixedDrafter
+from .errors import UnsupportedOptionError
+from .model.exact import MOST_TOKENS
 from .model.experts import decoding_experts
 from .model.handover import hand_back
 from .model.inputs import Inputs
@@ -89,7 +90,7 @@ class Decoder:
         verdicts = self._judge(nothing, logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
         self._commit(verdicts, logits)
-        with nullcontext() if self.target.is_exact else decoding_experts(self.target.model):
+        with decoding_experts(self.target.model):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
             while self._is_needed():
@@ -159,6 +160,8 @@ class Decoder:
         tokens = text.last_tokens()
         if draft.size:
             tokens = torch.cat([tokens, _on_device(draft, nodes, text.ids.device)], dim=1)
+        if target.is_exact and draft.size >= MOST_TOKENS:
+            raise UnsupportedOptionError(f"SelfSpec(exact=True) takes drafts below {MOST_TOKENS} tokens: {draft.size}.")
         roots = text.last_slots()
         # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from .model.anatomy import Anatomy
 from .model.attention import served_attention
 from .model.inputs import Inputs
 from .model.modules import hooks_of, is_tensor_parallel
 from .model.patching import checkpoints
 from .model.prompt import check_cache, given_cache
-from .model.recurrences.kernels import check_kernels
 from .validation import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
@@ -51,11 +51,12 @@ def check_options(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def check_call(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:
+def check_call(
+    anatomy: Anatomy, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]
+) -> None:
     """Checks what is known of a call, besides its options, before its prompts are laid out; warns of checkpointing."""
     _check_adapters(model)
-    check_cache(given_cache(model_kwargs), model)
-    check_kernels(model)
+    check_cache(given_cache(model_kwargs), anatomy)
     implementation = model.config._attn_implementation
     if implementation is not None and implementation not in served_attention():
         raise UnsupportedOptionError(
@@ -81,9 +82,7 @@ def why_not_exact(model: PreTrainedModel, inputs: Inputs, config: Any) -> str:
     is_text = inputs.is_text and prompt.tokens.dim() == 2
     reasons = {
         "dtypes other than bfloat16 may round a number by its place": model.dtype is not torch.bfloat16,
-        "autocast is on": torch.is_autocast_enabled(model.device.type),
         "it serves one prompt of ids, without masked columns": len(prompt.lengths) > 1 or not is_whole or not is_text,
-        "the beginning of the prompt is in a cache already": max(prompt.cursors) > 0,
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
         "use_cache is False": config.use_cache is False,
         "graphs or a static cache are asked for": config.compile_config is not None,

@@ -335,13 +335,18 @@ def check_architecture(name: str, kinds: Iterable[str]) -> None:
 # Of layers and of texts; the others need something that is fitted, or search.
 ALWAYS = ("exit", "skip", "tree", "lookup", "default")
 OTHERS = [kind for kind in SPECS if kind not in ALWAYS]
-# Refused by name; probes on gemma3n, LoRA on phimoe and adapters on opt-350m are neither served nor refused in time.
+# Refused by name; probes on gemma3n, LoRA on phimoe, adapters on opt-350m and on several residual streams are neither
+# served nor refused in time.
+_STREAMS = {"layerskip", "adapter", "adapter tree", "heads", "probe"}
 REFUSED = {
     "gemma3n_text": {"adapter", "adapter tree", "heads", "probe"},
+    "glm_moe_dsa": {"heads"},
     "gpt_bigcode": {"layerskip"},
+    "hy_v4": _STREAMS,
     "inkling2_text": {"layerskip", "heads"},
     "opt-350m": {"adapter", "adapter tree", "heads"},
     "phimoe": {"lora"},
+    "qwen4_exp_text": _STREAMS,
 }
 
 

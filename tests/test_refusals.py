@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     GenerationConfig,
     GPT2Config,
@@ -211,11 +213,19 @@ def without_a_list() -> PreTrainedModel:
     return model
 
 
+def looped() -> PreTrainedModel:
+    """With a field of Inkling 2's config."""
+    model = tiny_llama()
+    model.config.loop_num_passes = 2
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
-        (tiny_rwkv, ("RwkvForCausalLM is stateful", "'rwkv'", "not proven", "without `assistant`")),
+        (tiny_rwkv, ("RwkvForCausalLM is stateful", "(rwkv)", "rolled back", "without `assistant`")),
+        (looped, ("LlamaForCausalLM runs layers several times", "loop_num_passes=2", "without `assistant`")),
         (without_a_list, ("GPT2LMHeadModel", "0 module lists", "register_architecture(")),
     ],
 )
@@ -306,3 +316,18 @@ def test_a_model_of_one_layer_has_no_exit(draft: EarlyExit | EarlyExitOnly) -> N
     words = r"LlamaForCausalLM has 1 layer, so it has no exit layer\."
     with pytest.raises(SettingError, match=words):
         tiny_llama(1).generate(**ROW, max_new_tokens=4, assistant=SelfSpec(draft))
+
+
+def test_an_encoder_is_no_decoder() -> None:
+    """Its tokens see later ones, so drafts would change what they follow; with ``is_decoder`` it is served."""
+    for is_decoder in (False, True):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        model = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, is_decoder=is_decoder, **sizes)).eval()
+        if is_decoder:
+            expected = model.generate(**ROW, max_new_tokens=6, do_sample=False)
+            assert torch.equal(
+                model.generate(**ROW, max_new_tokens=6, do_sample=False, assistant=SelfSpec.lookup()), expected
+            )
+        else:
+            with pytest.raises(UnsupportedModelError, match="is an encoder: .* is_decoder=True"):
+                model.generate(**ROW, max_new_tokens=6, assistant=SelfSpec.lookup())

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch.nn as nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .modules import forward_parameters
-from .recurrences import SERVED
+from .recurrences import KINDS
+from .recurrences.kernels import Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
@@ -63,15 +65,26 @@ class Architecture:
 _ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(tree=False, endless=True),
     "mpt": Architecture(attention="attn", mlp=("ffn",), tree=False),
+    "glm5_next_text": Architecture(tree=False, ragged=False, exits=False),
     "gpt_neo": Architecture(attention="attn", tree=False, ragged=False),
     "gpt_bigcode": Architecture(exits=False),
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
+    "qwen4_exp_text": Architecture(ragged=False, exits=False),
     "xglm": Architecture(endless=True),
     "doge": Architecture(causal=False),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
+    "hy_v4": Architecture(exits=False),
     "inkling2_text": Architecture(tree=False, ragged=False, replay=False, exits=False),
     "inkling_text": Architecture(tree=False, ragged=False),
 }
+
+# Fields of configs, where they are set, and what such a model does that cannot be rolled back.
+_REFUSED = {
+    "ple_layer_ids": "reads the ids of earlier tokens back from its cache",
+    "loop_num_passes": "runs layers several times, each time with keys and values of its own",
+}
+if not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):  # before transformers 5.23
+    _REFUSED["indexer_compress_ratio"] = "keeps positions beside the layers of its cache in this version"
 
 
 def register_architecture(model_type: str, architecture: Architecture) -> None:
@@ -113,7 +126,7 @@ class Anatomy:
     mlp: tuple[tuple[nn.Module, ...], ...]  # for each layer the modules of its MLP in the order in which they run
     decoder: nn.Module  # the model without its output head (the model itself where it has no such part)
     stack: nn.Module  # the module whose forward runs the layers; what it returns goes into the output head
-    kv_sources: frozenset[int]  # layers whose keys and values later layers read (Gemma 3n); their attention has to run
+    kv_sources: frozenset[int]  # layers whose keys or choice of keys later ones read; their attention has to run
     max_positions: int | None  # length of the texts that the model was made for, None if its config does not give it
     # Number of positions, None where they are computed for any index (rotary, ALiBi): the model is then only less
     # accurate on longer texts.
@@ -124,7 +137,12 @@ class Anatomy:
     replay: bool
     exits: bool
     causal: bool
-    is_recurrent: bool  # whether it has recurrent states, or inputs of convolutions, besides keys and values
+    streams: bool  # whether layers pass on [b, s, n, d], several residual streams of each token
+    kernels: Kernels | None  # what computes recurrent states, or convolutions, besides keys and values; None for none
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.kernels is not None
 
     @property
     def num_layers(self) -> int:
@@ -140,23 +158,37 @@ class Anatomy:
                 f"{name} is an encoder-decoder model. Self-speculative decoding needs a decoder-only model, such as "
                 "those that AutoModelForCausalLM loads."
             )
-        is_recurrent = config.model_type in SERVED
-        if getattr(model, "_is_stateful", False) and not is_recurrent:
-            raise UnsupportedModelError(
-                f"{name} is stateful, and for model type {config.model_type!r} it is not proven that its recurrent "
-                "state can be rolled back when a draft is rejected. Call generate without `assistant`."
-            )
-        architecture = _ARCHITECTURES.get(config.model_type, Architecture())
-        layers = _find_layers(model, architecture)
-        decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         text_config = config.get_text_config(decoder=True)
+        usual = _ARCHITECTURES.get(text_config.model_type, Architecture())
+        architecture = _ARCHITECTURES.get(config.model_type, usual)
+        layers = _find_layers(model, architecture)
+        if getattr(layers[0], "is_decoder", True) is False:
+            raise UnsupportedModelError(
+                f"{name} is an encoder: its tokens attend to later ones, so each would change with the draft after it. "
+                "Load it with is_decoder=True, or call generate without `assistant`."
+            )
+        for field, why in _REFUSED.items():
+            if value := getattr(text_config, field, None):
+                raise UnsupportedModelError(
+                    f"{name} {why} ({field}={value!r}), which is not supported with self-speculative decoding. Call "
+                    "generate without `assistant`."
+                )
+        kernels = Kernels.of(layers)
+        if getattr(model, "_is_stateful", False) and (kernels is None or kernels.recurrence is None):
+            kinds = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
+            raise UnsupportedModelError(
+                f"{name} is stateful ({', '.join(kinds)}), and its states cannot be rolled back when a draft is "
+                "rejected: its file has none of the functions for which that is known, or has them with other "
+                f"parameters ({', '.join(kind.kernel for kind in KINDS)}). Call generate without `assistant`."
+            )
+        decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
         is_rotary = getattr(text_config, "rope_parameters", None) is not None
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = "position_ids" in forward_parameters(model)
         # Without attention there are no positions.
-        has_places = alibi or architecture.tree is False or takes_positions or is_recurrent
+        has_places = alibi or architecture.tree is False or takes_positions or kernels is not None
         names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
         attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
         names = _MLP_NAMES if architecture.mlp is None else [architecture.mlp]
@@ -176,14 +208,16 @@ class Anatomy:
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
             causal=architecture.causal and all(getattr(block, "is_causal", True) for block in attention),
-            is_recurrent=is_recurrent,
+            streams=hasattr(text_config, "hc_mult"),
+            kernels=kernels,
         )
 
 
 def _kv_sources(text_config: Any) -> frozenset[int]:
     shared = getattr(text_config, "num_kv_shared_layers", 0) or 0
     if not shared:
-        return frozenset()
+        indexers = getattr(text_config, "indexer_types", None) or []
+        return frozenset(layer for layer, later in enumerate(indexers[1:]) if later == "shared")
     own = text_config.num_hidden_layers - shared
     kinds = (getattr(text_config, "layer_types", None) or ["full_attention"] * own)[:own]
     return frozenset({kind: index for index, kind in enumerate(kinds)}.values())

@@ -28,6 +28,8 @@ from .prompt import Holes
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 _ALIGNED = 8
+# Masks of a forward that are kept in another layout; those of sparse attention differ in every layer.
+_KEPT_MASKS = 8
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
 _OURS = "_is_speculative"  # marks the functions that replace transformers'
@@ -110,6 +112,8 @@ class MaskSpec:
             laid_out = wide.view(b, 1, group * s, -1)[..., :n]
             if mask.device != self.query_positions.device:
                 return laid_out  # a model over several devices copies the mask for each layer
+            if len(self.grouped) == _KEPT_MASKS:
+                self.grouped.pop(next(iter(self.grouped)))
             # The mask itself is kept too: once it is freed, another one could get its id.
             self.grouped[key] = mask, laid_out
         return self.grouped[key][1]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from .anatomy import Anatomy
+from .layer import RecurrentLayer, SpeculativeLayer
 from .layout import TreeLayout
-from .recurrences import SERVED
-from .recurrences.states import StateLayer, StateLog, StateUpdate
-from .traceable import ChangingNumber, Place, size_for, step_above
+from .recurrences.states import StateLog, StateUpdate
+from .traceable import Place, size_for, step_above
 from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
@@ -124,64 +124,12 @@ class _Bank:
             self._buffer[:, rows, :, target] = self._buffer[:, rows, :, source]
 
 
-class _SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer, which are in banks."""
-
-    is_sliding = False
-
-    def __init__(self, cache: SpeculativeCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._index = self._cache.layers.index(self)
-        self.banks = (
-            self._cache.bank("keys", self._index, key_states),
-            self._cache.bank("values", self._index, value_states),
-        )
-        self.is_initialized = True
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[b, k, slots, h]``."""
-        keys, values = (bank.of[bank.numbers[self._index]] for bank in self.banks)
-        return keys, values
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if (slots := self._cache.fixed_slots) is not None:
-            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-                # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
-                buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = states.transpose(1, 2)
-            return self.keys, self.values
-        keys, values = self.banks
-        return keys.write(self._index, key_states), values.write(self._index, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._cache.fixed_slots is not None:
-            return self._cache.capacity, 0
-        return self._cache.max_cursor + query_length, 0
-
-    def get_seq_length(self) -> Any:
-        return self._cache.max_cursor if self._cache.fixed_slots is None else ChangingNumber()
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class _RecurrentLayer(_SpeculativeLayer, StateLayer):
-    """Recurrent states of one layer, with keys and values if it has attention, too."""
-
-
 class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs."""
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int, kinds: Sequence[Hashable | None] = ()) -> None:
         """``kinds`` tells which layers have keys and values of one shape and device, as far as that is known."""
-        super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[SpeculativeLayer(self) for _ in range(num_layers)])
         self._kinds, self._banks = kinds, list[_Bank]()
         self.capacity = self._text_slots = capacity
         self.cursors = RowNumbers([0] * batch_size)
@@ -198,7 +146,7 @@ class SpeculativeCache(Cache):
     @property
     def _logs(self) -> list[StateLog]:
         layers = self.layers if self.has_states else []
-        return [log for layer in layers if isinstance(layer, _RecurrentLayer) for log in layer.logs()]
+        return [log for layer in layers if isinstance(layer, RecurrentLayer) for log in layer.logs()]
 
     def look_back(self, slots: int) -> None:
         """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
@@ -294,7 +242,7 @@ class SpeculativeCache(Cache):
 
     def layer(self, index: int) -> Any:
         while len(self.layers) <= index:
-            self.layers.append(_SpeculativeLayer(self))
+            self.layers.append(SpeculativeLayer(self))
         return self.layers[index]
 
     def keep_rows(self, kept: list[int]) -> None:
@@ -325,12 +273,12 @@ def cache_for(
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
     kinds = [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
     cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds)
-    if model.config.model_type in SERVED:
-        cache.has_states, recurrence = True, SERVED[model.config.model_type]
+    if anatomy.kernels is not None:
+        cache.has_states = True
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                cache.layers[index] = states = _RecurrentLayer(cache)
-                states.init_states(layer.number_of_states, recurrence, type(model).__name__)
+                cache.layers[index] = states = RecurrentLayer(cache)
+                states.init_states(layer.number_of_states, anatomy.kernels.recurrence, anatomy.model_name)
     return cache
 
 

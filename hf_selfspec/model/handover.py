@@ -24,12 +24,18 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
             continue
         layer = cache.layer(index)
         layer.lazy_initialization(source.keys, source.values)
-        for bank, buffer, states in zip(layer.banks, layer.buffers(), (source.keys, source.values), strict=True):
+        kept = {"keys": source.keys, "values": source.values}
+        if getattr(source, "indexer_keys", None) is not None:
+            kept["indexer"] = source.indexer_keys[:, None]
+        if getattr(source, "indexer_position_ids", None) is not None:
+            kept["positions"] = source.indexer_position_ids.transpose(0, 1)[..., None]
+        for name, states in kept.items():
+            bank = layer.bank(name, states)
             # A sliding-window layer has dropped its oldest tokens, which no window covers any more.
             whole = pad(states, (0, 0, length - states.shape[2], 0))
             if columns is not None:
                 whole = _picked(whole, columns.to(states.device))
-            buffer[:, :, : whole.shape[2]] = whole
+            layer.buffer(name)[:, :, : whole.shape[2]] = whole
             bank.filled = max(bank.filled, whole.shape[2])
 
 
@@ -49,15 +55,20 @@ def hand_back(
             layer.hand_states(other.layers[index], slots)
         if not layer.is_initialized:
             continue
-        pair = []
-        for buffer in layer.buffers():
+        kept = {}
+        for name in layer.banks:
+            buffer = layer.buffer(name)
             if columns is None:
-                pair.append(buffer[:, :, :length].clone())
+                kept[name] = buffer[:, :, :length].clone()
             else:
                 places = columns.to(buffer.device)
                 picked = _picked(buffer, places.clamp(min=0))
-                pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
-        other.update(*pair, layer_idx=index)
+                kept[name] = picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous()
+        other.update(kept["keys"], kept["values"], layer_idx=index)
+        if "indexer" in kept:
+            other.layers[index].update_indexer(kept["indexer"][:, 0])
+        if "positions" in kept:
+            other.layers[index].indexer_position_ids = kept["positions"][..., 0].transpose(0, 1)
 
 
 def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

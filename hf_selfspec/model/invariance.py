@@ -15,6 +15,7 @@ from ..errors import brief
 from .anatomy import Anatomy
 from .cache import cache_for
 from .exact import MOST_TOKENS
+from .experts import decoding_experts
 from .modules import all_modules
 from .partial import ForwardPass, obeying
 from .plan import LayerPlan
@@ -29,15 +30,7 @@ _NEW, _TIMED, _TURNS = 8, 4, 6
 
 _CHANGING = "training", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_active_adapter", "_disable_adapters"
 
-_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-
-
-def is_first_call(model: PreTrainedModel) -> bool:
-    """Whether this was not asked about a model before: nothing is tried out in a first call, which it would delay."""
-    is_first = model not in _seen
-    _seen.add(model)
-    return is_first
 
 
 def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
@@ -87,16 +80,13 @@ def _price(model: PreTrainedModel, anatomy: Anatomy) -> float:
 
 def _mark(module: nn.Module) -> str:
     """What changes when the kernels of a model, or of a layer, may do."""
-    return str(
-        [
-            (type(one), *map(one.__dict__.get, _CHANGING), *((x.dtype, x.device, x.shape) for x in _parameters(one)))
-            for one in all_modules(module)
-        ]
-    )
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [one for one in module._parameters.values() if one is not None]
+    seen: list[Any] = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    for one in all_modules(module):
+        forward = one.__dict__.get("forward")
+        is_ours = str(getattr(forward, "__module__", "")).startswith("hf_selfspec")
+        seen += type(one), *map(one.__dict__.get, _CHANGING), None if is_ours else forward
+        seen += [(x.dtype, x.device, x.shape) for x in one._parameters.values() if x is not None]
+    return str(seen)
 
 
 def _first_in_whole(model: PreTrainedModel, anatomy: Anatomy) -> str:
@@ -105,7 +95,7 @@ def _first_in_whole(model: PreTrainedModel, anatomy: Anatomy) -> str:
     text, new = ids.split([_KNOWN, _NEW], dim=1)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     past: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
-    with target.prepared():
+    with target.prepared(), decoding_experts(model):
         target.prefill(text, [0], [_KNOWN])
         model(text, **past)
         alone = []
@@ -128,7 +118,7 @@ def _first_by_count(model: PreTrainedModel, anatomy: Anatomy) -> str:
     target, ids = _target(model, anatomy, _KNOWN, plan), _ids(model, _KNOWN + MOST_TOKENS)
     text, new = ids.split([_KNOWN, MOST_TOKENS], dim=1)
     every: dict[int, torch.Tensor] = {}
-    with target.prepared():
+    with target.prepared(), decoding_experts(model):
         target.prefill(text, [0], [_KNOWN])
         for count in range(MOST_TOKENS, 0, -1):
             run = ForwardPass(plan, stop=plan.num_layers)

@@ -141,7 +141,8 @@ def _install(anatomy: Anatomy, model: nn.Module, forwards: InstanceForwards) -> 
     forwards.replace(anatomy.stack, _stack_forward(anatomy.stack))
     arity = _arities.setdefault(model, {})
     for index, layer in enumerate(anatomy.layers):
-        forwards.replace(layer, _layer_forward(layer, index, arity, is_last=index == anatomy.num_layers - 1))
+        is_last = index == anatomy.num_layers - 1
+        forwards.replace(layer, _layer_forward(layer, index, arity, is_last, anatomy.streams))
         attention, mlp = anatomy.attention[index], anatomy.mlp[index]
         if attention is not None:
             forwards.replace(attention, _block_forward(attention, index, arity, "skipped_attention", silent=True))
@@ -170,7 +171,7 @@ def _stack_forward(stack: nn.Module) -> Forward:
     return forward
 
 
-def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool) -> Forward:
+def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, streams: bool) -> Forward:
     original, kind = layer.forward, type(layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -179,15 +180,15 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool) -
             return original(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         if index == current.start and current.state is not None:
-            hidden = current.state
+            hidden = current.state.reshape(hidden.shape) if streams else current.state
             if args:
                 args = (hidden, *args[1:])
             else:
                 kwargs["hidden_states"] = hidden
         if index == current.capture:
-            current.captured = hidden
+            current.captured = _rows(hidden, streams)
         if current.stop_fn is not None:
-            current.check_stop(index, hidden)
+            current.check_stop(index, _rows(hidden, streams))
         if index in current.passed:
             output = with_arity(hidden, arity.get(kind))
         else:
@@ -195,14 +196,19 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool) -
             arity[kind] = len(output) if isinstance(output, tuple) else None
         if current.after_layer is not None:
             left = output[0] if isinstance(output, tuple) else output
-            left = current.after_layer(index, hidden, left)
+            left = current.after_layer(index, _rows(hidden, streams), _rows(left, streams)).reshape(left.shape)
             output = (left, *output[1:]) if isinstance(output, tuple) else left
         if is_last:
-            current.exit_state = output[0] if isinstance(output, tuple) else output
+            current.exit_state = _rows(output[0] if isinstance(output, tuple) else output, streams)
             current.autocast = autocast_around(current.exit_state)
         return output
 
     return forward
+
+
+def _rows(states: torch.Tensor, streams: bool) -> torch.Tensor:
+    """States ``[b, s, d]``, with the ``n`` streams ``[b, s, n, d]`` of a token side by side."""
+    return states.flatten(2) if streams else states
 
 
 def _block_forward(module: nn.Module, index: int, arity: _Arity, skipped: str, silent: bool) -> Forward:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel, cache_utils
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -20,11 +21,16 @@ from transformers.cache_utils import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from .anatomy import Anatomy
 from .modules import forward_parameters
-from .recurrences import SERVED
 
 # In newer versions' caches, layers that read another layer's keys and values have an empty entry.
-_ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+_ROLLS_BACK = (
+    DynamicLayer,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    getattr(cache_utils, "DummyLayer", DynamicLayer),
+)
 
 
 @dataclass(frozen=True)
@@ -218,11 +224,11 @@ def tokens_in(cache: Cache) -> int:
     return 0
 
 
-def check_cache(cache: Any, model: PreTrainedModel) -> None:
+def check_cache(cache: Any, anatomy: Anatomy) -> None:
     """Checks that the tokens of ``cache`` can be rolled back."""
     if cache is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes a cache of its own, whose tokens cannot be rolled back when a draft is "
+            f"{anatomy.model_name} makes a cache of its own, whose tokens cannot be rolled back when a draft is "
             "rejected. Call generate without `assistant`."
         )
     if not isinstance(cache, DynamicCache) or cache.offloading:
@@ -231,11 +237,10 @@ def check_cache(cache: Any, model: PreTrainedModel) -> None:
             f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `{CACHE_NAME}` and "
             "`cache_implementation`, or pass a DynamicCache."
         )
-    # Recurrent states can be rolled back for the models for which this is proven.
-    recurrent = LinearAttentionCacheLayerMixin if model.config.model_type in SERVED else ()
+    recurrent = LinearAttentionCacheLayerMixin if anatomy.is_recurrent else ()
     for layer in cache.layers:
         if type(layer) not in _ROLLS_BACK and not isinstance(layer, recurrent):
             raise UnsupportedModelError(
-                f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
+                f"{anatomy.model_name} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
                 "back when a draft is rejected. Call generate without `assistant`."
             )

@@ -159,6 +159,8 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
     if anatomy.is_recurrent:
         return "it has recurrent states, which a graph cannot write by slot"
+    if any(getattr(block, "indexer", None) is not None for block in anatomy.attention):
+        return "it has indexers, whose keys a graph cannot write by slot"
     if not (anatomy.tree and anatomy.ragged):
         return "it builds masks of its own"
     if is_compiled(model):

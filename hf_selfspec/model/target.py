@@ -27,7 +27,7 @@ from .partial import ActiveRows, ForwardPass, is_speculating, obeying, partial_f
 from .patching import Autocast, eagerly, within, without_checkpointing
 from .plan import LayerPlan, LoraDeltas
 from .prompt import Holes, cache_name
-from .recurrences.kernels import served_kernels, turns
+from .recurrences.kernels import turns
 from .transfer import RowNumbers
 
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
@@ -88,7 +88,8 @@ class Target:
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             stack.enter_context(without_cudnn_attention())
-            stack.enter_context(served_kernels(self.model))
+            if self.anatomy.kernels is not None:
+                stack.enter_context(self.anatomy.kernels.served())
             if is_compiled(self.model):
                 stack.enter_context(eagerly())
             if self.graphs is not None:

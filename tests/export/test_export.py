@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
-from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
+from helpers.architectures import ARCHITECTURES, EVERY_RUN, SHARING, STATEFUL, build
 from helpers.calls import random_skip_set
 from helpers.fitted import arguments, heads_of, rows
 from helpers.models import VOCABULARY, character_tokenizer, ragged_batch, tiny_llama
@@ -59,7 +59,7 @@ TEXT = ragged_batch((24,), seed=3)
 CLOSE = 1e-5
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
 # A layer of these is another one at another place, or shares what it reads with others.
-NO_OTHER_PLACE, NO_EXIT = ("diffllama",), ("gemma3n_text",)
+NO_OTHER_PLACE, NO_EXIT = ("diffllama",), SHARING
 # Families whose layers can be an adapter, with the settings that are usual for them.
 WITH_ADAPTER: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("arcee", "gemma", "llama", "mistral", "qwen2", "seed_oss", "smollm3")},

@@ -16,8 +16,8 @@ VOCABULARY = 97
 
 # Types of models that differ in what this package touches: ids of the parameters that each run has.
 EVERY_RUN = (
-    "bamba|bloom|cohere2|deepseek_v3|falcon|gemma2|gemma3_text|gpt2|gpt_neox|gpt_oss|llama|mamba2|mixtral|opt|phi3|"
-    "qwen3_next|zamba2"
+    "bamba|bloom|cohere2|deepseek_v3|falcon|gemma2|gemma3_text|glm_moe_dsa|gpt2|gpt_neox|gpt_oss|llama|mamba2|mixtral|"
+    "opt|phi3|qwen3_next|zamba2"
 )
 
 # What nearly every config understands; entries below add to it, replace it, or (with None) take away from it.
@@ -34,6 +34,8 @@ _MLA: dict[str, Any] = {
     "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
 }  # fmt: skip
 _WINDOW: dict[str, Any] = {"sliding_window": 8}
+# So many heads that scores of 0, which no order decides, are rare.
+_INDEXED: dict[str, Any] = _MLA | {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -52,6 +54,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": _MLA | {"topk_method": "greedy"},
     "deepseek_v3": _MLA,
+    "deepseek_v32": _INDEXED,
     "diffllama": {},
     "doge": {},
     "dots1": _MLA | {"num_key_value_heads": 2, "head_dim": 8},
@@ -71,6 +74,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": _MLA | {"num_key_value_heads": 2, "head_dim": 8},
+    "glm_moe_dsa": _INDEXED | {"indexer_types": ["full", "shared", "full", "full"]},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "gpt_neo": {
@@ -84,6 +88,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe": _MOE,
     "helium": {},
     "hunyuan_v1_dense": {},
+    "hy_v4": _INDEXED | {"indexer_types": ["full", "shared", "full", "full"]},
     "jais2": {},
     "llama": {},
     "llama4_text": _MOE | {
@@ -138,6 +143,10 @@ _INKLING: dict[str, Any] = _MOE | {
     "layer_types": ["hybrid_sliding", "hybrid"] * 2, "rope_parameters": None,
 }  # fmt: skip
 
+# Whose code after the last layer takes one batch alone, and whose later layers read what earlier ones have stored.
+NO_EXITS = ("gpt_bigcode", "hy_v4", "inkling2_text", "qwen4_exp_text")
+SHARING = ("gemma3n_text", "glm_moe_dsa", "hy_v4")
+
 # Models with recurrent states.
 STATEFUL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _KIMI | {"q_lora_rank": None, "head_dim": 8, "short_conv_kernel_size": 4, "layer_group_size": 2},
@@ -154,6 +163,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
         "use_associative_scan": False, "use_mamba_kernels": False,
     },
     "kimi_linear": _KIMI | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lara_mini": _MOE,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
     "lfm2_moe": _MOE | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "sliding_window": 8},
@@ -167,6 +177,11 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _GATED | _MOE | {"shared_expert_intermediate_size": 16},
     "qwen3_5_text": _GATED,
     "qwen3_next": _GATED | _MOE | {"shared_expert_intermediate_size": 16},
+    "qwen4_exp_text": _GATED | _MOE | {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "shared_expert_intermediate_size": 16,
+        "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_compress_ratio": 2, "hc_count": 2, "hc_lowrank": 8,
+    },
     "zamba": {
         "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "attention_head_dim": 16,
         "num_key_value_heads": 4, "use_associative_scan": False,
@@ -179,9 +194,9 @@ STATEFUL: dict[str, dict[str, Any]] = {
 ARCHITECTURES |= STATEFUL
 
 # Types that the oldest transformers we support does not have.
-_NEWER = ("bailing_hybrid", "inkling2_text", "lfm3")
-# And one whose recurrence is written there in a way that is refused.
-_REFUSED_IN_OLDEST = "nemotron_h"
+_NEWER = ("bailing_hybrid", "inkling2_text", "lara_mini", "lfm3")
+# And those whose states are kept there in a way that is refused.
+_REFUSED_IN_OLDEST = ("nemotron_h", "qwen4_exp_text")
 
 _EAGER_ONLY = ("gpt_oss", "gemma2", "vaultgemma")
 
@@ -204,8 +219,7 @@ def build(name: str, seed: int | None = None, factor: float | None = None, **cha
     model_type = entry.pop("model_type", name)
     if model_type in _NEWER and model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type} yet")
-    if model_type == _REFUSED_IN_OLDEST and transformers.__version__.startswith("5.17."):
-        pytest.skip(f"the {model_type} of transformers {transformers.__version__} is refused")
+    skip_if_refused(model_type)
     chosen_seed, chosen_factor = _CHOSEN.get(name, (0, 0.5))
     settings = {key: value for key, value in (_COMMON | entry | changes).items() if value is not None}
     torch.manual_seed(chosen_seed if seed is None else seed)
@@ -216,6 +230,11 @@ def build(name: str, seed: int | None = None, factor: float | None = None, **cha
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config).eval()
     return draftable(model, chosen_factor if factor is None else factor)
+
+
+def skip_if_refused(model_type: str) -> None:
+    if model_type in _REFUSED_IN_OLDEST and transformers.__version__.startswith("5.17."):
+        pytest.skip(f"the {model_type} of transformers {transformers.__version__} is refused")
 
 
 def draftable(model: PreTrainedModel, factor: float) -> PreTrainedModel:

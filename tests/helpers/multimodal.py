@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from helpers.architectures import draftable
+from helpers.architectures import ARCHITECTURES, draftable, skip_if_refused
 
 IMAGE, VIDEO = 90, 91
 # A placeholder for which there is no embedding.
@@ -53,6 +53,11 @@ _CHUNKS: dict[str, Any] = {
     "interleave_moe_layer_step": 2, "attn_temperature_tuning": False,
 }  # fmt: skip
 _GEMMA3: dict[str, Any] = {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8}
+_GLM5: dict[str, Any] = ARCHITECTURES["deepseek_v32"] | {
+    "head_dim": 0, "qk_rope_head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 4, "index_topk": 8,
+    "index_kpool": 2, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+}  # fmt: skip
 _PROJECTED: dict[str, Any] = {
     "intermediate_size": 64, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 16, "projector_input_dim": 16,
     "projector_output_dim": 16,
@@ -61,6 +66,11 @@ _PROJECTED: dict[str, Any] = {
 
 def _text(model_type: str, **settings: Any) -> dict[str, Any]:
     return {"model_type": model_type} | _TEXT | settings
+
+
+def _stateful(model_type: str) -> dict[str, Any]:
+    text = _text(model_type, **ARCHITECTURES[model_type], **_MROPE)
+    return {"text_config": text, "vision_config": _QWEN_VISION | {"num_position_embeddings": 16}}
 
 
 # The beginning of a class's name, and configs; the tokens of images have the ids above.
@@ -100,6 +110,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": _text("glm4v_text", **_MROPE),
         "vision_config": _QWEN_VISION | {"image_size": 8, "spatial_merge_size": 2},
     }),
+    "qwen3_5": ("Qwen3_5", _stateful("qwen3_5_text")),
+    "qwen3_5_moe": ("Qwen3_5Moe", _stateful("qwen3_5_moe_text")),
+    "qwen4_exp": ("Qwen4Exp", _stateful("qwen4_exp_text")),
+    "glm5_next": ("Glm5Next", {
+        "text_config": _text("glm5_next_text", **_GLM5),
+        "vision_config": _QWEN_VISION | {"image_size": 8, "spatial_merge_size": 2, "projection_intermediate_size": 16},
+    }),
+    "lfm2_vl": ("Lfm2Vl", {
+        "text_config": _text("lfm2", **ARCHITECTURES["lfm2"]), "downsample_factor": 1,
+        "vision_config": _SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 4},
+    }),
     "exaone4_5": ("Exaone4_5_", {
         "text_config": _text("exaone4", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
         "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
@@ -117,7 +138,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "audio_token_index": IMAGE, "has_lora_adapter": False, "downsample_rate": 2, "window_size": 4,
     }),
 }  # fmt: skip
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm4v", "glm5_next")
 
 
 @dataclass(frozen=True)
@@ -139,6 +160,14 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
     "llama4": Media(1, (1, *_SIZE)),
     "mistral3": Media(4, (1, *_SIZE), beside=lambda: {"image_sizes": torch.tensor([[8, 8]])}),
     **dict.fromkeys((*QWEN, "exaone4_5"), _GRID),
+    "lfm2_vl": Media(
+        4,
+        (1, 4, 48),
+        beside=lambda: {
+            "spatial_shapes": torch.tensor([[2, 2]]),
+            "pixel_attention_mask": torch.ones(1, 4, dtype=torch.long),
+        },
+    ),
     "qwen2_audio": Media(
         8, (1, 8, 32), "input_features", lambda: {"feature_attention_mask": torch.ones(1, 32, dtype=torch.long)}
     ),
@@ -152,6 +181,7 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
 def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
     """A random model of the type, whose layers are damped so that drafts are right now and then."""
     class_name, settings = MODELS[name]
+    skip_if_refused(settings["text_config"]["model_type"])
     ids = {"image_token_id": placeholder, "image_token_index": placeholder, "video_token_id": VIDEO}
     torch.manual_seed(0)
     with warnings.catch_warnings():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, PreTrainedModel
 
 from helpers.architectures import build
 from helpers.calls import PAST
 from helpers.models import BATCH, ROW, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, SkipLayers, TopKTree
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.draft.source import DraftSource, FixedDrafter, Session
 from hf_selfspec.errors import UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.exact import ExactForward
@@ -33,6 +37,17 @@ NAMES = (
     "olmo2", "olmo3", "cohere", "cohere2", "deepseek_v3", "glm4", "mixtral", "olmoe", "qwen3_moe", "gpt_neox",
     "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TooLong(DraftSource):
+    def start(self, session: Session) -> FixedDrafter:
+        return _TooLong()
+
+
+class _TooLong(FixedDrafter):
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        return Draft(text.ids.new_ones(1, 40), [40])
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -74,23 +89,9 @@ def test_other_promises() -> None:
     model.generate(**ROW, max_new_tokens=4, do_sample=True, assistant=EXACT)
     assert EXACT.stats.promise == "distribution"
     model.to(torch.bfloat16)
-    for spec, promise in ((SelfSpec(exact=False), "near-ties"), (SelfSpec.early_exit_only(1), "none")):
+    for spec, promise in ((SelfSpec.lookup(), "near-ties"), (SelfSpec.early_exit_only(1), "none")):
         model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=spec)
         assert spec.stats.promise == promise
-
-
-@pytest.mark.parametrize(("is_cheap", "promise"), [(True, "bit for bit"), (False, "near-ties")])
-def test_by_default_it_is_taken_where_it_is_cheap(
-    is_cheap: bool, promise: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But in no first call, which nothing holds up; and not for rows of a batch, or drawn tokens."""
-    monkeypatch.setattr("hf_selfspec.call._EXACT_PRICE", 1e9 if is_cheap else -1.0)
-    model, spec = model_of("llama"), SelfSpec.lookup()
-    for expected in ("near-ties", promise, promise):
-        model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=spec)
-        assert spec.stats.promise == expected
-    model.generate(**BATCH, max_new_tokens=4, do_sample=False, assistant=spec)
-    assert spec.stats.promise == "near-ties"
 
 
 @pytest.mark.parametrize("shape", [(1, 11, 1536), (13, 64), (1, 6, 127), (1, 5, 4, 64)])
@@ -107,11 +108,17 @@ def test_each_token_is_what_it_is_alone(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 8, 29])
-def test_what_differs_is_named(count: int) -> None:
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_differs_is_named(count: int, everywhere: bool) -> None:
     """Where a module looks at how many tokens there are, whatever their number; afterwards the model is as it was, and
     what was found out does not outlive what it was about."""
     model = model_of("llama")
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda _, given, out: out * (1 + (out.shape[1] == count)))
+
+    def change(module: torch.nn.Module, given: Any, out: Any) -> Any:
+        return out * (1 + (out.shape[1] == count)) if type(module) is type(mlp) else out
+
+    mlp = model.model.layers[1].mlp
+    hook = register_module_forward_hook(change) if everywhere else mlp.register_forward_hook(change)
     with pytest.raises(UnsupportedOptionError, match=r"model\.layers\.\d+ of .* Leave `exact` out"):
         model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -148,7 +155,7 @@ def test_calls_that_are_refused() -> None:
     model(ROW["input_ids"][:, :-1], **{PAST: cache})
     for given, why in (
         (BATCH, "one prompt of ids"),
-        (ROW | {PAST: cache}, "in a cache already"),
+        (ROW | {PAST: cache}, "a cache of your own"),
         (ROW | {"prefill_chunk_size": 2}, "prefill_chunk_size"),
         (ROW | {"cache_implementation": "static"}, "graphs or a static cache"),
     ):
@@ -157,6 +164,8 @@ def test_calls_that_are_refused() -> None:
     for spec in (SelfSpec(compile=True, exact=True), SelfSpec(SelfSpec.early_exit_only(1).draft, exact=True)):
         with pytest.raises(UnsupportedOptionError, match="parts of the model, or graphs"):
             model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=spec)
+    with pytest.raises(UnsupportedOptionError, match="drafts below 32 tokens: 40"):
+        model.generate(**ROW, max_new_tokens=60, do_sample=False, assistant=SelfSpec(TooLong(), exact=True))
     for name, why in (("doge", "interface"), ("bloom", "tree"), ("lfm2", "recurrent"), ("gpt_oss", "not 'sdpa'")):
         with pytest.raises(UnsupportedOptionError, match=why):
             build(name).bfloat16().generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)

@@ -54,7 +54,7 @@ def check(name: str, spec: SelfSpec, texts: tuple[int, ...] = ROWS["one"], **opt
 
 
 @pytest.mark.every_run(".*-ragged|(llava|gemma3|qwen2_vl|paligemma)-texts")
-@pytest.mark.filterwarnings("ignore:Exaone4_5.* cannot take:UserWarning")
+@pytest.mark.filterwarnings("ignore:(Exaone4_5|Qwen4Exp|Glm5Next).* cannot take:UserWarning")
 @pytest.mark.parametrize("rows", [*ROWS, "text", "texts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
@@ -113,7 +113,7 @@ DRAFTS: dict[str, Callable[[], SelfSpec]] = {
 
 @pytest.mark.every_run("llava-.*")
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_all_kinds_of_drafts(name: str, draft: str) -> None:
     spec = DRAFTS[draft]()
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_all_kinds_of_drafts(name: str, draft: str) -> None:
 
 @pytest.mark.every_run("llava-.*lookup|gemma3-lookup")
 @pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "default"])
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl", "idefics3", "voxtral"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl", "qwen3_5", "idefics3", "voxtral"])
 def test_placeholders_that_are_generated_and_drafted(name: str, draft: str) -> None:
     """Without an image to go with, a placeholder is a token like any other."""
     spec, prompt = DRAFTS[draft](), prompt_of(name)
@@ -164,6 +164,8 @@ def another_image(name: str, assistant: SelfSpec | None) -> torch.Tensor:
 
 
 def several_answers(name: str, assistant: SelfSpec | None) -> torch.Tensor:
+    if name == "qwen3_5" and version.parse(transformers.__version__) < version.parse("5.23"):
+        pytest.skip("transformers before 5.23 finds this model's images by tokens that these prompts do not have")
     options: dict[str, Any] = {"num_return_sequences": 3, "do_sample": True, "top_k": 1, "max_new_tokens": 20}
     return _model(name).generate(**prompt_of(name, ROWS["ragged"]), **options, assistant=assistant)
 
@@ -194,11 +196,12 @@ CALLS: dict[str, Callable[[str, SelfSpec | None], torch.Tensor]] = {
 @pytest.mark.every_run(
     "qwen2_5_vl-(chat|short first turn|chunks)|gemma3-(chat with.*|several answers)|llava-(chat|rows end)"
 )
+@pytest.mark.filterwarnings("ignore:Qwen4Exp.* cannot take:UserWarning")
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5", "qwen4_exp"])
 def test_other_calls(name: str, call: str) -> None:
     """The probe of ``layerskip`` feeds tokens again, none of those that stood for an image."""
-    spec = SelfSpec.layerskip() if call == "short first turn" else SPEC
+    spec = SelfSpec.layerskip() if call == "short first turn" and name != "qwen4_exp" else SPEC
     assert torch.equal(CALLS[call](name, spec), CALLS[call](name, None))
 
 
@@ -208,7 +211,7 @@ def _adapter() -> Adapter:
 
 
 @pytest.mark.every_run("qwen2_5_vl")
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one row's adapter has tokens to catch up with, others are fed again too, at most what was generated."""
     update, width = AdapterDraft.update, MEDIA[name].tokens + 3

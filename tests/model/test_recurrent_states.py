@@ -227,7 +227,7 @@ def test_what_is_refused() -> None:
 
 def test_unknown_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling("qwen3_next"), GatedDelta.kernel, lambda query, key, scale: None)
-    with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM computes its recurrent states in a way"):
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3Next.* stateful.*other parameters \(torch_chunk"):
         _model("qwen3_next").generate(**ROW, max_new_tokens=4, assistant=SPEC)
 
 
@@ -268,13 +268,17 @@ def test_recurrence_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         model.generate(**ROW, max_new_tokens=4, assistant=SPEC)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "xlstm"])
-def test_types_that_are_not_proven(name: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v4", "recurrent_gemma", "xlstm", "zaya"])
+def test_states_of_unknown_kinds(name: str) -> None:
     common = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
     own: dict[str, dict[str, Any]] = {
-        "recurrent_gemma": {"num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 32, "head_dim": 8},
+        "deepseek_v4": heads | {"n_routed_experts": 2, "num_experts_per_tok": 1, "o_groups": 2, "index_n_heads": 2},
+        "recurrent_gemma": heads | {"lru_width": 32},
         "xlstm": {"num_heads": 4},
+        "zaya": heads | {"num_experts": 2, "router_hidden_size": 8},
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **common, **own[name])).eval()
-    with pytest.raises(UnsupportedModelError, match=type(model).__name__):
+    kinds = {"deepseek_v4": "heavily_compressed_attention", "zaya": "hybrid"}.get(name, "")
+    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__} is stateful \(.*{kinds}.*chunk_scan"):
         model.generate(**ROW, max_new_tokens=4, eos_token_id=None, pad_token_id=0, assistant=SPEC)

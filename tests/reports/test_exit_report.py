@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from helpers.architectures import STATEFUL, build
+from helpers.architectures import NO_EXITS, STATEFUL, build
 from helpers.calls import unchanged
 from helpers.models import VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from helpers.processes import peft_calls_old_name
@@ -89,7 +89,7 @@ def test_llama_by_hand(
 
 # Tied heads, soft-caps, scales, projections, a decoder under another name, streams.
 NAMES = ("gemma2", "cohere", "granite", "opt", "opt-350m", "llama4_text", "gemma3n_text")
-RECURRENT = [name for name in STATEFUL if name != "inkling2_text"]
+RECURRENT = [name for name in STATEFUL if name not in NO_EXITS]
 
 
 @pytest.mark.every_run(f"tied|mamba2|{'|'.join(NAMES)}")

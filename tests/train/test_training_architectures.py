@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.architectures import ARCHITECTURES, EVERY_RUN, build
+from helpers.architectures import ARCHITECTURES, EVERY_RUN, NO_EXITS, SHARING, build
 from helpers.distributed_training import rows_put_back
 from helpers.train.watching import attributes_of
 from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
@@ -71,11 +71,8 @@ def assert_same(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[fl
     largest = max(gradient.abs().max().item() for gradient in expected[1].values())
     assert largest > 1e-3
     for name in found[1].keys() | expected[1].keys():
-        there = expected[1].get(name, torch.zeros(()))
-        here = found[1].get(name, torch.zeros(()))
-        torch.testing.assert_close(
-            here.expand_as(there), there.expand_as(here), rtol=1e-4, atol=2e-6 * largest, msg=name
-        )
+        both = torch.broadcast_tensors(*(one[1].get(name, torch.zeros(())) for one in (found, expected)))
+        torch.testing.assert_close(*both, rtol=1e-4, atol=2e-6 * largest, msg=name)
 
 
 def begin(callback: Any, model: PreTrainedModel) -> None:
@@ -98,7 +95,7 @@ def training_step(callback: Any, model: PreTrainedModel, step: int = 0) -> Itera
 
 
 @pytest.mark.every_run(EVERY_RUN)
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("gpt_bigcode", "inkling2_text")])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NO_EXITS])
 def test_early_exit_loss(name: str) -> None:
     """Losses of models that run their first layers alone, added up by hand."""
     model = _model(name)
@@ -131,7 +128,7 @@ def stays(step: int, rates: list[float]) -> np.ndarray:
 
 
 @pytest.mark.every_run(EVERY_RUN)
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gemma3n_text"])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SHARING])
 def test_layer_dropout(name: str) -> None:
     """A step in which rows leave layers one by one, and one in which all leave a layer between others."""
     model = _model(name)

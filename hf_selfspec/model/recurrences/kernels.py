@@ -10,18 +10,17 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
-from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
-from ..modules import all_modules
 from ..patching import InstanceForwards, PerThread, SharedChange
-from . import SERVED
+from . import KINDS
+from .recurrence import Recurrence
 
 # Takes the original function and the arguments of a call, and returns what the function would return.
 Run = Callable[..., Any]
@@ -64,44 +63,38 @@ def turns() -> Iterator[None]:
         turn.check()
 
 
-def served_kernels(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Returns a context in which the functions are installed, for all threads that use them."""
-    if model.config.model_type not in SERVED:
-        return nullcontext()
-    [module] = _modules(model)
-    recurrence = SERVED[model.config.model_type]
-    names = {"convolution": CONVOLUTION} | ({} if recurrence is None else {"recurrence": recurrence.kernel})
+@dataclass(frozen=True)
+class Kernels:
+    """The functions in a model's Python file that compute its recurrent states."""
 
-    def serve(forwards: InstanceForwards) -> None:
-        for kind, name in names.items():
-            forwards.set(module, name, _redirected(getattr(module, name), kind))
+    file: Any
+    recurrence: type[Recurrence] | None  # whose function it is, None for convolutions alone
 
-    return _served.of(module, serve)
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> Kernels | None:
+        """Finds the functions by names and parameters in the file of these layers, ``None`` without convolutions."""
+        names = {base.__module__ for kind in set(map(type, layers)) for base in kind.__mro__}
+        files = [file for file in map(sys.modules.get, sorted(names)) if _has_convolution(file)]
+        if len(files) != 1:
+            return None
+        known = (kind for kind in KINDS if _parameters(files[0], kind.kernel) == kind.parameters)
+        return cls(files[0], next(known, None))
 
+    def served(self) -> AbstractContextManager[None]:
+        """Returns a context in which calls of the functions are redirected, for all threads that use them."""
+        names = {"convolution": CONVOLUTION}
+        if self.recurrence is not None:
+            names["recurrence"] = self.recurrence.kernel
 
-def check_kernels(model: PreTrainedModel) -> None:
-    """Checks that the file of a model with recurrent states has the functions and parameters that we support."""
-    if model.config.model_type not in SERVED:
-        return
-    recurrence = SERVED[model.config.model_type]
-    modules = _modules(model)
-    first = _FIRST_OF_CONVOLUTION
-    known = len(modules) == 1 and _parameters(modules[0], CONVOLUTION)[: len(first)] == first
-    if known and recurrence is not None:
-        known = _parameters(modules[0], recurrence.kernel) == recurrence.parameters
-    if not known:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes its recurrent states in a way that is not known here: this version of "
-            "transformers has other functions for it, or functions with other parameters. So they cannot be rolled "
-            "back when a draft is rejected. Call generate without `assistant`."
-        )
+        def serve(forwards: InstanceForwards) -> None:
+            for kind, name in names.items():
+                forwards.set(self.file, name, _redirected(getattr(self.file, name), kind))
+
+        return _served.of(self.file, serve)
 
 
-def _modules(model: nn.Module) -> list[Any]:
-    """The Python modules of the model's parts that have a function for convolutions."""
-    names = {type(part).__module__ for part in all_modules(model)}
-    found = (sys.modules.get(module) for module in sorted(names))
-    return [module for module in found if callable(getattr(module, CONVOLUTION, None))]
+def _has_convolution(module: Any) -> bool:
+    return _parameters(module, CONVOLUTION)[: len(_FIRST_OF_CONVOLUTION)] == _FIRST_OF_CONVOLUTION
 
 
 def _parameters(module: Any, name: str) -> tuple[str, ...]:

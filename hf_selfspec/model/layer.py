@@ -1,0 +1,102 @@
+"""One layer of the cache, as models see it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .recurrences.states import StateLayer
+from .traceable import ChangingNumber
+
+
+class SpeculativeLayer(CacheLayerMixin):
+    """What is kept of each token: keys, values, and keys of an indexer that chooses what attention sees."""
+
+    is_sliding = False
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self._cache = cache
+        self.banks: dict[str, Any] = {}  # where that is, by name
+        self._indexed, self._length = -1, 0  # the last forward in which its indexer had its turn, and the slots then
+
+    @cached_property
+    def _index(self) -> int:
+        index: int = self._cache.layers.index(self)
+        return index
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.bank("keys", key_states)
+        self.bank("values", value_states)
+        self.is_initialized = True
+
+    def bank(self, name: str, states: torch.Tensor) -> Any:
+        """Where states ``[b, k, s, h]`` are kept."""
+        if name not in self.banks:
+            self.banks[name] = self._cache.bank(name, self._index, states)
+        return self.banks[name]
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """All of a kind, ``[b, k, slots, h]``."""
+        bank = self.banks[name]
+        buffer: torch.Tensor = bank.of[bank.numbers[self._index]]
+        return buffer
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[b, k, slots, h]``."""
+        return self.buffer("keys"), self.buffer("values")
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if (slots := self._cache.fixed_slots) is not None:
+            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+                # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
+                buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = states.transpose(1, 2)
+            return self.keys, self.values
+        keys, values = self.banks["keys"], self.banks["values"]
+        return keys.write(self._index, key_states), values.write(self._index, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._cache.fixed_slots is not None:
+            return self._cache.capacity, 0
+        return self._cache.max_cursor + query_length, 0
+
+    def get_seq_length(self) -> Any:
+        if self._cache.fixed_slots is not None:
+            return ChangingNumber()
+        # Before a layer's update, masks ask for what was there; after it, indexers for what is there now.
+        return self._length if self._indexed == self._cache.seeks else self._cache.max_cursor
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # Indexers ------------------------------------------------------------------------------------------------------
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Writes an indexer's keys ``[b, s, h]`` at the cursors, and returns all up to the furthest one."""
+        states = indexer_key_states[:, None]
+        self.keys = self.bank("indexer", states).write(self._index, states)
+        self._indexed, self._length = self._cache.seeks, self.keys.shape[2]
+        return self.keys[:, 0]
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions ``[n, b, s]`` of the tokens before the running forward, to which models append theirs."""
+        start = self._cache.max_cursor
+        return self.buffer("positions")[:, :, :start, 0].transpose(0, 1) if start else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: torch.Tensor) -> None:
+        states = position_ids[..., self._cache.max_cursor :].transpose(0, 1)[..., None]
+        self.bank("positions", states).write(self._index, states)
+
+
+class RecurrentLayer(SpeculativeLayer, StateLayer):
+    """Recurrent states of one layer, with keys and values if it has attention, too."""
