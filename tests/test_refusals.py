@@ -329,5 +329,5 @@ def test_an_encoder_is_no_decoder() -> None:
                 model.generate(**ROW, max_new_tokens=6, do_sample=False, assistant=SelfSpec.lookup()), expected
             )
         else:
-            with pytest.raises(UnsupportedModelError, match="is an encoder: .* is_decoder=True"):
+            with pytest.raises(UnsupportedModelError, match=r"is an encoder: .*is_decoder=True"):
                 model.generate(**ROW, max_new_tokens=6, assistant=SelfSpec.lookup())
