@@ -43,10 +43,7 @@ class Difference:
 
 @torch.no_grad()
 def first_differences(
-    model: PreTrainedModel,
-    expected: torch.Tensor,
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    model: PreTrainedModel, expected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[Difference]:
     """Compares two greedy texts row by row and looks at the full model's logits where they diverge.
 

@@ -76,7 +76,7 @@ def export_draft(
         blocks.adapter.check(known.fingerprint)
     draft = draft_model(inner, anatomy, blocks)
     _check_agreement(inner, anatomy, blocks, draft)
-    card = card_of(source, tokens, at, inner, blocks, draft, known.fingerprint().name)
+    card = card_of(source, tokens, at, known, blocks, draft)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:

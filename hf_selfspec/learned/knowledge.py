@@ -128,7 +128,7 @@ class Knowledge:
                 findings = {key: state for key, state in findings.items() if key.source or not used}
                 findings.update({key: found.state() for key, found in known.items()})
             chosen = {key: state for key, state in findings.items() if wanted(key)}
-            saving.write(path, settings, fingerprint, chosen, text_id)
+            saving.write(Saved(dict(settings), fingerprint, chosen, path, text_id))
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, also from the files in which they are kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -163,26 +163,20 @@ def _check_place(name: str, value: Any) -> None:
         )
 
 
-def write(
-    path: Path,
-    settings: Mapping[str, Any],
-    fingerprint: Fingerprint | None,
-    findings: Mapping[Key, dict[str, Any]],
-    text_id: str = "",
-) -> None:
+def write(saved: Saved) -> None:
     """Writes a file, whole or not at all."""
     content = {
         "format": _FORMAT,
-        "settings": dict(settings),
-        "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
+        "settings": saved.settings,
+        "fingerprint": None if saved.fingerprint is None else dataclasses.asdict(saved.fingerprint),
         "findings": [
             {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}
-            for key, state in findings.items()
+            for key, state in saved.findings.items()
             for do_sample, several_rows in [key.kind or (None, None)]
         ],
-        "text_id": text_id,
+        "text_id": saved.text_id,
     }
-    write_json(path, content)
+    write_json(saved.path, content)
 
 
 def read(path: Path) -> Saved:

@@ -69,10 +69,7 @@ def suggest(
         known = list(dict.fromkeys([*best, *known[-(_HISTORY // 2) :]]))
     names = [f"{place:04d}" for place in range(len(space.blocks))]
     optimiser = BayesianOptimization(
-        f=None,
-        pbounds=dict.fromkeys(names, (0.0, 1.0)),
-        acquisition_function=_BestExchange(rng, resize),
-        verbose=0,
+        f=None, pbounds=dict.fromkeys(names, (0.0, 1.0)), acquisition_function=_BestExchange(rng, resize), verbose=0
     )
     kernel = ConstantKernel(0.1, (1e-3, 10.0)) * DotProduct(1.0, (1e-2, 10.0))
     optimiser.set_gp_params(kernel=kernel, alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)
