@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..model.transfer import wait_for
-from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .methods import LOOKUP_GROUP, Method
 from .request import Batch
@@ -80,28 +79,22 @@ class _Arrivals(BaseStreamer):
 
 
 def timed(
-    model: PreTrainedModel,
-    method: Method,
-    batch: Batch,
-    place: Place,
-    options: Mapping[str, Any],
-    spec: SelfSpec | None = None,
-    is_first: bool = False,
+    model: PreTrainedModel, method: Method, batch: Batch, place: Place, options: Mapping[str, Any], is_first: bool
 ) -> Call:
-    """Makes one timed call with the arguments ``options`` of ``generate``, and with the method's own."""
+    """Makes one timed call with the arguments ``options`` of ``generate``."""
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    given: dict[str, Any] = {**options, **method.options} | ({} if spec is None else {"assistant": spec})
     arrivals, graphs, begun = _Arrivals(device), _graphs(), _now(device)
-    output: torch.Tensor = model.generate(batch.ids, attention_mask=batch.mask, streamer=arrivals, **given)
+    output: torch.Tensor = model.generate(batch.ids, attention_mask=batch.mask, streamer=arrivals, **options)
     end = _now(device)
     first = arrivals.first or end
     eos = model.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
     rows = output[:, batch.ids.shape[1] :].tolist()
     ids = [row[: next((at for at, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
-    stats = None if spec is None else spec.stats
+    spec = options.get("assistant")
+    stats: GenerationStats | None = None if spec is None else spec.stats
     return Call(
         *place,
         batch.kind,

@@ -112,17 +112,6 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
     assert loaded.stats.phase == "optimization"
 
 
-def test_copies_share_what_is_learned(llama: PreTrainedModel) -> None:
-    """A tool that copies its arguments for every batch goes on with the search of the batches before."""
-    spec = fresh(SEARCHES["clasp"])
-    for copied in (copy.copy, copy.deepcopy):
-        twin = copied(spec)
-        assert twin == spec
-        generate(llama, prompt(), 12, assistant=twin)
-        assert twin.stats is spec.stats
-        assert twin.choice(llama) is spec.choice(llama)
-
-
 @torch.no_grad()
 def saved_in(folder: Path, spec: SelfSpec, model: PreTrainedModel) -> Path:
     generate(model, prompt(), 40, assistant=spec)
