@@ -201,7 +201,7 @@ def audit(
             count()
         else:
             drawn = Sampling(inner, ids, _STEPS, sample.draws, sample.options())
-            tests.append(drawn.expected().test(drawn.draw(spec, count)))
+            tests.append(drawn.test(spec, count))
         if after_prompt is not None:
             after_prompt()
     return Audit(

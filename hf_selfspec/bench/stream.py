@@ -129,7 +129,8 @@ class Stream:
                     yield self._call(part, method, turn, prompt, specs.get(method.name))
 
     def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
-        batch, options = part.batches[prompt], self.settings.options(part.temperature, self.pad) | method.options
+        batch = part.batches[prompt]
+        options = {**self.settings.options(part.temperature, self.pad), **method.options}
         if method.is_static:
             options["max_cache_len"] = self._cache_size
         elif spec is not None:

@@ -32,8 +32,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def read_spec(text: str, option: str = "--spec") -> SelfSpec:
-    """The ``SelfSpec`` of an option's text: a preset, a saved folder, or an expression of literals and settings'
-    classes, which runs no other code."""
+    """The ``SelfSpec`` of a preset's name, a saved folder, or an expression, which runs no code but settings'."""
     try:
         if text in PRESETS:
             return PRESETS[text]()

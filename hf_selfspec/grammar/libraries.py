@@ -140,8 +140,7 @@ class _Matching:
 
 
 class XGrammar(_Matching):
-    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask; without ``texts`` of all tokens
-    :meth:`expected` returns ``None``."""
+    """A ``GrammarMatcher`` of xgrammar, its row of the processor's bitmask, and the texts of all tokens if known."""
 
     library = "xgrammar"
 

@@ -6,10 +6,10 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -50,17 +50,15 @@ def written_whole(path: Path) -> Iterator[Path]:
 @contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
     """Yields a folder inside ``folder``; the files written there move to ``folder``, unless an error was raised."""
-    inside = folder / _fresh_name()
-    inside.mkdir(parents=True)
-    try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(".tmp", ".", folder, ignore_cleanup_errors=True) as name:
+        inside = Path(name)
         yield inside
         for file in inside.rglob("*"):
             if file.is_file():
                 _sync(file)
         for file in sorted(inside.iterdir()):
             os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(inside, ignore_errors=True)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -106,9 +104,8 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
     if not at.is_dir():
         raise SettingError(f"{name} {folder}: {at} is a file. Name a folder.")
     try:  # a file system can still refuse what os.access allows
-        trial = at / _fresh_name()
-        trial.mkdir()
-        trial.rmdir()
+        with TemporaryDirectory(".tmp", ".", at):
+            pass
     except OSError as error:
         raise SettingError(f"{name} {folder}: nothing can be written in {at} ({_reason(error)}).") from error
     for file in files:

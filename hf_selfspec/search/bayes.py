@@ -61,8 +61,7 @@ class _BestExchange(UpperConfidenceBound):
 def suggest(
     space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
-    """The set with the highest upper confidence bound near the best scored ones, with ``resize`` maybe of a new
-    size."""
+    """The set with the highest upper confidence bound near the best ones, with ``resize`` maybe of a new size."""
     known = list(scores)
     if len(known) > _HISTORY:
         best = sorted(known, key=lambda plan: -scores[plan])[: _HISTORY // 2]

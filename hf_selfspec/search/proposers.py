@@ -114,8 +114,7 @@ def usual_ratio(parameters: int) -> float:
 
 @dataclass(frozen=True)
 class SkipSpace:
-    """The blocks among which a search chooses: not those of the first and last layer, nor attention others read
-    from."""
+    """The blocks among which a search chooses: none of the first and last layer, no attention that others read."""
 
     num_layers: int
     # (layer, "attention" or "mlp") by layer, and (layer, "layer") for layers of hybrids that do not have both.

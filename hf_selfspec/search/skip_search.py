@@ -207,8 +207,7 @@ class SkipSearch(Findings):
                 self._choose()
 
     def watch(self, plan: LayerPlan, drafted: int, accepted: int, tokens: int) -> None:
-        """Records a round of ``plan``; if much less is accepted than at its end, the search starts over (SWIFT, Figure
-        7)."""
+        """Records a round of ``plan``; if much less is accepted than at its end, it starts over (SWIFT, Figure 7)."""
         with self._lock:
             self.generated += tokens
             if plan == self.best:
