@@ -107,7 +107,7 @@ def timed(
         is_first=is_first,
         graphs=_graphs() - graphs,
         peak_memory=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        rounds=_of_arrivals(method, arrivals.sizes) if stats is None else _of_stats(stats),
+        rounds=_rounds(method, stats, arrivals.sizes),
         left_to_generate="" if stats is None else stats.left_to_generate,
     )
 
@@ -124,21 +124,17 @@ def repetitions(ids: Sequence[int]) -> int:
     return len(repeats)
 
 
-def _rounds(drafted: int | None, lengths: Mapping[int, int]) -> dict[str, Any]:
-    histogram = {str(length): lengths[length] for length in sorted(lengths)}
-    accepted = sum(length * count for length, count in lengths.items())
-    return {"rounds": sum(lengths.values()), "drafted": drafted, "accepted": accepted, "histogram": histogram}
-
-
-def _of_stats(stats: GenerationStats) -> dict[str, Any] | None:
-    if stats.left_to_generate:
+def _rounds(method: Method, stats: GenerationStats | None, sizes: Sequence[int]) -> dict[str, Any] | None:
+    """The rounds by statistics, or of transformers' loop, which streams the tokens of each, not what it drafted."""
+    if stats is not None and not stats.left_to_generate:
+        lengths = stats.accepted_lengths
+        found: dict[str, Any] = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
+    elif stats is None and method.group == LOOKUP_GROUP:
+        lengths = Counter(size - 1 for size in sizes[1:])
+        found = {"rounds": lengths.total(), "drafted": None, "accepted": sum(lengths.elements())}
+    else:
         return None
-    return _rounds(stats.drafted, stats.accepted_lengths) | {"rounds": stats.rounds, "accepted": stats.accepted}
-
-
-def _of_arrivals(method: Method, sizes: Sequence[int]) -> dict[str, Any] | None:
-    """Rounds of transformers' assisted loop, which streams the tokens of each round; what it drafted is not known."""
-    return _rounds(None, Counter(size - 1 for size in sizes[1:])) if method.group == LOOKUP_GROUP else None
+    return found | {"histogram": {str(length): lengths[length] for length in sorted(lengths)}}
 
 
 def _now(device: torch.device) -> dict[str, float]:

@@ -38,7 +38,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(_fresh_name())
+    beside = path.with_name(f".{uuid4().hex}.tmp")
     try:
         yield beside
         _sync(beside)
@@ -65,10 +65,6 @@ def write_json(path: Path, content: Any) -> None:
     """Writes a JSON file, whole or not at all."""
     with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
         json.dump(content, file)
-
-
-def _fresh_name() -> str:
-    return f".{uuid4().hex}.tmp"
 
 
 def _sync(path: Path) -> None:
