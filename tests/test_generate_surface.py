@@ -1,7 +1,5 @@
 """What ``generate`` offers beside ids (these are in ``test_plain_ids``): what it calls, returns, takes and fills."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The package as a whole: its names, its low-precision promise, its statistics."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

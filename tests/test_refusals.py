@@ -1,7 +1,5 @@
 """What is refused is refused by name, before any forward: what was given, what is allowed, what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streams that mark accepted drafts: the text is generate's, and the marks are those of the statistics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

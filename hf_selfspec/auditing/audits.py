@@ -1,7 +1,5 @@
 """Audits: whether a ``SelfSpec`` leaves the output unchanged on a given model, dtype and set of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Where two greedy texts of one model diverge, and whether rounding explains it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One timed call of ``generate``, and what is kept of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ bootstrap over prompts (Efron and Tibshirani, An Introduction to the Bootstrap, 
 resampled together, so that differences between prompts cancel.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Runs the stream: all methods on each prompt, in rotating order, with the prompts as a service would see them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

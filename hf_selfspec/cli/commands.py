@@ -1,7 +1,5 @@
 """The commands that wrap one function of the package each: ``audit``, ``exit-report``, ``inspect`` and ``tune``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """A ``SelfSpec`` from a command line: a preset's name, a folder, or a Python expression."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -6,8 +6,6 @@ The commands are from the engines' own documentation in November 2026: vLLM's "D
 Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

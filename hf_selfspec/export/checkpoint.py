@@ -1,7 +1,5 @@
 """Makes an ordinary model and its config from some blocks of another one; the two share their tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

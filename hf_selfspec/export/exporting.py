@@ -1,7 +1,5 @@
 """Drafts for other engines: the part of a model that drafts, as a checkpoint of its own."""
 
-from __future__ import annotations
-
 import copy
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """Grammars of one row: their interface, those of libraries, found by the names of their classes, and users' own."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
-from __future__ import annotations
-
 import json
 import threading
 import weakref

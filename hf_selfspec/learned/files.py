@@ -1,7 +1,5 @@
 """Reading files that may be damaged, and writing files whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

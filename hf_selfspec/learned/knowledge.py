@@ -1,7 +1,5 @@
 """What a ``SelfSpec`` learns from call to call, and where it is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

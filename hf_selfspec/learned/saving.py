@@ -1,7 +1,5 @@
 """Saving settings and findings: one JSON file, written whole or not at all, and the classes that it may name."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

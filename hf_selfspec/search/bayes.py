@@ -1,7 +1,5 @@
 """Proposes sets of skipped blocks by Bayesian optimisation (SWIFT §4.1), with the package bayesian-optimization."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

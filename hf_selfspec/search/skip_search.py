@@ -1,7 +1,5 @@
 """The search for blocks to skip: what it tries when, the best set so far, and when it ends or begins again."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

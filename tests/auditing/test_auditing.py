@@ -1,7 +1,5 @@
 """Audits: what is equal, what rounding explains, what is wrong, and distributions that are right and that are not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Siblings by what they cost: the rule itself, and exactness while a search for layers to skip goes on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

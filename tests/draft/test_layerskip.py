@@ -1,7 +1,5 @@
 """SelfSpec.layerskip, its probe, and early_exit_only."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Grammars that can go back: masks for drafts, forced text for free, and everything as plain ``generate`` leaves it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

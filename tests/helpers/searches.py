@@ -1,7 +1,5 @@
 """Calls whose searches are looked at, texts in the cache of a target, and searches on costs that tests give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

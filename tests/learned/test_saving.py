@@ -1,7 +1,5 @@
 """What was learned lasts: folders, whose findings they hold, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import operator

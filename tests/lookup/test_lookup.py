@@ -1,7 +1,5 @@
 """Free drafts: where tokens come from, how far they are trusted, and the tree that is made of them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which blocks may be skipped, what sets of them are worth, and which ones are proposed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Stop rules: the shipped ones by hand, a user's own inside ``generate``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

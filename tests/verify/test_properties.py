@@ -1,7 +1,5 @@
 """Any tree, any text, any mask, any settings: properties that hold whatever hypothesis draws."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampling is lossless: joint distributions of generated tokens against exact enumeration with the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

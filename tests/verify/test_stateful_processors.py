@@ -1,7 +1,5 @@
 """Logits processors and stopping criteria that keep a state are called exactly as plain ``generate`` calls them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

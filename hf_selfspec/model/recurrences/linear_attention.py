@@ -6,8 +6,6 @@ tokens follow from one triangular system (Yang et al., arXiv 2412.06464), and th
 follows from their ``u``: no token has to be run again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
