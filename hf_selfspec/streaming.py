@@ -1,7 +1,5 @@
 """Streams text while it is generated, and marks the accepted draft tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of the settings that users give, and how the command line takes them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

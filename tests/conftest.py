@@ -1,7 +1,5 @@
 """What tests share: models, one thread, few collections of garbage, and that the machine's speed decides nothing."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

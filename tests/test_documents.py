@@ -1,7 +1,5 @@
 """README, guide and figures: short, and without links, names or calls that do not exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

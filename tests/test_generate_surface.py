@@ -1,7 +1,5 @@
 """What ``generate`` offers beside ids (these are in ``test_plain_ids``): what it calls, returns, takes and fills."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -214,23 +212,6 @@ def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     assert torch.equal(first, sample(0))
     assert not torch.equal(first, sample(1))
     assert not torch.equal(first[0], first[1])
-
-
-def test_own_stop_function(llama: LlamaForCausalLM) -> None:
-    """Ends a draft after an even token, whose row, logits and hidden state it is shown."""
-    drafted: list[bool] = []
-
-    def stop(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        assert logits.shape == (1, VOCABULARY)
-        assert hidden_states.shape == (1, llama.config.hidden_size)
-        assert torch.equal(logits.argmax(-1), input_ids[:, -1])
-        drafted.append(bool(input_ids[0, -1] % 2))
-        return input_ids[:, -1] % 2 == 0
-
-    spec = SelfSpec(draft=EarlyExit(3), stop=stop, max_draft=6)
-    both(llama, spec, ROW)
-    assert spec.stats.drafted == spec.stats.draft_steps == len(drafted)
-    assert 0 < drafted.count(False) <= spec.stats.rounds
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "eos_token_id": 50}], ids=str)

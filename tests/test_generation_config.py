@@ -1,7 +1,5 @@
 """A ``SelfSpec`` in a generation config: of the call, of the model, saved and loaded."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where texts, models and processes end: positions, lengths, numbers, threads, registrations."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,6 +1,4 @@
-"""The package as a whole: its names, its low-precision promise, its statistics, its measurements, its demo model."""
-
-from __future__ import annotations
+"""The package as a whole: its names, its low-precision promise, its statistics."""
 
 import pickle
 import subprocess
@@ -9,13 +7,11 @@ from operator import attrgetter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import DEMO_MODEL
 from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, first_differences
-from hf_selfspec.draft import EarlyExit, Lookup, SkipLayers
+from hf_selfspec.draft import EarlyExit, Lookup
 from hf_selfspec.errors import SettingError
 
 
@@ -95,14 +91,3 @@ def test_stats_of_a_generation_add_up(tree: TopKTree | None) -> None:
     assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.accepted
     assert 0 < stats.forward_seconds < stats.total_seconds
     assert stats.plan == "###..."
-
-
-def test_demo_model_is_lossless_and_partly_right() -> None:
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    prompts = ["def read_text(path):", "class Parser:\n    def __init__(self,", "import os\n\ndef main():"]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    plain = model.generate(**batch, max_new_tokens=32, do_sample=False)
-    spec = SelfSpec(SkipLayers(), FixedLength(4), TopKTree())
-    assert torch.equal(model.generate(**batch, max_new_tokens=32, do_sample=False, assistant=spec), plain)
-    assert 0 < spec.stats.acceptance_rate < 1

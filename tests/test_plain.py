@@ -1,7 +1,5 @@
 """Calls that are left to transformers' own loop: their ids, and what is counted of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

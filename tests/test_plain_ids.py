@@ -1,7 +1,5 @@
 """Greedy ids are plain generate's in float32: all kinds of drafts, on all kinds of models, in all kinds of calls."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The papers' methods as settings, which ``SelfSpec`` and its subclasses inherit."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec

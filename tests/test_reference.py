@@ -1,7 +1,5 @@
 """The API reference, built from the docstrings."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

@@ -1,7 +1,5 @@
 """What is refused is refused by name, before any forward: what was given, what is allowed, what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,6 @@ from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llam
 from hf_selfspec import (
     ConfidenceThreshold,
     EarlyExit,
-    EarlyExitOnly,
     FixedLength,
     NumericalError,
     SelfSpec,
@@ -273,12 +270,6 @@ def test_setting(make: Callable[[], Any], error: type[SelfSpecError], words: tup
         assert word in str(caught.value)
 
 
-def test_stop_rule_that_returns_something_else(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec(draft=EarlyExit(3), stop=lambda ids, logits, states: True)
-    with pytest.raises(SettingTypeError, match=r"stop rule .* BoolTensor \[1\].* got True"):
-        llama.generate(**ROW, max_new_tokens=8, assistant=spec)
-
-
 class Told(CandidateGenerator):
     """Drafts what it was told, with logits of the shape that it was told, behind a text without its first tokens."""
 
@@ -309,13 +300,6 @@ def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> N
         SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got Cascade"
     ):
         SelfSpec().candidate_generator(llama)
-
-
-@pytest.mark.parametrize("draft", [EarlyExit(1), EarlyExitOnly(1)])
-def test_a_model_of_one_layer_has_no_exit(draft: EarlyExit | EarlyExitOnly) -> None:
-    words = r"LlamaForCausalLM has 1 layer, so it has no exit layer\."
-    with pytest.raises(SettingError, match=words):
-        tiny_llama(1).generate(**ROW, max_new_tokens=4, assistant=SelfSpec(draft))
 
 
 def test_an_encoder_is_no_decoder() -> None:

@@ -1,7 +1,5 @@
 """Where two greedy texts of one model diverge, and whether rounding explains it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -43,10 +41,7 @@ class Difference:
 
 @torch.no_grad()
 def first_differences(
-    model: PreTrainedModel,
-    expected: torch.Tensor,
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    model: PreTrainedModel, expected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[Difference]:
     """Compares two greedy texts row by row and looks at the full model's logits where they diverge.
 

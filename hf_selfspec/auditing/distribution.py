@@ -24,8 +24,7 @@ Beginning = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ChiSquared:
-    """A test of counts, ``impossible`` ones being those of probability 0; the sum of two is the test of both
-    together."""
+    """A test of counts, ``impossible`` ones being those of probability 0; a sum is the test of both together."""
 
     statistic: float = 0.0
     degrees_of_freedom: int = 0
@@ -60,8 +59,9 @@ class Sampling:
         found = None if config is None else config.eos_token_id
         return {found} if isinstance(found, int) else set(found or ())
 
-    def expected(self) -> Expected:
-        """The exact probabilities of all continuations that are expected to be drawn often enough."""
+    def expected(self) -> tuple[dict[Beginning, float], dict[Beginning, torch.Tensor]]:
+        """The exact probabilities of all continuations that are expected to be drawn often enough, and those ``[v]`` of
+        the next token after each beginning that was looked at."""
         alive: dict[Beginning, float] = {(): 1.0}
         cells: dict[Beginning, float] = {}
         known: dict[Beginning, torch.Tensor] = {}
@@ -74,7 +74,7 @@ class Sampling:
             ended = {begun for begun in following if step == self.steps - 1 or begun[-1] in self.ends}
             cells |= {begun: following[begun] for begun in ended}
             alive = {begun: share for begun, share in following.items() if begun not in ended}
-        return Expected(cells, known)
+        return cells, known
 
     def _next_tokens(self, begun: list[Beginning]) -> Iterable[tuple[Beginning, torch.Tensor]]:
         """The probabilities ``[v]`` of the next token, by plain ``generate``, after beginnings of the same length."""
@@ -104,21 +104,19 @@ class Sampling:
                 found.append(tuple(tokens[: last + 1]))
         return found
 
-
-@dataclass(frozen=True)
-class Expected:
-    """The exact probabilities of what may follow a prompt."""
-
-    cells: dict[Beginning, float]  # of each likely continuation
-    known: dict[Beginning, torch.Tensor]  # [v], of the next token after each beginning that was looked at
-
-    def test(self, drawn: Iterable[Beginning]) -> ChiSquared:
+    def test(self, assistant: Any, after_call: Callable[[], None]) -> ChiSquared:
         """Tests drawn continuations; those without a cell of their own are counted in one common cell."""
-        counts = Counter(drawn)
+        cells, known = self.expected()
+        counts = Counter(self.draw(assistant, after_call))
         total = counts.total()
-        impossible = sum(count for text, count in counts.items() if self._is_impossible(text))
-        others = sum(count for text, count in counts.items() if text not in self.cells) - impossible
-        pairs = sorted((share * total, counts[text]) for text, share in self.cells.items())
+
+        def is_impossible(text: Beginning) -> bool:
+            places = ((text[:index], token) for index, token in enumerate(text))
+            return any(begun in known and not known[begun][token] for begun, token in places)
+
+        impossible = sum(count for text, count in counts.items() if is_impossible(text))
+        others = sum(count for text, count in counts.items() if text not in cells) - impossible
+        pairs = sorted((share * total, counts[text]) for text, share in cells.items())
         left = max(0.0, total - sum(mean for mean, _ in pairs))
         pairs.insert(0, (left, others))
         # A common cell that is too small is merged with the smallest of the rest.
@@ -127,7 +125,3 @@ class Expected:
             pairs = [(mean + next_mean, count + next_count), *rest]
         statistic = sum((count - mean) ** 2 / mean for mean, count in pairs)
         return ChiSquared(statistic, len(pairs) - 1, sum(count for _, count in pairs) + impossible, impossible)
-
-    def _is_impossible(self, text: Beginning) -> bool:
-        places = ((text[:index], token) for index, token in enumerate(text))
-        return any(begun in self.known and not self.known[begun][token] for begun, token in places)

@@ -1,7 +1,5 @@
 """One timed call of ``generate``, and what is kept of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..model.transfer import wait_for
-from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .methods import LOOKUP_GROUP, Method
 from .request import Batch
@@ -80,28 +77,22 @@ class _Arrivals(BaseStreamer):
 
 
 def timed(
-    model: PreTrainedModel,
-    method: Method,
-    batch: Batch,
-    place: Place,
-    options: Mapping[str, Any],
-    spec: SelfSpec | None = None,
-    is_first: bool = False,
+    model: PreTrainedModel, method: Method, batch: Batch, place: Place, options: Mapping[str, Any], is_first: bool
 ) -> Call:
-    """Makes one timed call with the arguments ``options`` of ``generate``, and with the method's own."""
+    """Makes one timed call with the arguments ``options`` of ``generate``."""
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    given: dict[str, Any] = {**options, **method.options} | ({} if spec is None else {"assistant": spec})
     arrivals, graphs, begun = _Arrivals(device), _graphs(), _now(device)
-    output: torch.Tensor = model.generate(batch.ids, attention_mask=batch.mask, streamer=arrivals, **given)
+    output: torch.Tensor = model.generate(batch.ids, attention_mask=batch.mask, streamer=arrivals, **options)
     end = _now(device)
     first = arrivals.first or end
     eos = model.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
     rows = output[:, batch.ids.shape[1] :].tolist()
     ids = [row[: next((at for at, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
-    stats = None if spec is None else spec.stats
+    spec = options.get("assistant")
+    stats: GenerationStats | None = None if spec is None else spec.stats
     return Call(
         *place,
         batch.kind,
@@ -114,7 +105,7 @@ def timed(
         is_first=is_first,
         graphs=_graphs() - graphs,
         peak_memory=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        rounds=_of_arrivals(method, arrivals.sizes) if stats is None else _of_stats(stats),
+        rounds=_rounds(method, stats, arrivals.sizes),
         left_to_generate="" if stats is None else stats.left_to_generate,
     )
 
@@ -131,21 +122,17 @@ def repetitions(ids: Sequence[int]) -> int:
     return len(repeats)
 
 
-def _rounds(drafted: int | None, lengths: Mapping[int, int]) -> dict[str, Any]:
-    histogram = {str(length): lengths[length] for length in sorted(lengths)}
-    accepted = sum(length * count for length, count in lengths.items())
-    return {"rounds": sum(lengths.values()), "drafted": drafted, "accepted": accepted, "histogram": histogram}
-
-
-def _of_stats(stats: GenerationStats) -> dict[str, Any] | None:
-    if stats.left_to_generate:
+def _rounds(method: Method, stats: GenerationStats | None, sizes: Sequence[int]) -> dict[str, Any] | None:
+    """The rounds by statistics, or of transformers' loop, which streams the tokens of each, not what it drafted."""
+    if stats is not None and not stats.left_to_generate:
+        lengths = stats.accepted_lengths
+        found: dict[str, Any] = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
+    elif stats is None and method.group == LOOKUP_GROUP:
+        lengths = Counter(size - 1 for size in sizes[1:])
+        found = {"rounds": lengths.total(), "drafted": None, "accepted": sum(lengths.elements())}
+    else:
         return None
-    return _rounds(stats.drafted, stats.accepted_lengths) | {"rounds": stats.rounds, "accepted": stats.accepted}
-
-
-def _of_arrivals(method: Method, sizes: Sequence[int]) -> dict[str, Any] | None:
-    """Rounds of transformers' assisted loop, which streams the tokens of each round; what it drafted is not known."""
-    return _rounds(None, Counter(size - 1 for size in sizes[1:])) if method.group == LOOKUP_GROUP else None
+    return found | {"histogram": {str(length): lengths[length] for length in sorted(lengths)}}
 
 
 def _now(device: torch.device) -> dict[str, float]:

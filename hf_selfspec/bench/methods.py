@@ -1,7 +1,5 @@
 """The methods of generating that are compared; one more line adds another."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

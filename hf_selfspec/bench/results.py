@@ -7,8 +7,6 @@ bootstrap over prompts (Efron and Tibshirani, An Introduction to the Bootstrap, 
 resampled together, so that differences between prompts cancel.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -43,8 +41,7 @@ def results(stream: Stream, clock: str) -> Json:
 
 
 class _Condition:
-    """The calls of one condition that count: the last pass, without a process's first calls of a method, in which
-    kernels and graphs are not ready."""
+    """The calls of one condition that count: the last pass, without a process's first of a method, which warms up."""
 
     def __init__(self, part: Part, stream: Stream, clock: str) -> None:
         self.part, self.stream, self.clock = part, stream, clock

@@ -1,7 +1,5 @@
 """Runs the stream: all methods on each prompt, in rotating order, with the prompts as a service would see them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,16 +127,19 @@ class Stream:
                     yield self._call(part, method, turn, prompt, specs.get(method.name))
 
     def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
-        batch, options = part.batches[prompt], self.settings.options(part.temperature, self.pad)
+        batch = part.batches[prompt]
+        options = {**self.settings.options(part.temperature, self.pad), **method.options}
         if method.is_static:
             options["max_cache_len"] = self._cache_size
-        elif method.make is None and (part.number, method.name) not in self._warm:
+        elif spec is not None:
+            options["assistant"] = spec
+        elif (part.number, method.name) not in self._warm:
             self._warm.add((part.number, method.name))
-            few = {**options, "max_new_tokens": _WARM_UP, "min_new_tokens": None, **method.options}
+            few = options | {"max_new_tokens": _WARM_UP, "min_new_tokens": None}
             self.model.generate(batch.ids, attention_mask=batch.mask, **few)
         torch.manual_seed(self.settings.seed + prompt)  # all methods begin a prompt with the same state of it
         place = method.name, part.number, turn, prompt
-        call = timed(self.model, method, batch, place, options, spec, is_first=method.name not in self._called)
+        call = timed(self.model, method, batch, place, options, is_first=method.name not in self._called)
         self._called.add(method.name)
         self.journal.add(call)
         return call

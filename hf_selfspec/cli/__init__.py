@@ -4,8 +4,6 @@ A command imports what it needs of the package when it runs, so that ``--help`` 
 transformers.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``hf-selfspec bench``: whether self-speculation pays with a model and prompts."""
 
-from __future__ import annotations
-
 import random
 from typing import Annotated, Literal
 

@@ -1,13 +1,8 @@
 """The commands that wrap one function of the package each: ``audit``, ``exit-report``, ``inspect`` and ``tune``."""
 
-from __future__ import annotations
-
-from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import options
 
@@ -39,6 +34,7 @@ def audit(
 ) -> None:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     import torch
+    from transformers.utils import logging
 
     from .. import SampleTest, SettingError, audit
     from ..data.loading import NamedModel, set_up
@@ -59,11 +55,8 @@ def audit(
     network = named.model(dtype, place)
     torch.manual_seed(seed)
     all_passed = True
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
     for name, spec in specs.items():
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(f"audit of {name}", total=len(asked))
+        with logging.tqdm(total=len(asked), desc=f"audit of {name}", leave=False) as bar:
             found = audit(
                 network,
                 tokenizer,
@@ -73,7 +66,7 @@ def audit(
                 max_prompt_tokens=max_prompt_tokens,
                 sample=test,
                 name=name,
-                after_prompt=partial(bar.advance, task),
+                after_prompt=bar.update,
             )
         print(f"{found}\n")
         all_passed &= found.passed

@@ -1,7 +1,5 @@
 """Options that several commands take, declared once."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

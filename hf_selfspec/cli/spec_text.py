@@ -1,7 +1,5 @@
 """A ``SelfSpec`` from a command line: a preset's name, a folder, or a Python expression."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -32,8 +30,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def read_spec(text: str, option: str = "--spec") -> SelfSpec:
-    """The ``SelfSpec`` of an option's text: a preset, a saved folder, or an expression of literals and settings'
-    classes, which runs no other code."""
+    """The ``SelfSpec`` of a preset's name, a saved folder, or an expression, which runs no code but settings'."""
     try:
         if text in PRESETS:
             return PRESETS[text]()

@@ -1,7 +1,5 @@
 """Loads the models that a command line names, by folder or name on the Hub; every failure is a one-line error."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Turns what users give, texts or chats, into a model's inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Reads texts and prompts from a file, or from a dataset of the Hub."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turns an adapter (Kangaroo) into one more decoder layer, with an MLP that adds nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ The commands are from the engines' own documentation in November 2026: vLLM's "D
 Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,21 +13,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import PreTrainedModel
 
 from ..draft.source import DraftBlocks, DraftSource
+from ..learned.knowledge import KnowledgeOfCall
 
 # The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
 
 
 def card_of(
-    source: DraftSource,
-    tokens: int,
-    folder: Path,
-    model: PreTrainedModel,
-    blocks: DraftBlocks,
-    draft: PreTrainedModel,
-    fingerprint: str,
+    source: DraftSource, tokens: int, folder: Path, known: KnowledgeOfCall, blocks: DraftBlocks, draft: PreTrainedModel
 ) -> str:
-    """The card of a draft of ``model`` in a folder, as Markdown."""
+    """The card of a draft in a folder, as Markdown."""
     picture, layers = blocks.plan.picture(), draft.config.num_hidden_layers
     is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
     environment = Environment(
@@ -38,14 +31,14 @@ def card_of(
     environment.filters["repr"] = repr
     return environment.get_template("card.md.jinja").render(
         tag=TAG,
-        model=model.config.name_or_path or type(model).__name__,
+        model=known.model.config.name_or_path or type(known.model).__name__,
         folder=str(folder),
         what="The first layers and the output head" if is_exit else "Some of its blocks",
         layers=f"{layers} layer{'s' if layers > 1 else ''}",
         parameters=draft.num_parameters(),
         draft=repr(source),
         picture=picture,
-        fingerprint=fingerprint,
+        fingerprint=known.fingerprint().name,
         notes=_notes(blocks, draft),
         tokens=tokens,
         vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),

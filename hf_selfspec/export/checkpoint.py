@@ -1,7 +1,5 @@
 """Makes an ordinary model and its config from some blocks of another one; the two share their tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,30 +33,19 @@ _PLAIN = (bool, int, float, str, type(None))
 _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
-def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: Any) -> PreTrainedConfig:
-    """Returns the config of a model that consists of the ``kept`` layers, with further ``changes``."""
+def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int], changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config of a model that consists of the ``kept`` layers, with further ``changes``."""
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
     depth_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    chosen |= _sparse_steps(values, kept) | {depth_name: len(kept)} | changes
+    chosen |= _sparse_steps(values, kept) | {depth_name: len(kept), **changes}
     if "attention_types" in chosen:  # GPT-Neo's config holds the kinds of attention twice
         chosen["attention_types"] = [[list(chosen["attention_layers"]), 1]]
     if _FURTHER in chosen:
         chosen[_FURTHER] = 0
-    try:
-        found = type(config).from_dict(chosen)
-    except _REFUSALS as error:
-        raise _no_such_config(config, error) from error
+    found = type(config).from_dict(chosen)
     found._attn_implementation = config._attn_implementation
     return found
-
-
-def _no_such_config(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
-    """The error to raise where transformers refuses the config with fewer layers, or a model of it."""
-    return UnsupportedModelError(
-        f"no model of some of its layers can be made from the config of a {config.model_type} ({brief(error)}). Update "
-        "transformers, or use the draft with generate(assistant=...)."
-    )
 
 
 def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
@@ -121,18 +108,21 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
 
 def model_of_layers(
     model: PreTrainedModel,
-    config: PreTrainedConfig,
     kept: Sequence[int],
     prefix: str,
     replaced: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """A model of the config with the ``kept`` layers' tensors, not copied, and ``replaced`` ones, by their new names.
-    ``prefix`` is the name of the list of layers, with a trailing dot."""
+    """A model with the ``kept`` layers' tensors, not copied, ``replaced`` ones, by their new names, and ``settings`` of
+    its own in the config; ``prefix`` is the name of the list of layers, with a trailing dot."""
     try:
         with torch.device("meta"):
-            draft = type(model)(config)
+            draft = type(model)(_config_of_layers(model.config, kept, settings))
     except _REFUSALS as error:
-        raise _no_such_config(model.config, error) from error
+        raise UnsupportedModelError(
+            f"no model of some of its layers can be made from the config of a {model.config.model_type} "
+            f"({brief(error)}). Update transformers, or use the draft with generate(assistant=...)."
+        ) from error
 
     def original(name: str) -> str:
         """The name in the whole model of a tensor or module of the new one."""

@@ -1,7 +1,5 @@
 """Drafts for other engines: the part of a model that drafts, as a checkpoint of its own."""
 
-from __future__ import annotations
-
 import copy
 import os
 from functools import partial
@@ -24,14 +22,7 @@ from ..model.plan import LayerPlan
 from ..search.choice import Choice, choice_of_state
 from .adapter_layer import AdapterLayer, adapter_layer
 from .card import TAG, card_of
-from .checkpoint import (
-    check_same_layers,
-    config_of_layers,
-    kept_layers,
-    layers_name,
-    model_of_layers,
-    zeroed_projections,
-)
+from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
 
 # Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
 USUAL_TOKENS = 5
@@ -76,7 +67,7 @@ def export_draft(
         blocks.adapter.check(known.fingerprint)
     draft = draft_model(inner, anatomy, blocks)
     _check_agreement(inner, anatomy, blocks, draft)
-    card = card_of(source, tokens, at, inner, blocks, draft, known.fingerprint().name)
+    card = card_of(source, tokens, at, known, blocks, draft)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:
@@ -101,9 +92,8 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
     if blocks.adapter is not None:
         more = adapter_layer(model, anatomy, blocks.adapter, prefix)
         kept = [*kept, more.twin]
-    config = config_of_layers(model.config, kept, **more.settings)
     replaced = {**zeroed_projections(blocks.plan, anatomy, prefix), **more.replaced}
-    draft = model_of_layers(model, config, kept, prefix, replaced)
+    draft = model_of_layers(model, kept, prefix, replaced, more.settings)
     check_same_layers(model, draft, kept, prefix, more.may_differ)
     draft.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(draft.generation_config, "assistant"):

@@ -1,7 +1,5 @@
 """Grammars of one row: their interface, those of libraries, found by the names of their classes, and users' own."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -140,8 +138,7 @@ class _Matching:
 
 
 class XGrammar(_Matching):
-    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask; without ``texts`` of all tokens
-    :meth:`expected` returns ``None``."""
+    """A ``GrammarMatcher`` of xgrammar, its row of the processor's bitmask, and the texts of all tokens if known."""
 
     library = "xgrammar"
 

@@ -1,7 +1,5 @@
 """Grammars of the rows of one generation, as functions of the text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -1,13 +1,10 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
-from __future__ import annotations
-
 import json
 import threading
 import weakref
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -104,8 +101,7 @@ def _restored(settings: str) -> SelfSpec:
             "cannot be saved. Set `assistant` again."
         )
     try:
-        _check_parts(encoded)
-        spec = SelfSpec(**saving.decode_settings(encoded))
+        spec = SelfSpec(**saving.decode_settings(encoded, only_here=True))
         if not getattr(spec.draft, "lossless", True):
             raise SettingError(f"{spec.draft!r} changes the output, which a file must not choose")
         return spec
@@ -114,19 +110,6 @@ def _restored(settings: str) -> SelfSpec:
             f"the generation config was saved with an assistant that this version of hf_selfspec cannot use ({error}): "
             f"{settings}. Set `assistant` again."
         ) from error
-
-
-def _check_parts(settings: Any) -> None:
-    """Checks that a config names adapters and heads by existing folders, since a config must not start downloads."""
-    if isinstance(settings, list):
-        for one in settings:
-            _check_parts(one)
-    elif isinstance(settings, dict):
-        for name, value in settings.items():
-            if name not in saving.PARTS:
-                _check_parts(value)
-            elif value is not None and not (isinstance(value, str) and Path(value).is_dir()):
-                raise SettingError(f"draft.{name} is {value!r}, and there is no such folder")
 
 
 def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:

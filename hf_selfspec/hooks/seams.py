@@ -1,7 +1,5 @@
 """The places where transformers is changed, and how that is undone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``generate`` with a ``SelfSpec``, wrapped as soon as this module is imported."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

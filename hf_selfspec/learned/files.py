@@ -1,15 +1,13 @@
 """Reading files that may be damaged, and writing files whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -38,7 +36,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(_fresh_name())
+    beside = path.with_name(f".{uuid4().hex}.tmp")
     try:
         yield beside
         _sync(beside)
@@ -50,27 +48,21 @@ def written_whole(path: Path) -> Iterator[Path]:
 @contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
     """Yields a folder inside ``folder``; the files written there move to ``folder``, unless an error was raised."""
-    inside = folder / _fresh_name()
-    inside.mkdir(parents=True)
-    try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(".tmp", ".", folder, ignore_cleanup_errors=True) as name:
+        inside = Path(name)
         yield inside
         for file in inside.rglob("*"):
             if file.is_file():
                 _sync(file)
         for file in sorted(inside.iterdir()):
             os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(inside, ignore_errors=True)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Writes a JSON file, whole or not at all."""
     with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
         json.dump(content, file)
-
-
-def _fresh_name() -> str:
-    return f".{uuid4().hex}.tmp"
 
 
 def _sync(path: Path) -> None:
@@ -106,9 +98,8 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
     if not at.is_dir():
         raise SettingError(f"{name} {folder}: {at} is a file. Name a folder.")
     try:  # a file system can still refuse what os.access allows
-        trial = at / _fresh_name()
-        trial.mkdir()
-        trial.rmdir()
+        with TemporaryDirectory(".tmp", ".", at):
+            pass
     except OSError as error:
         raise SettingError(f"{name} {folder}: nothing can be written in {at} ({_reason(error)}).") from error
     for file in files:

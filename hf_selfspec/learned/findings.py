@@ -1,7 +1,5 @@
 """What a draft source learns about a model and keeps from call to call, and the file in which processes share texts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """What a ``SelfSpec`` learns from call to call, and where it is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -128,7 +126,7 @@ class Knowledge:
                 findings = {key: state for key, state in findings.items() if key.source or not used}
                 findings.update({key: found.state() for key, found in known.items()})
             chosen = {key: state for key, state in findings.items() if wanted(key)}
-            saving.write(path, settings, fingerprint, chosen, text_id)
+            saving.write(Saved(dict(settings), fingerprint, chosen, path, text_id))
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, also from the files in which they are kept."""

@@ -1,10 +1,8 @@
 """Saving settings and findings: one JSON file, written whole or not at all, and the classes that it may name."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -122,15 +120,15 @@ def encode(value: Any, name: str) -> Any:
     )
 
 
-def decode_settings(settings: Any) -> dict[str, Any]:
-    """Returns the arguments of ``SelfSpec`` from a file's settings."""
+def decode_settings(settings: Any, only_here: bool = False) -> dict[str, Any]:
+    """Returns the arguments of ``SelfSpec`` from a file's settings, ``only_here`` if they must not start a download."""
     if not isinstance(settings, dict):
         raise TypeError(f"its settings are {settings!r}")
     _check_names("", settings, _SETTINGS)
-    return {name: decode(value, name) for name, value in settings.items()}
+    return {name: decode(value, name, only_here) for name, value in settings.items()}
 
 
-def decode(value: Any, name: str) -> Any:
+def decode(value: Any, name: str, only_here: bool = False) -> Any:
     """The inverse of :func:`encode`; ``name`` contains the names of the settings around it, e.g. ``draft.search``."""
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
@@ -142,10 +140,10 @@ def decode(value: Any, name: str) -> Any:
             )
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
-        return kind(**{field: decode(one, f"{name}.{field}") for field, one in given.items()})
+        return kind(**{field: decode(one, f"{name}.{field}", only_here) for field, one in given.items()})
     if setting in PARTS and not (value is None and PARTS[setting]):
-        _check_place(name, value)
-    return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
+        _check_place(name, value, only_here)
+    return tuple(decode(item, name, only_here) for item in value) if isinstance(value, list) else value
 
 
 def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -154,35 +152,31 @@ def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None
         raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot set. It may set {', '.join(known)}.")
 
 
-def _check_place(name: str, value: Any) -> None:
+def _check_place(name: str, value: Any, only_here: bool) -> None:
     """Checks for an absolute path or a Hub repository; Windows would log in to the machine that ``//name`` names."""
     is_usual = isinstance(value, str) and not re.match(r"[\\/]{2}", value)
     if not is_usual or not (Path(value).is_absolute() or is_name(value)):
         raise SettingError(
             f"{name} is {value!r}, which is neither the whole path of a folder nor the name of a repository on the Hub."
         )
+    if only_here and not Path(value).is_dir():
+        raise SettingError(f"{name} is {value!r}, and there is no such folder")
 
 
-def write(
-    path: Path,
-    settings: Mapping[str, Any],
-    fingerprint: Fingerprint | None,
-    findings: Mapping[Key, dict[str, Any]],
-    text_id: str = "",
-) -> None:
+def write(saved: Saved) -> None:
     """Writes a file, whole or not at all."""
     content = {
         "format": _FORMAT,
-        "settings": dict(settings),
-        "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
+        "settings": saved.settings,
+        "fingerprint": None if saved.fingerprint is None else dataclasses.asdict(saved.fingerprint),
         "findings": [
             {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}
-            for key, state in findings.items()
+            for key, state in saved.findings.items()
             for do_sample, several_rows in [key.kind or (None, None)]
         ],
-        "text_id": text_id,
+        "text_id": saved.text_id,
     }
-    write_json(path, content)
+    write_json(saved.path, content)
 
 
 def read(path: Path) -> Saved:

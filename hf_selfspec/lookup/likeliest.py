@@ -1,7 +1,5 @@
 """The likeliest next tokens and their probabilities, as few reads and passes over a vocabulary as possible."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..model.logits import STRETCH, Logits

@@ -1,7 +1,5 @@
 """Shows texts to free drafts before the first call."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

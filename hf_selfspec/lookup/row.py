@@ -1,7 +1,5 @@
 """Free drafts of one row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..control.costs import RoundCosts

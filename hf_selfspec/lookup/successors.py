@@ -25,8 +25,7 @@ class Found(NamedTuple):
 
 
 class Successors:
-    """The likeliest successors of the last two tokens, else of the last; over ``most`` pairs, the oldest are
-    dropped."""
+    """The likeliest successors of the last two tokens, else of the last; of the latest ``most`` pairs."""
 
     def __init__(self, most: int = 65_536) -> None:
         self.most = most

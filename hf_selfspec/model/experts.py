@@ -45,12 +45,7 @@ def experts_by_size(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def _by_size(
-    functions: ExpertsInterface,
-    experts: Any,
-    states: torch.Tensor,
-    chosen: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    functions: ExpertsInterface, experts: Any, states: torch.Tensor, chosen: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """What goes to experts, ``[n, d]``, with the ``k`` experts of each token in ``chosen`` ``[n, k]``."""
     is_few = chosen.numel() < experts.num_experts

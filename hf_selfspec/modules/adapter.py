@@ -1,7 +1,5 @@
 """Kangaroo's adapter: attention between a shallow exit and the model's own head (arXiv 2404.18911 §3.1)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A module that is fitted to a model and saved apart from it: weights, settings, recipe and the model's fingerprint."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Exit heads with calibrated thresholds (DSSD §3.2-3.4)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain

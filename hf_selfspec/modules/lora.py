@@ -1,7 +1,5 @@
 """Low-rank additions to a model's first layers, for drafts alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A linear probe that estimates the probability that a drafted token is accepted (AdaSPEED §II.B)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The structure of a model and what it supports, found from its config alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby

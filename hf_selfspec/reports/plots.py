@@ -72,9 +72,8 @@ def _sets(axes: Axes, search: SkipSearch) -> None:
     for index, (step, plan) in enumerate(changes):
         end = changes[index + 1][0] if index + 1 < len(changes) else last
         for skipped, shift, color in ((plan.skipped_attention, 0.0, "C0"), (plan.skipped_mlp, 0.45, "C1")):
-            bars = [(layer + shift, 0.4) for layer in skipped]
-            for low, height in bars:
-                axes.broken_barh([(step, max(end - step, 0.5))], (low, height), color=color, linewidth=0)
+            for layer in skipped:
+                axes.broken_barh([(step, max(end - step, 0.5))], (layer + shift, 0.4), color=color, linewidth=0)
     axes.set(xlabel="step of the search", ylabel="layer", ylim=(0, search.space.num_layers), xlim=(0, last))
     axes.set_title("skipped attention (blue) and MLP (orange)", fontsize="medium")
 
@@ -105,8 +104,7 @@ def _speed(axes: Axes, calls: Sequence[GenerationStats], search: SkipSearch | No
 def _time(axes: Axes, calls: Sequence[GenerationStats]) -> None:
     spent = [sum(getattr(call, f"{name}_seconds") for call in calls) for name in _MODULES]
     total = sum(spent) or 1.0
-    axes.barh(range(len(spent)), [part / total for part in spent], tick_label=list(_MODULES))
-    for place, part in enumerate(spent):
-        axes.text(part / total, place, f" {part / total:.1%}", va="center", fontsize="small")
+    bars = axes.barh(range(len(spent)), [part / total for part in spent], tick_label=list(_MODULES))
+    axes.bar_label(bars, [f"{part / total:.1%}" for part in spent], padding=3, fontsize="small")
     axes.set(xlabel="share of time", xlim=(0, 1.15))
     axes.invert_yaxis()

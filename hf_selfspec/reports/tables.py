@@ -1,7 +1,5 @@
 """Tables as text and in Markdown."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

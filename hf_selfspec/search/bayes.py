@@ -1,7 +1,5 @@
 """Proposes sets of skipped blocks by Bayesian optimisation (SWIFT §4.1), with the package bayesian-optimization."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -61,18 +59,14 @@ class _BestExchange(UpperConfidenceBound):
 def suggest(
     space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
-    """The set with the highest upper confidence bound near the best scored ones, with ``resize`` maybe of a new
-    size."""
+    """The set with the highest upper confidence bound near the best ones, with ``resize`` maybe of a new size."""
     known = list(scores)
     if len(known) > _HISTORY:
         best = sorted(known, key=lambda plan: -scores[plan])[: _HISTORY // 2]
         known = list(dict.fromkeys([*best, *known[-(_HISTORY // 2) :]]))
     names = [f"{place:04d}" for place in range(len(space.blocks))]
     optimiser = BayesianOptimization(
-        f=None,
-        pbounds=dict.fromkeys(names, (0.0, 1.0)),
-        acquisition_function=_BestExchange(rng, resize),
-        verbose=0,
+        f=None, pbounds=dict.fromkeys(names, (0.0, 1.0)), acquisition_function=_BestExchange(rng, resize), verbose=0
     )
     kernel = ConstantKernel(0.1, (1e-3, 10.0)) * DotProduct(1.0, (1e-2, 10.0))
     optimiser.set_gp_params(kernel=kernel, alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)

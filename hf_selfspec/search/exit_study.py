@@ -1,7 +1,5 @@
 """Chooses the exit layer and stop rule with the most tokens per second, from agreement and measured costs."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,8 +27,6 @@ _LAYER = "layer"
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
-# Number of sets that are drawn uniformly, before the trials show which blocks matter.
-_UNIFORM = 30
 
 
 @register("search")
@@ -116,8 +114,7 @@ def usual_ratio(parameters: int) -> float:
 
 @dataclass(frozen=True)
 class SkipSpace:
-    """The blocks among which a search chooses: not those of the first and last layer, nor attention others read
-    from."""
+    """The blocks among which a search chooses: none of the first and last layer, no attention that others read."""
 
     num_layers: int
     # (layer, "attention" or "mlp") by layer, and (layer, "layer") for layers of hybrids that do not have both.
@@ -199,27 +196,6 @@ class Estimates:
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         """Samples effects ``[blocks]`` from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
         return np.asarray(self.effects + self.doubt @ rng.standard_normal(len(self.effects)))
-
-
-def next_set(
-    space: SkipSpace,
-    sets: Sequence[LayerPlan],
-    estimates: Callable[[], Estimates],
-    step: int,
-    bayes_interval: int,
-    ratio: float,
-    rng: np.random.Generator,
-) -> LayerPlan:
-    """A set of a skip ratio after ``step`` trials: uniform at first, as always in SWIFT (§4.1), then by Thompson
-    sampling, which finds more of the good blocks, at times Bayesian."""
-    if (step + 1) % bayes_interval == 0:
-        scores = dict(zip(sets, estimates().sets.tolist(), strict=True)) if sets else {}
-        like = {plan: score for plan, score in scores.items() if len(space.places(plan)) == space.count(ratio)}
-        if like:
-            from .bayes import suggest  # needs scikit-learn and SciPy, which few calls use
-
-            return suggest(space, like, rng)
-    return space.random(rng, ratio) if step < _UNIFORM else space.highest(estimates().drawn(rng), ratio)
 
 
 def other_ratio(ratio: float, matchness: float, target: float) -> float:

@@ -1,7 +1,5 @@
 """The search for blocks to skip: what it tries when, the best set so far, and when it ends or begins again."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
 from .costs import ForwardCosts, Pace, Stopwatch
-from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_set, next_sizes, other_ratio
+from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_sizes, other_ratio
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial
 
@@ -26,6 +24,8 @@ _PHASES = ("optimization", "acceleration")
 _LOGGED = 1024
 # How many of the best sets are tried again on each new window.
 _TRIED_AGAIN = 3
+# Number of sets that are drawn uniformly, before the trials show which blocks matter.
+_UNIFORM = 30
 # On how many windows a set has to be good enough to end the search.
 _CONFIRMED = 3
 # Number of texts on which forwards are timed in a search, and of trials between them.
@@ -119,9 +119,22 @@ class SkipSearch(Findings):
                 return self._closest[first - 1] if isinstance(first, int) else first
             if self.is_over or not isinstance(self.settings, OnTheFlySearch):
                 return None
-            records, interval = self._records, self.settings.bayes_interval
-            sets, known = list(records.sets), records.estimates
-            return next_set(self.space, sets, known, self.steps, interval, self._ratio, self._rng)
+            return self._new_set(self.settings.bayes_interval)
+
+    def _new_set(self, bayes_interval: int) -> LayerPlan:
+        """A set of the present ratio: uniform at first, as always in SWIFT (§4.1), then by Thompson sampling, which
+        finds more of the good blocks, at times Bayesian."""
+        space, records, ratio = self.space, self._records, self._ratio
+        if (self.steps + 1) % bayes_interval == 0:
+            scores = dict(zip(records.sets, records.estimates().sets.tolist(), strict=True)) if records.sets else {}
+            like = {plan: score for plan, score in scores.items() if len(space.places(plan)) == space.count(ratio)}
+            if like:
+                from .bayes import suggest  # needs scikit-learn and SciPy, which few calls use
+
+                return suggest(space, like, self._rng)
+        if self.steps < _UNIFORM:
+            return space.random(self._rng, ratio)
+        return space.highest(records.estimates().drawn(self._rng), ratio)
 
     def begin_window(self) -> None:
         """Starts a window of new text, on which the sets that look best will be tried."""
@@ -192,8 +205,7 @@ class SkipSearch(Findings):
                 self._choose()
 
     def watch(self, plan: LayerPlan, drafted: int, accepted: int, tokens: int) -> None:
-        """Records a round of ``plan``; if much less is accepted than at its end, the search starts over (SWIFT, Figure
-        7)."""
+        """Records a round of ``plan``; if much less is accepted than at its end, it starts over (SWIFT, Figure 7)."""
         with self._lock:
             self.generated += tokens
             if plan == self.best:

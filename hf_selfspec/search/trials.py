@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class Records:
     def estimates(self) -> Estimates:
         """The estimated scores by blocks, kept until there is a new trial."""
         if self._estimates is None:
-            self._estimates = estimate(self._scores())
+            self._estimates = estimate(*self._scores())
         return self._estimates
 
     def worth(self) -> dict[LayerPlan, float]:
@@ -148,7 +148,7 @@ class Records:
         speedup, rate = self.worth()[plan], float(Replays.total(record.runs).acceptance_rate[record.rule])
         return SkipChoice(plan, pays(speedup), self._rules[record.rule], speedup, rate, record.matchness)
 
-    def _scores(self) -> Scores:
+    def _scores(self) -> tuple[np.ndarray, ...]:
         rows = [
             (self._score(record, place), trial.tokens / _WINDOW, index, trial.window)
             for index, record in enumerate(self.sets.values())
@@ -157,7 +157,7 @@ class Records:
         values, weights, sets, windows = np.array(rows, float).T
         places = np.unique(windows, return_inverse=True)[1]
         blocks = np.array([record.blocks for record in self.sets.values()])
-        return Scores(blocks, values, weights, sets.astype(int), places)
+        return blocks, values, weights, sets.astype(int), places
 
     def _score(self, record: SetRecord, place: int) -> float:
         if self.costs is None:
@@ -176,18 +176,11 @@ def _short(values: np.ndarray) -> list[float]:
     return [round(value, 4) for value in values.tolist()]
 
 
-class Scores(NamedTuple):
-    """Scores of trials ``[n]``, their weights, sets and windows; ``blocks`` ``[sets, blocks]``: 1 where skipped."""
-
-    blocks: np.ndarray
-    values: np.ndarray
-    weights: np.ndarray
-    sets: np.ndarray
-    windows: np.ndarray
-
-
-def estimate(scores: Scores) -> Estimates:
-    """Fits scores as a function of the skipped blocks and of the window of text.
+def estimate(
+    blocks: np.ndarray, values: np.ndarray, weights: np.ndarray, sets: np.ndarray, windows: np.ndarray
+) -> Estimates:
+    """Fits the ``values`` ``[n]`` of trials, with their weights, sets and windows, as a function of the skipped
+    ``blocks`` ``[sets, blocks]``, 1 where skipped, and of the window of text.
 
     The model is ``s = level + x' beta + b(window) + noise / sqrt(weight)``, with ``x`` the skipped blocks and a normal
     prior around 0 for ``beta``: Bayesian linear regression. Its posterior mean is ``A^-1 X' W s`` and its covariance
@@ -199,7 +192,6 @@ def estimate(scores: Scores) -> Estimates:
     multiplied by ``exp((expected - best) / scale)``, with a scale at which the effective number of trials
     ``(sum w)^2 / sum w^2`` (Kish 1965) is large enough.
     """
-    blocks, values, weights, sets, windows = scores
     rows, width = blocks[sets], blocks.shape[1]
     near = np.ones(len(values))
     for _ in range(_ROUNDS):

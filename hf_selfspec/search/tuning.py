@@ -1,7 +1,5 @@
 """Tuning in advance: finds the blocks to skip with the least measured time (Self-SD, arXiv 2309.08168 §3.2)."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A threshold that adapts to the acceptance rate (Draft & Verify, AdaSPEED appendix A)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

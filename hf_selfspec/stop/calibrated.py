@@ -1,7 +1,5 @@
 """A bound on entropy that is calibrated while drafts are verified (DSSD §3.4)."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ A rule that remembers something, from token to token or from draft to draft, has
 returns what is called while one generation runs (:class:`RunningRule`).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Fitting an adapter behind a shallow exit (Kangaroo §3.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar

@@ -1,7 +1,5 @@
 """Early-exit loss: every layer learns to predict through the model's own head (LayerSkip §4.1.2)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

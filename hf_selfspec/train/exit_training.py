@@ -1,7 +1,5 @@
 """The early-exit losses of a running training: hooks on the model, and the sums of each step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

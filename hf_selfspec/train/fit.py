@@ -1,7 +1,5 @@
 """What all fits share: their settings, the path from a text to a fitted module, and functions made of settings."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The stock ``transformers.Trainer`` for a small module beside a frozen model."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A frozen model, and the hidden states that are read from it to fit a small module."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Fitting exit heads and calibrating them (DSSD §3.2-3.4)."""
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Fitting LoRA that is active only while the first layers draft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar

@@ -1,7 +1,5 @@
 """Fitting a probe of acceptance (AdaSPEED §II.B)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar

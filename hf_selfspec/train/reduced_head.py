@@ -1,7 +1,5 @@
 """Finding the tokens that drafts consist of (FR-Spec, arXiv 2502.14856 §3.2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The only interface to ``transformers.Trainer``: callbacks that change the model while it trains, and undo it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Greedy choices, and speculative sampling: each token has the full model's distribution, whatever is drafted."""
 
-from __future__ import annotations
-
 import torch
 
 from ..model.logits import best_tokens

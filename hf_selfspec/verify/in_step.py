@@ -1,7 +1,5 @@
 """Verification for logits processors and stopping criteria that keep a state: all rows advance together."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import torch

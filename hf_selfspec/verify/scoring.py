@@ -54,7 +54,8 @@ class Scorer:
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
         self._empty = len(processors) == 0
         self._all = processors
-        self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
+        rows = ((_of_row(one, row, batch_size) for one in processors) for row in range(batch_size))
+        self._rows = list(map(lp.LogitsProcessorList, rows))
         self._batch_size = batch_size
         self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
 
@@ -119,10 +120,6 @@ class Scorer:
             if want:
                 scores[row] = self.row(row, text.prefix(row, ahead), logits[row])
         return scores
-
-
-def _for_row(processors: lp.LogitsProcessorList, row: int, batch_size: int) -> lp.LogitsProcessorList:
-    return lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
 
 
 def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:

@@ -5,8 +5,6 @@ One that keeps a state from step to step (a grammar matcher, a counter) is right
 tokens that are never emitted. So whatever is not known to be stateless is called that way, see :mod:`.in_step`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

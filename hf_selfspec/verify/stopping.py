@@ -1,7 +1,5 @@
 """Stopping criteria, tested on every prefix of an accepted block."""
 
-from __future__ import annotations
-
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 

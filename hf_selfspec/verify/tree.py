@@ -1,7 +1,5 @@
 """How many siblings a drafted token gets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -6,8 +6,6 @@ the processed logits. Sampling: the token is chosen by rejection sampling, so th
 (:mod:`.choosing`). Either way, the same forward yields one token more than were accepted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 

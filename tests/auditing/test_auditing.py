@@ -1,7 +1,5 @@
 """Audits: what is equal, what rounding explains, what is wrong, and distributions that are right and that are not."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence
@@ -184,7 +182,7 @@ def test_impossible_tokens_do_not_pass(changing: Any) -> None:
 def expected(draws: int, end: int | None) -> dict[tuple[int, ...], float]:
     model = copy.deepcopy(small_vocabulary())
     model.generation_config.eos_token_id = end
-    return Sampling(model, torch.tensor([[3]]), 4, draws, {"do_sample": True}).expected().cells
+    return Sampling(model, torch.tensor([[3]]), 4, draws, {"do_sample": True}).expected()[0]
 
 
 def test_expected_shares_are_exact() -> None:

@@ -1,7 +1,5 @@
 """Comparisons of methods: the protocol by hand, the stream, going on, what does not fit."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``hf-selfspec bench``: streams of prompts, the whole way on a tiny model, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conclusions and the report of a comparison: verdicts, Markdown, one page that loads nothing, plots."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """``hf-selfspec``: what its commands print, and one line for every ordinary mistake in any of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line: what it fits, and one line for whatever is wrong, before the model is loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Names, folders and expressions that a command line gives for a ``SelfSpec``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

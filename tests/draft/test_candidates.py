@@ -1,7 +1,5 @@
 """A user's own ``CandidateGenerator``: what it is given, for each row, against transformers' own loop."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

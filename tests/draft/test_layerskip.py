@@ -1,7 +1,5 @@
 """SelfSpec.layerskip, its probe, and early_exit_only."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -18,7 +16,7 @@ from transformers import DynamicCache
 from helpers.architectures import build
 from helpers.calls import PAST, unchanged
 from helpers.models import ragged_batch, tiny_llama
-from helpers.searches import an_end
+from helpers.searches import an_end, generated, prompt
 from hf_selfspec import ConfidenceThreshold, EarlyExit, ExitChoice, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
@@ -32,16 +30,6 @@ from hf_selfspec.search.replay import trace as traced
 from hf_selfspec.stop.rules import confidence
 
 COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25, num_layers=4)
-
-
-def prompt(length: int = 6, rows: int = 1) -> torch.Tensor:
-    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(5))
-
-
-def greedy(model, ids, tokens=48, **kwargs):
-    model.generation_config.eos_token_id = None
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0} | kwargs
-    return model.generate(ids, max_new_tokens=tokens, **options)
 
 
 def exit_plan(layer: int) -> LayerPlan:
@@ -165,7 +153,7 @@ def test_replay_foretells_what_decoding_does():
     model, rule = tiny_llama(), ConfidenceThreshold(0.02)
     ids, tokens = prompt(), 80
     spec = SelfSpec(draft=EarlyExit(3), stop=rule)
-    text = greedy(model, ids, tokens, assistant=spec)
+    text = generated(model, ids, tokens, assistant=spec)
     trace = _traces(model, text, ids.shape[1], [3])[3]
     after_the_prefill = Trace(trace.accept[:, 1:], trace.confidence[:, 1:])
     found = replay(after_the_prefill, rule, exit_plan(2), COSTS, 25)
@@ -197,7 +185,7 @@ def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens, acce
 
 
 def test_states_of_exits_belong_to_their_rows():
-    model, ids = tiny_llama(), prompt(8, 3)
+    model, ids = tiny_llama(), prompt(3, 8)
     with torch.no_grad():
         hidden = model(ids, output_hidden_states=True).hidden_states
         exits = Exits(model)
@@ -213,10 +201,10 @@ def test_states_of_exits_belong_to_their_rows():
 def test_probing_changes_no_token(rows):
     model, spec = tiny_llama(), SelfSpec.layerskip()
     assert spec.choice(model) is None
-    ids = prompt(9, rows)
+    ids = prompt(rows, 9)
     with unchanged(model):
         for _ in range(3):
-            assert torch.equal(greedy(model, ids, assistant=spec), greedy(model, ids))
+            assert torch.equal(generated(model, ids, assistant=spec), generated(model, ids))
     choice = spec.choice(model)
     assert isinstance(choice, ExitChoice)
     exits = set(range(1, model.config.num_hidden_layers))
@@ -229,10 +217,10 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     model, spec, seen = tiny_llama(), SelfSpec.layerskip(), []
     original = probe.ProbingDraft._probe
     monkeypatch.setattr(probe.ProbingDraft, "_probe", lambda self, text: seen.append(text) or original(self, text))
-    greedy(model, prompt(), 6, assistant=spec)
+    generated(model, prompt(), 6, assistant=spec)
     assert spec.choice(model) is None  # too little to see, and to time
     for _ in range(24):
-        greedy(model, prompt(), 48, assistant=spec)
+        generated(model, prompt(), 48, assistant=spec)
     # The first text is looked at twice, all later ones at their end, 47 tokens each.
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
@@ -242,7 +230,7 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert {name: len(timed[name]) for name in timed} == dict.fromkeys(("early", "full", "few", "many", "draft"), 5)
     other = tiny_llama()
     assert spec.choice(other) is None
-    greedy(other, prompt(), assistant=spec)
+    generated(other, prompt(), assistant=spec)
     assert spec.choice(other).tokens == 47
     assert copy.deepcopy(spec).choice(model) is spec.choice(model)
     assert pickle.loads(pickle.dumps(spec)) == spec
@@ -250,8 +238,8 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
 
 def test_rows_that_end_early_count_as_far_as_they_went():
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    ids = prompt(9, 3)
-    plain = greedy(model, ids)
+    ids = prompt(3, 9)
+    plain = generated(model, ids)
     end = int(plain[1, 9 + 5])
     lengths = [next((i for i, token in enumerate(row[9:].tolist()) if token == end), 47) for row in plain]
     assert min(lengths) < 8 < max(lengths)
@@ -263,7 +251,7 @@ def test_rows_that_end_early_count_as_far_as_they_went():
 def test_rows_that_end_early_behind_embedded_prompts():
     """They have fewer tokens than the window, and what is before them has no ids."""
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    options = {"inputs_embeds": model.get_input_embeddings()(prompt(12, 3)).detach(), "max_new_tokens": 48}
+    options = {"inputs_embeds": model.get_input_embeddings()(prompt(3, 12)).detach(), "max_new_tokens": 48}
     options |= {"do_sample": False, "pad_token_id": 0}
     end, ends = an_end(model.generate(**options))
     assert min(ends) < 8 < 40 < max(ends)
@@ -274,11 +262,11 @@ def test_rows_that_end_early_behind_embedded_prompts():
 
 def test_threads_that_probe_and_threads_that_do_not():
     model, ids, specs = tiny_llama(), prompt(), [None, SelfSpec.layerskip(), SelfSpec.layerskip()]
-    expected = greedy(model, ids)
+    expected = generated(model, ids)
     model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.0005))  # lets other threads in
 
     def run(spec):
-        return [greedy(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(2)]
+        return [generated(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(2)]
 
     with unchanged(model), ThreadPoolExecutor(len(specs)) as pool:
         assert all(torch.equal(text, expected) for found in pool.map(run, specs) for text in found)
@@ -293,7 +281,7 @@ def test_traces_of_a_text_are_what_each_exit_says(options, monkeypatch):
     monkeypatch.setattr(
         probe.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
     )
-    text = greedy(model, prompt(), 48, assistant=spec, **options)
+    text = generated(model, prompt(), 48, assistant=spec, **options)
     seen = {layer: np.concatenate([part[layer][0].accept[0] for part in found]) for layer in found[0]}
     expected = _traces(model, text, prompt().shape[1], list(seen))
     for layer, accept in seen.items():
@@ -305,12 +293,12 @@ def test_traces_of_a_text_are_what_each_exit_says(options, monkeypatch):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
 def test_kinds_of_calls_choose_for_themselves():
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    greedy(model, prompt(), assistant=spec)
+    generated(model, prompt(), assistant=spec)
     single = spec.choice(model)
-    greedy(model, prompt(9, 3), 42, assistant=spec)
+    generated(model, prompt(3, 9), 42, assistant=spec)
     several = spec.choice(model)
     assert (single.tokens, several.tokens) == (47, 3 * 41)
-    greedy(model, prompt(), 12, assistant=spec)
+    generated(model, prompt(), 12, assistant=spec)
     assert spec.choice(model).tokens == 47 + 11
     assert spec.choice(PeftModel(model, LoraConfig(target_modules=["q_proj"]))).tokens == 47 + 11
     with pytest.raises(SettingTypeError, match=r"SelfSpec.choice takes a causal LM"):
@@ -372,13 +360,13 @@ def test_timings_use_no_random_numbers(monkeypatch):
 def test_the_chosen_exit_is_used(machine):
     model, spec = tiny_llama(), SelfSpec.layerskip()
     machine.forwards_cost()
-    greedy(model, prompt(), assistant=spec)
+    generated(model, prompt(), assistant=spec)
     choice = spec.choice(model)
     assert (choice.layer, choice.stop) == (3, FixedLength(6))
     assert choice.reuse_from == 4  # 0.1 for another forward, 0.03 spared for each token
     assert spec.stats.plan == "###..."
     for tokens in (48, 12):  # also where no probe is due
-        greedy(model, prompt(), tokens, assistant=spec)
+        generated(model, prompt(), tokens, assistant=spec)
         assert spec.stats.plan == "###..."
         assert 0 < max(spec.stats.accepted_lengths) <= 6
 
@@ -391,9 +379,9 @@ def test_states_are_reused_where_that_pays(machine, monkeypatch, tokens):
     monkeypatch.setattr(
         Decoder, "_verify_pass", lambda self, draft, run=Decoder._verify_pass: given.append(draft) or run(self, draft)
     )
-    greedy(model, prompt(), assistant=spec)
+    generated(model, prompt(), assistant=spec)
     given.clear()
-    assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+    assert torch.equal(generated(model, prompt(), assistant=spec), generated(model, prompt()))
     lengths = {draft.size: draft.states is not None for draft in given if draft.size}
     assert max(lengths) == tokens
     layer = spec.choice(model).layer
@@ -403,8 +391,8 @@ def test_states_are_reused_where_that_pays(machine, monkeypatch, tokens):
 def test_where_no_draft_pays_none_is_made(machine, monkeypatch):
     model, spec = tiny_llama(), SelfSpec.layerskip()
     machine.forwards_cost(fixed=1.0, attention=0.0, mlp=0.0, token=0.0, step=50.0)
-    greedy(model, prompt(), assistant=spec)
-    assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+    generated(model, prompt(), assistant=spec)
+    assert torch.equal(generated(model, prompt(), assistant=spec), generated(model, prompt()))
     assert spec.choice(model).layer is None
     assert (spec.stats.drafted, spec.stats.plan) == (0, "######")
 
@@ -412,14 +400,14 @@ def test_where_no_draft_pays_none_is_made(machine, monkeypatch):
 def test_given_parts_are_kept_by_the_probe():
     model = tiny_llama()
     only_length = SelfSpec.layerskip(exit_layer=3)
-    greedy(model, prompt(), assistant=only_length)
+    generated(model, prompt(), assistant=only_length)
     assert set(only_length.choice(model).by_layer) == {3}
     only_exit = SelfSpec.layerskip(num_draft=2)
-    greedy(model, prompt(), assistant=only_exit)
+    generated(model, prompt(), assistant=only_exit)
     assert only_exit.choice(model).stop == FixedLength(2)
     own = SelfSpec.layerskip(stop=lambda ids, logits, states: torch.ones(len(ids), dtype=torch.bool))
     for _ in range(2):
-        greedy(model, prompt(), assistant=own)
+        generated(model, prompt(), assistant=own)
     assert own.stats.drafted <= own.stats.rounds  # its own rule ends each draft after a token
 
 
@@ -431,7 +419,7 @@ def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):
 
     monkeypatch.setattr(Exits, "head", fail)
     with unchanged(model), pytest.raises(RuntimeError, match="in the probe"):
-        greedy(model, prompt(), assistant=SelfSpec.layerskip())
+        generated(model, prompt(), assistant=SelfSpec.layerskip())
 
 
 def test_what_is_not_possible():
@@ -444,13 +432,13 @@ def test_what_is_not_possible():
             make()
     for spec in (SelfSpec.early_exit_only(6), SelfSpec.layerskip(6)):
         with pytest.raises(SettingError, match=r"EarlyExit.*\(layer=6\) is not possible: .* has 6 layers"):
-            greedy(tiny_llama(), prompt(), assistant=spec)
+            generated(tiny_llama(), prompt(), assistant=spec)
     with pytest.raises(SettingError, match="LlamaForCausalLM has one layer"):
-        greedy(tiny_llama(1), prompt(), assistant=SelfSpec.layerskip())
+        generated(tiny_llama(1), prompt(), assistant=SelfSpec.layerskip())
     model, spec = build("gpt_bigcode"), SelfSpec.layerskip(1, 2)
     with pytest.raises(UnsupportedModelError, match=r"GPTBigCodeForCausalLM .* exit_layer and a num_draft"):
-        greedy(model, prompt(), assistant=SelfSpec.layerskip())
-    assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+        generated(model, prompt(), assistant=SelfSpec.layerskip())
+    assert torch.equal(generated(model, prompt(), assistant=spec), generated(model, prompt()))
 
 
 def truncated(model, layers):
@@ -465,20 +453,20 @@ def test_early_exit_only_is_the_truncated_model():
     model = tiny_llama()
     small, spec = truncated(model, 2), SelfSpec.early_exit_only(2)
     for rows in (1, 3):
-        ids = prompt(rows=rows)
-        found = greedy(model, ids, assistant=spec)
-        assert torch.equal(found, greedy(small, ids))
-        assert not torch.equal(found, greedy(model, ids))
+        ids = prompt(rows)
+        found = generated(model, ids, assistant=spec)
+        assert torch.equal(found, generated(small, ids))
+        assert not torch.equal(found, generated(model, ids))
     assert (spec.stats.drafted, spec.stats.plan) == (0, "##....")
 
 
 def test_early_exit_only_returns_no_cache_and_takes_none():
     """Later layers' keys and values do not exist, so whatever went on from them would be wrong."""
     model, spec = tiny_llama(), SelfSpec.early_exit_only(2)
-    output = greedy(model, prompt(), 4, assistant=spec, return_dict_in_generate=True)
+    output = generated(model, prompt(), 4, assistant=spec, return_dict_in_generate=True)
     assert output.past_key_values is None
     with pytest.raises(UnsupportedOptionError, match=f"Leave out `{PAST}`"):
-        greedy(model, prompt(), 4, assistant=spec, **{PAST: DynamicCache(config=model.config)})
+        generated(model, prompt(), 4, assistant=spec, **{PAST: DynamicCache(config=model.config)})
 
 
 @pytest.mark.every_run("llama|qwen3_next")

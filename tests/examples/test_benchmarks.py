@@ -1,7 +1,5 @@
 """The scripts of ``examples/benchmarks``, each with its smallest setting, as a user starts them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import runpy

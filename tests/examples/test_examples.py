@@ -1,7 +1,5 @@
 """The example scripts, as a user starts them."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Examples of chats and services, on the demo model: what they answer is plain generate's."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Examples of training and evaluation with other libraries, on the demo model."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The task experiment among the examples: its pairs, its labels and the whole way in two steps."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """Searches on a model whose best set is known."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafts as checkpoints of their own: logits, ids with transformers' own loop, what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

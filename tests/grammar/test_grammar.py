@@ -1,7 +1,5 @@
 """Grammars that can go back: masks for drafts, forced text for free, and everything as plain ``generate`` leaves it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -17,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 import hf_selfspec
+from helpers.calls import Counting
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import library
 from helpers.sampling import SPECS as SAMPLED
@@ -363,26 +362,15 @@ def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back() -> None:
     assert found[0] == found[1] == found[2]
 
 
-class Counted(LogitsProcessor):
-    """Has a memory that cannot go back: what it favours follows from how often it was called."""
-
-    calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        favoured = torch.full((len(scores), 1), 2 + 5 * self.calls % 24)
-        return scores.scatter_add(1, favoured, torch.full((len(scores), 1), 0.5))
-
-
 @pytest.mark.parametrize("spec", ["default", "exit, tree"])
 def test_beside_another_memory_rows_advance_together(spec: str) -> None:
     ours, found = SPECS[spec](), []
     for assistant in (None, ours):
-        processors = Own(TABLE), Counted()
+        processors = Own(TABLE), Counting()
         ids = texts(assistant, BATCH, *processors, max_new_tokens=30)
-        found.append((ids, [row.states for row in processors[0].rows], processors[1].calls))
+        found.append((ids, [row.states for row in processors[0].rows], processors[1].seen))
     assert found[0] == found[1]
-    assert ours.stats.together_for == "Counted"
+    assert ours.stats.together_for == "Counting"
     assert ours.stats.accepted > 0
 
 

@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, built from configs."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
@@ -65,6 +65,18 @@ class Recorder(BaseStreamer):
 
     def end(self) -> None:
         self.calls.append("end")
+
+
+class Counting(LogitsProcessor):
+    """Favours a token that follows from how often it was called; keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        favoured = 2 + (5 * len(self.seen) + torch.arange(len(scores))) % (VOCABULARY - 2)
+        return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 0.5))
 
 
 PROMPTS = (ragged_batch((12,)), BATCH)

@@ -1,7 +1,5 @@
 """Settings and comparisons of compiled forwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

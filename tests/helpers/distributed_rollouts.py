@@ -1,7 +1,5 @@
 """Generates with a model whose weights are sharded over the processes that ``torchrun`` starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

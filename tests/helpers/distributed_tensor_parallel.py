@@ -1,7 +1,5 @@
 """Generates with a tensor-parallel model, in processes that ``torchrun`` starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

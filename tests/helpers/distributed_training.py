@@ -1,7 +1,5 @@
 """Tiny trainings with the stock Trainer; as a script, those that ``torchrun`` starts in several processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What tests of findings that last share: calls, settings, and what the first draft of a call is made with."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is fitted in tests: texts, arguments of fits, and what comes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

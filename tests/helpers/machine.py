@@ -1,7 +1,5 @@
 """The machine as tests see it: what is measured on it, or follows from that, is given here and nowhere else."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_selfspec.control import controller

@@ -1,7 +1,5 @@
 """Models for tests: tiny, built from configs, with layers that matter less the deeper they are."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (

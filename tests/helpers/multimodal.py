@@ -1,7 +1,5 @@
 """Tiny random models that take images or sound beside text, built from configs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Processes, libraries and interruptions that several tests need."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

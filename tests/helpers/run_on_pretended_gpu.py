@@ -1,7 +1,5 @@
 """Generates on pretended devices, and prints what a round needs as JSON; a process of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

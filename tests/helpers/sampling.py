@@ -1,7 +1,5 @@
 """Joint distributions of generated tokens: drawn, and by exact enumeration with the whole model."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

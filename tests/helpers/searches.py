@@ -1,7 +1,5 @@
 """Calls whose searches are looked at, texts in the cache of a target, and searches on costs that tests give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +27,7 @@ def search_of(spec: SelfSpec, model: PreTrainedModel) -> SkipSearch:
     return search
 
 
-def generated(model: PreTrainedModel, prompts: torch.Tensor | dict[str, Any], tokens: int, **options: Any) -> Any:
+def generated(model: PreTrainedModel, prompts: torch.Tensor | dict[str, Any], tokens: int = 48, **options: Any) -> Any:
     """Greedily by default."""
     if isinstance(prompts, torch.Tensor):
         prompts = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}

@@ -1,7 +1,5 @@
 """Exact distributions of what a verification chooses, and uniform numbers that are given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import permutations
 

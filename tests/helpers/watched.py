@@ -1,7 +1,5 @@
 """Draft sources that show what they draft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """``attach``: calls that cannot be given an argument, against plain generate of the same model."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """The ways in: ``generate``, pipelines, PEFT, compiled, dispatched and quantised models, all against plain generate."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial

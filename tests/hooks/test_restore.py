@@ -1,7 +1,5 @@
 """Whatever happens, the model and transformers are afterwards as they were, and the next call is right."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What comes from a file decides nothing but what it is for, and what goes into one is whole."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

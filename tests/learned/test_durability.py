@@ -1,7 +1,5 @@
 """What was learned survives: files are whole or not written, interruptions, the cache folder, models in training."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """What was learned lasts: folders, whose findings they hold, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import operator
@@ -110,17 +108,6 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
     generate(llama, prompt(2), 2, assistant=loaded)
     assert loaded.stats.plan in {choice.plan.picture() for choice in choices}
     assert loaded.stats.phase == "optimization"
-
-
-def test_copies_share_what_is_learned(llama: PreTrainedModel) -> None:
-    """A tool that copies its arguments for every batch goes on with the search of the batches before."""
-    spec = fresh(SEARCHES["clasp"])
-    for copied in (copy.copy, copy.deepcopy):
-        twin = copied(spec)
-        assert twin == spec
-        generate(llama, prompt(), 12, assistant=twin)
-        assert twin.stats is spec.stats
-        assert twin.choice(llama) is spec.choice(llama)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Free drafts, alone and around a layer draft, against plain ``generate``: token for token, greedy, float32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

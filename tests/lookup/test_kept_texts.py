@@ -1,7 +1,5 @@
 """What free drafts keep of texts: from call to call, on disk, among threads, and how it is forgotten."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

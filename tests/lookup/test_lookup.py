@@ -1,7 +1,5 @@
 """Free drafts: where tokens come from, how far they are trusted, and the tree that is made of them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -11,9 +9,9 @@ from itertools import product
 import pytest
 
 from hf_selfspec.control.costs import RoundCosts
-from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree, suffix
+from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree
 from hf_selfspec.lookup.row import Top
-from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, texts_of
+from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 FREE = RoundCosts.of(lambda drafted: 1.0, 31)
 STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
@@ -62,31 +60,6 @@ def play(row: LookupRow, text: Sequence[int]) -> None:
 def random_top(rng: random.Random) -> tuple[list[int], list[float]]:
     weights = sorted((rng.random() ** 4 for _ in range(6)), reverse=True)
     return rng.sample(range(6), 6), [weight / sum(weights) for weight in weights]
-
-
-def longest_match(known: list[int], tail: list[int]) -> tuple[int, set[int]]:
-    """Length of the longest suffix of ``tail`` that occurs and goes on, and where it does."""
-    for length in range(len(tail), 0, -1):
-        ends = range(length, len(known))
-        if found := {end for end in ends if known[end - length : end] == tail[len(tail) - length :]}:
-            return length, found
-    return 0, set()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MOST_CANDIDATES", 10_000)
-    rng = random.Random(seed)
-    text = random_text(seed, alphabet=rng.choice((2, 5, 40)))
-    index = SuffixIndex()
-    for start in range(0, len(text), 7):
-        index.extend(text[start : start + 7])
-        tail = (text[: start + 7] + [rng.randrange(5) for _ in range(rng.randrange(4))])[-LONGEST_MATCH:]
-        length, positions = longest_match(text[: start + 7], tail)
-        match = index.match(tail)
-        assert (match.length if match else 0) == length
-        if match:
-            assert match.position == max(positions)
 
 
 def test_nothing_matches_or_goes_on_across_texts() -> None:

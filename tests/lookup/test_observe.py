@@ -1,7 +1,5 @@
 """Texts that free drafts know before the first call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA that is active while the first layers draft and off in verification: drafts, the fit and the files."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts that come from files, or are built, with settings that are none."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Exit heads: calibration, drafts that choose an exit for each token, fits."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafts of some tokens alone: exact all the same, whatever the model does behind its head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loss, accuracy and agreement of every exit, against forwards that know nothing of exits."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

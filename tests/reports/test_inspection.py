@@ -1,7 +1,5 @@
 """What is told of a model: the same from its config as from its weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import BertConfig, CLIPConfig, LlamaConfig, T5Config, T5ForConditionalGeneration

@@ -1,7 +1,5 @@
 """Pictures of what a ``SelfSpec`` did."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a probe or a search has chosen, and how it comes back from a file."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What forwards cost, and how much of a call's time the search for better drafts takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

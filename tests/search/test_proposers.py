@@ -1,7 +1,5 @@
 """Which blocks may be skipped, what sets of them are worth, and which ones are proposed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +19,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import SkipSpace, closest_layers
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.search.trials import Scores, estimate
+from hf_selfspec.search.trials import estimate
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -69,36 +67,36 @@ def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
 WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
 
 
-def tried_sets(count: int, noise: float, windows: int = 1) -> Scores:
+def tried_sets(count: int, noise: float, windows: int = 1) -> tuple[np.ndarray, ...]:
     """Random sets of half of the blocks; they score what these are worth, the number of their window and noise."""
     rng = np.random.default_rng(0)
     blocks = (rng.random((count, len(WORTH))).argsort(1) < len(WORTH) // 2).astype(float)
     on = np.arange(count) % windows
     values = 1 + blocks @ WORTH + on + noise * rng.standard_normal(count)
-    return Scores(blocks, values, np.ones(count), np.arange(count), on)
+    return blocks, values, np.ones(count), np.arange(count), on
 
 
 @pytest.mark.parametrize("windows", [1, 4])
 def test_what_blocks_are_worth(windows: int) -> None:
     """Sets are of one size, so effects are known up to a constant; how easy windows are does not matter."""
-    scores = tried_sets(300, 0.005, windows)
-    found = estimate(scores)
+    blocks, *scores = tried_sets(300, 0.005, windows)
+    found = estimate(blocks, *scores)
     assert found.effects - found.effects.mean() == pytest.approx(WORTH - WORTH.mean(), abs=0.004)
-    assert found.sets == pytest.approx(1 + scores.blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
+    assert found.sets == pytest.approx(1 + blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
 
 
 def test_a_set_is_estimated_by_its_blocks_and_little_by_one_trial_of_its_own() -> None:
     """The best set has a bad window of its own: the four windows of doubt weigh four fifths."""
-    scores = tried_sets(200, 0.0)
-    best = int(np.argmax(scores.blocks @ WORTH))
-    scores.values[best] -= 0.06
-    assert estimate(scores).sets[best] - scores.values[best] == pytest.approx(0.8 * 0.06, abs=0.01)
+    blocks, values, *others = tried_sets(200, 0.0)
+    best = int(np.argmax(blocks @ WORTH))
+    values[best] -= 0.06
+    assert estimate(blocks, values, *others).sets[best] - values[best] == pytest.approx(0.8 * 0.06, abs=0.01)
 
 
 def test_sets_are_compared_on_the_same_text() -> None:
     """Window 0 is hard, 1 is easy: a set tried on easy text alone does not win by that, nor lose one on hard text."""
     values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
-    usual, easy_only, hard_only = estimate(Scores(np.eye(3), values, np.ones(4), sets, windows)).sets
+    usual, easy_only, hard_only = estimate(np.eye(3), values, np.ones(4), sets, windows).sets
     assert hard_only > usual > easy_only
 
 

@@ -1,7 +1,5 @@
 """Calls that search while they generate: their tokens, what their trials see, what drafts meanwhile and afterwards."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The search from one trial to the next, without a model."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.searches import (

@@ -1,7 +1,5 @@
 """Tuning in advance: what is found, what it costs to go on after an interruption, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stop rules: the shipped ones by hand, a user's own inside ``generate``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -246,14 +244,6 @@ def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM) -> None:
             generate(llama, lambda *given, answer=answer: answer, new_tokens=4, **ragged_batch((4, 6)))
     stats = generate(llama, lambda *given: torch.ones(2, dtype=torch.long), new_tokens=8, **ragged_batch((4, 6)))[1]
     assert max(stats.accepted_lengths) <= 1  # whole numbers are fine
-
-
-def test_each_row_has_a_product_of_its_own() -> None:
-    """0.9 to the fifth is the first below 0.6, and 0.7 squared."""
-    rule = ProductThreshold(0.6, lambda logits, hidden_states: torch.tensor([0.9, 0.7]))
-    stats = generate(drafts_well(), rule, new_tokens=13, **ragged_batch((5, 9)))[1]
-    assert stats.accepted_lengths == Counter({5: 2, 2: 4})
-    assert stats.drafted == 2 * 5 + 4 * 2
 
 
 def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:

@@ -1,7 +1,5 @@
 """Training with early-exit loss is gradient descent on LayerSkip's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

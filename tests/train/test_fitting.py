@@ -1,7 +1,5 @@
 """What is fitted to a frozen model: fits, what they keep, and drafts with what was fitted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How fast a model is with a part that is being fitted: when fits end, and what is told of parts that do not pay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The paper's formulas: weights of exits, curricula, rates of dropout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

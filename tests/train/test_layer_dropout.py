@@ -1,7 +1,5 @@
 """Rows that drop a layer leave the batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trainings that are refused before any weight changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

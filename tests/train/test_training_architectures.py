@@ -1,7 +1,5 @@
 """Early-exit loss and layer dropout on every architecture, against the model's own forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache

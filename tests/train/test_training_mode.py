@@ -1,7 +1,5 @@
 """Models as trainers leave them: training mode, gradient checkpointing, the cache switched off in the config."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from types import MethodType

@@ -1,7 +1,5 @@
 """Processes that tests start: trainings in two of them are those of one, and so is generation with sharded weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

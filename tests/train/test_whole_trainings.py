@@ -1,7 +1,5 @@
 """Whole trainings: evaluation, checkpoints, precision, adapters; and afterwards everything is as before."""
 
-from __future__ import annotations
-
 import copy
 import os
 import threading

@@ -1,18 +1,17 @@
 """Any tree, any text, any mask, any settings: properties that hold whatever hypothesis draws."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from helpers.verification import orders, outcomes
 from hf_selfspec.batch import Draft, Text
+from hf_selfspec.lookup import suffix
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.model.prompt import Prompt
@@ -182,8 +181,9 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
     tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
     shortest=st.integers(1, 4),
 )
+@example(tokens=[1, 2, 3, 0, 1, 2, 3, 0], tail=[2, 1, 2, 3], shortest=1)  # two that are as long
 def test_a_match_is_one_by_brute_force(tokens: list[int], tail: list[int], shortest: int) -> None:
-    """The same tokens lie before it, as many as it tells, and not one more; short ones are the latest."""
+    """The same tokens lie before it, as many as it tells, and not one more; it is the latest of the longest ones."""
     index = SuffixIndex()
     index.extend(tokens[:17])
     index.extend(tokens[17:])
@@ -193,11 +193,12 @@ def test_a_match_is_one_by_brute_force(tokens: list[int], tail: list[int], short
         return next((n for n, (a, b) in enumerate(pairs) if a != b), min(position, len(tail), LONGEST_MATCH))
 
     lengths = [length_at(position) for position in range(len(tokens))]
-    longest, found = max(lengths, default=0), index.match(tail, shortest)
-    if found is None:
-        assert longest < shortest
-        return
-    assert found.length == lengths[found.position] >= shortest
-    if longest < 3:
-        latest = max(position for position, length in enumerate(lengths) if length >= found.length)
+    longest = max(lengths, default=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffix, "MOST_CANDIDATES", 100)  # more than there are
+        found = index.match(tail, shortest)
+    if longest < shortest:
+        assert found is None
+    else:
+        latest = max(position for position, length in enumerate(lengths) if length == longest)
         assert (found.length, found.position) == (longest, latest)

@@ -1,7 +1,5 @@
 """Logits processors and stopping criteria that keep a state are called exactly as plain ``generate`` calls them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_selfspec
+from helpers.calls import Counting
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SPECS as SAMPLED
@@ -42,18 +41,6 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
 }
 ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6))
 EITHER = pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
-
-
-class Counting(LogitsProcessor):
-    """Favours a token that follows from how often it was called; keeps what it was called with."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[list[int]]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(input_ids.tolist())
-        favoured = 2 + (5 * len(self.seen) + torch.arange(len(scores))) % (VOCABULARY - 2)
-        return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 0.5))
 
 
 class AfterCalls(StoppingCriteria):

@@ -1,7 +1,5 @@
 """Trees: their layouts in several rows, forwards over them, and the paths that are kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel

@@ -1,7 +1,5 @@
 """Verification piece by piece: choosing a token, widths of trees, processors."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """Recurrent states of hybrid and state-space models: which kinds can be rolled back, and how each is updated."""
 
-from __future__ import annotations
-
 from .linear_attention import GatedDelta, KimiDelta, StateSpace
 from .recurrence import Recurrence, SelectiveScan
 

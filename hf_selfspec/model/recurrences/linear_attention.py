@@ -6,8 +6,6 @@ tokens follow from one triangular system (Yang et al., arXiv 2412.06464), and th
 follows from their ``u``: no token has to be run again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,6 +30,11 @@ class LinearAttention(Recurrence):
             key = key * (decay - total).exp()
         left = (state * decay.exp().transpose(2, 3)).flatten(0, 1)
         return left.baddbmm_(key.transpose(2, 3).flatten(0, 1), known.flatten(0, 1)).view_as(state)
+
+    def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
+        query, key, value, decay, *beta = inputs  # the last one for the delta rule alone
+        output, known = attend(state, query, key, value, decay, beta[0] if beta else None, nodes)
+        return output, (key, known, decay)
 
 
 class GatedDelta(LinearAttention):
@@ -67,11 +70,6 @@ class GatedDelta(LinearAttention):
         inputs = (query, key, value, decay, beta)
         output, entries = self.in_blocks(state, inputs, nodes)
         return output.transpose(1, 2).contiguous().to(dtype), entries
-
-    def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        query, key, value, decay, beta = inputs
-        output, known = attend(state, query, key, value, decay, beta, nodes)
-        return output, (key, known, decay)
 
 
 class KimiDelta(GatedDelta):
@@ -124,11 +122,6 @@ class StateSpace(LinearAttention):
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
         return state.transpose(2, 3).contiguous()
-
-    def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        query, key, value, decay = inputs
-        output, _ = attend(state, query, key, value, decay, None, nodes)
-        return output, (key, value, decay)
 
 
 def attend(

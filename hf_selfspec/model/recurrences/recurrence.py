@@ -1,7 +1,5 @@
 """Kinds of recurrent states: their interface, convolutions, and Mamba-1's; linear attention has a file of its own."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any

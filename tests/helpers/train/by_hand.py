@@ -1,7 +1,5 @@
 """LayerSkip's training written out: gradient descent on its formula, and what trainings are compared by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trains for one batch on the pretended device, prints its loss and what the host waits for; a process of its own."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What runs while a model trains, and what is left behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
