@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..control.costs import RoundCosts
 from ..grammar.rows import Spot
 from .findings import LookupFindings
 from .rates import Offer
@@ -36,7 +35,7 @@ class LookupRow:
 
     def propose(
         self,
-        costs: RoundCosts,
+        costs: Sequence[float],
         pace: float,
         deepest: int,
         branching: bool = True,
