@@ -82,6 +82,10 @@ def test_a_curve_for_new_rows_begins_like_the_nearest() -> None:
     assert three.is_measured
     assert three.plain / four.plain == pytest.approx(1.5 / 1.65, rel=0.02)  # of forwards over so many tokens
     assert [each / three.plain for each in three.seconds] == pytest.approx(guessed, rel=0.01)
+    for _ in range(2):  # one less than otherwise: kernels are warm
+        assert three.wants_plain
+        three.add(None, 2.0)
+    assert not three.wants_plain
 
 
 def test_pace() -> None:
