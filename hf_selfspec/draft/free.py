@@ -47,12 +47,9 @@ class FreeDrafts:
     def read(self, text: Text) -> None:
         if self._rows:
             return
-        slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
-        ids = text.ids.tolist()
-        for row, (base, length) in enumerate(zip(text.base, text.lengths, strict=True)):
-            known = LookupRow(self.findings, self._kind)
-            known.extend(self._behind_placeholders(ids[row][max(0, slots[row] - base) : length]))
-            self._rows.append(known)
+        for tokens in self._known(text):
+            self._rows.append(LookupRow(self.findings, self._kind))
+            self._rows[-1].extend(tokens)
         self._lengths = list(text.lengths)
 
     def promise(self, max_new: list[int]) -> float:
@@ -136,10 +133,14 @@ class FreeDrafts:
         return new
 
     def finish(self, text: Text) -> None:
-        self.read(text)
-        self.findings.end([row.own.tokens for row in self._rows])
+        self.findings.end([row.own.tokens for row in self._rows] or self._known(text))
 
-    def _behind_placeholders(self, tokens: list[int]) -> list[int]:
-        """The tokens after the last id that is not a token; with given embeddings, ids may be anything."""
-        ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
-        return tokens[ends[-1] :] if ends else tokens
+    def _known(self, text: Text) -> list[list[int]]:
+        """The tokens of each row after the last id that is not one; with given embeddings, ids may be anything."""
+        slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
+        found = []
+        for ids, slot, base, length in zip(text.ids.tolist(), slots, text.base, text.lengths, strict=True):
+            tokens = ids[max(0, slot - base) : length]
+            ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
+            found.append(tokens[ends[-1] :] if ends else tokens)
+        return found
