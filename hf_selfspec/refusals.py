@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.attention import served_attention
 from .model.inputs import Inputs
 from .model.modules import hooks_of, is_tensor_parallel
-from .model.patching import checkpoints
 from .model.prompt import check_cache, given_cache
 from .validation import check_count
 
@@ -54,7 +53,7 @@ def check_options(model: PreTrainedModel, config: Any) -> None:
 def check_call(
     anatomy: Anatomy, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]
 ) -> None:
-    """Checks what is known of a call, besides its options, before its prompts are laid out; warns of checkpointing."""
+    """Checks what is known of a call, besides its options, before its prompts are laid out."""
     _check_adapters(model)
     check_cache(given_cache(model_kwargs), anatomy)
     implementation = model.config._attn_implementation
@@ -66,12 +65,6 @@ def check_call(
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise SettingError(
             "the prompt is empty. Pass at least one token to continue from, e.g. the tokenizer's bos token."
-        )
-    if checkpoints(model):
-        warn_once(
-            f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
-            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
-            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
         )
 
 

@@ -47,12 +47,9 @@ class FreeDrafts:
     def read(self, text: Text) -> None:
         if self._rows:
             return
-        slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
-        ids = text.ids.tolist()
-        for row, (base, length) in enumerate(zip(text.base, text.lengths, strict=True)):
-            known = LookupRow(self.findings, self._kind)
-            known.extend(self._behind_placeholders(ids[row][max(0, slots[row] - base) : length]))
-            self._rows.append(known)
+        for tokens in self._known(text):
+            self._rows.append(LookupRow(self.findings, self._kind))
+            self._rows[-1].extend(tokens)
         self._lengths = list(text.lengths)
 
     def promise(self, max_new: list[int]) -> float:
@@ -71,23 +68,21 @@ class FreeDrafts:
     def plan(self, text: Text, max_new: list[int], seeds: Sequence[Seed] | None = None) -> list[TokenTree]:
         """The trees of all rows, each as large as pays when they are verified together."""
         rows = sum(count > 0 for count in max_new)
-        costs, pace = self.controller.curve.costs, self.controller.curve.pace
+        costs, pace = self.controller.curve.seconds, self.controller.pace
         begun = [seed.tree for seed in seeds] if seeds is not None else [TokenTree()] * len(max_new)
         guides = [self._constraint.at(text, row) if self._constraint and n else None for row, n in enumerate(max_new)]
         with self.findings.lock:
             trees = [
-                known.propose(costs, pace / rows, min(count, self._max_draft), self._branching, tree, guide)
-                if count
-                else tree
+                known.propose(costs, pace, min(count, self._max_draft), self._branching, tree, guide) if count else tree
                 for known, count, tree, guide in zip(self._rows, max_new, begun, guides, strict=True)
             ]
         sizes, bound = [len(tree) for tree in begun], self._max_nodes
-        most = self._together(trees, sizes) if rows > 1 else bound
+        most = self._together(trees, sizes, rows) if rows > 1 else bound
         return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
 
-    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int]) -> int:
+    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int], rows: int) -> int:
         """How many free nodes per row pay where all rows are verified together, as wide as the largest tree."""
-        costs, pace = self.controller.curve.costs, self.controller.curve.pace
+        costs, pace = self.controller.curve.seconds, self.controller.pace * rows
         drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
         gains = [0.0] * (most + 1)
         for tree, seed in zip(trees, seeds, strict=True):
@@ -95,8 +90,7 @@ class FreeDrafts:
                 gains[size] += reach
             for size in range(len(tree) - seed + 1, most + 1):
                 gains[size] += sum(tree.reach[seed:])
-        last = len(costs.seconds) - 1
-        return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
+        return max(range(most + 1), key=lambda size: gains[size] - pace * costs[min(drafted + size, SIZES[-1])])
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
         """The trees as a draft, whose tokens were not sampled."""
@@ -139,10 +133,14 @@ class FreeDrafts:
         return new
 
     def finish(self, text: Text) -> None:
-        self.read(text)
-        self.findings.end([row.own.tokens for row in self._rows])
+        self.findings.end([row.own.tokens for row in self._rows] or self._known(text))
 
-    def _behind_placeholders(self, tokens: list[int]) -> list[int]:
-        """The tokens after the last id that is not a token; with given embeddings, ids may be anything."""
-        ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
-        return tokens[ends[-1] :] if ends else tokens
+    def _known(self, text: Text) -> list[list[int]]:
+        """The tokens of each row after the last id that is not one; with given embeddings, ids may be anything."""
+        slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
+        found = []
+        for ids, slot, base, length in zip(text.ids.tolist(), slots, text.base, text.lengths, strict=True):
+            tokens = ids[max(0, slot - base) : length]
+            ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
+            found.append(tokens[ends[-1] :] if ends else tokens)
+        return found

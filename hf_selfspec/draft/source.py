@@ -164,7 +164,7 @@ class Session:
         """``b``."""
         return len(self.target.roots)
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """``v``, number of tokens that the model can generate."""
         model = self.target.model

@@ -182,8 +182,8 @@ def _replace(forwards: InstanceForwards) -> None:
             (ALL_MASK_ATTENTION_FUNCTIONS, partial(_speculative_mask, additive=name == "eager")),
             (ALL_ATTENTION_FUNCTIONS, _speculative_attention),
         ):
-            if name in interface and not hasattr(interface[name], _OURS):
-                replaced = wrapped(interface[name])
+            if (found := interface.get(name)) is not None and not hasattr(found, _OURS):
+                replaced = wrapped(found)
                 setattr(replaced, _OURS, True)
                 forwards.put(interface._local_mapping, name, replaced)
 

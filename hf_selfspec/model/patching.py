@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.nn as nn
 
+from ..errors import warn_once
 from .modules import all_modules
 
 Forward = Callable[..., Any]
@@ -111,18 +112,19 @@ def does_checkpoint(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, _FLAG, False))
 
 
-def checkpoints(model: nn.Module) -> bool:
-    """Returns whether a forward of ``model`` would checkpoint now."""
-    return any(map(does_checkpoint, all_modules(model)))
-
-
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
-    """Suspends gradient checkpointing, with which layers drop the KV cache; training mode stays as it is."""
+    """Suspends gradient checkpointing, with which layers drop the KV cache, and warns of it; training mode stays."""
 
     def suspend(forwards: InstanceForwards) -> None:
-        for module in all_modules(model):
-            if does_checkpoint(module):
-                forwards.set(module, _FLAG, False)
+        found = [module for module in all_modules(model) if does_checkpoint(module)]
+        if found:
+            warn_once(
+                f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
+                "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
+                "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
+            )
+        for module in found:
+            forwards.set(module, _FLAG, False)
 
     return _suspended.of(model, suspend)
 

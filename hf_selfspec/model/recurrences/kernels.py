@@ -5,6 +5,8 @@ name refers to a function that passes the call on to the state whose turn it is 
 original function.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys
