@@ -33,7 +33,7 @@ from .patching import (
     with_arity,
     with_states,
 )
-from .plan import LayerPlan, LoraDeltas
+from .plan import LayerPlan, Substitutes
 from .transfer import RowNumbers, upload
 
 _T = TypeVar("_T")
@@ -98,7 +98,7 @@ class ForwardPass:
     @property
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
-        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.deltas
+        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
         is_kept = self.capture >= 0 or self.state is not None or self.ends is not None
         return not is_part and not is_kept and self.functions == (None,) * 4
 
@@ -230,33 +230,32 @@ def _head_forward(head: nn.Module) -> Forward:
     return forward
 
 
-class _AddingForward:
-    """A module's forward, whose output gets what the current plan adds to it."""
+class _SubstitutedForward:
+    """A module's forward, or what the current plan has in its place."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._original = module, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._original(*args, **kwargs)
         current = _current.now
-        if current is None or current.plan.deltas is None:
-            return output
-        delta = current.plan.deltas.of.get(self._module)
-        return output if delta is None else output + delta(args[0] if args else kwargs["input"]).to(output.dtype)
+        known = None if current is None else current.plan.substitutes
+        if known is None or (substitute := known.of.get(self._module)) is None:
+            return self._original(*args, **kwargs)
+        return substitute(self._original, args[0] if args else kwargs["input"])
 
 
 _installations = SharedChange()
 
 
 @contextmanager
-def partial_forwards(model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDeltas] = ()) -> Iterator[None]:
+def partial_forwards(model: nn.Module, anatomy: Anatomy, substitutes: Iterable[Substitutes] = ()) -> Iterator[None]:
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`; threads share one
-    preparation. ``deltas`` are all that plans add to outputs of the model's modules."""
+    preparation. ``substitutes`` are those of all plans."""
 
     def add(forwards: InstanceForwards) -> None:
-        for module in (module for some in deltas for module in some.of):
-            if not isinstance(module.__dict__.get("forward"), _AddingForward):
-                forwards.replace(module, _AddingForward(module))
+        for module in (module for some in substitutes for module in some.of):
+            if not isinstance(module.__dict__.get("forward"), _SubstitutedForward):
+                forwards.replace(module, _SubstitutedForward(module))
 
     with few_token_linears(model, is_speculating), _installations.of(model, partial(_install, anatomy, model), add):
         yield

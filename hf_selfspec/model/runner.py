@@ -76,7 +76,8 @@ class GraphRunner:
         target, tokens, nodes = self.target, feed.tokens, feed.nodes
         whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]
-        is_changed = (*run.functions, run.plan.deltas) != (None,) * 5
+        substitutes = run.plan.substitutes
+        is_changed = run.functions != (None,) * 4 or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:

@@ -119,7 +119,7 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
     place differs in each call, read all before them from layers without LoRA."""
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
-    count, stack, deltas = anatomy.num_layers, anatomy.stack, lora.deltas(anatomy)
+    count, stack, substitutes = anatomy.num_layers, anatomy.stack, lora.substitutes(anatomy)
     past = {cache_name(stack): DynamicCache()}
     places = torch.arange(s, device=ids.device)
     begins = places - (places + _offset()) % _WINDOW
@@ -131,10 +131,10 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
         key_positions=torch.cat([places, places])[None],
         visible=torch.cat([before, within], dim=1).expand(b, s, 2 * s),
     )
-    with partial_forwards(frozen.model, anatomy, [deltas]), speculative_attention():
+    with partial_forwards(frozen.model, anatomy, [substitutes]), speculative_attention():
         with torch.no_grad(), obeying(ForwardPass(LayerPlan(count), stop=lora.exit_layer)):
             stack(input_ids=ids, use_cache=True, **past)
-        plan = LayerPlan.early_exit(count, lora.exit_layer, deltas)
+        plan = LayerPlan.early_exit(count, lora.exit_layer, substitutes)
         with obeying(ForwardPass(plan)), at_positions(geometry):
             # Their keys and values come behind those of the first forward.
             output = stack(input_ids=ids, position_ids=places.expand(b, s), use_cache=True, **past)
