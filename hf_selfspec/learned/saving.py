@@ -25,8 +25,8 @@ PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]
-# Settings that hold a list of a place's classes.
-_LISTS: dict[str, Place] = {"sources": "draft"}
+# Settings that hold classes of a place, or a list of them.
+_INSIDE: dict[str, Place] = {"sources": "draft", "layers": "draft"}
 
 _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
@@ -102,7 +102,7 @@ def class_named(name: object, setting: str | None = None) -> type | None:
         return None
     if name in hf_selfspec.__all__:
         getattr(hf_selfspec, name)  # which registers a public class of this package
-    places = _places.values() if setting is None else [_places.get(_LISTS.get(setting, setting), {})]
+    places = _places.values() if setting is None else [_places.get(_INSIDE.get(setting, setting), {})]
     return next((kinds[name] for kinds in places if name in kinds), None)
 
 

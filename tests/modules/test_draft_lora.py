@@ -42,7 +42,7 @@ def test_verification_never_starts_from_drafted_states(size: float, llama: Llama
 def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> None:
     """Verification may start from their states."""
     anatomy = Anatomy.of(llama)
-    shapes = [shape for shape in lora_fit.linear_layers(anatomy, 4) if shape[0].startswith(("2.", "3."))]
+    shapes = [shape for shape in lora_fit.shapes_of(anatomy, 4) if shape[0].startswith(("2.", "3."))]
     lora = DraftLora(4, 4, shapes)
     for up in lora.up:
         torch.nn.init.normal_(up, std=0.3)
