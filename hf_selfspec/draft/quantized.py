@@ -19,7 +19,7 @@ from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.head import output_head
 from ..model.linear import linear_layers
-from ..model.packing import ALGORITHMS, GROUP_SIZES, Form, Rounded, Wanted, fits, kernel_for, packed, rounded
+from ..model.packing import ALGORITHMS, GROUP_SIZES, Form, Rounded, Wanted, fits, packed, rounded, why_not
 from ..model.plan import LayerPlan
 from ..stop.rules import ProductThreshold
 from .early_exit import EarlyExit
@@ -31,8 +31,6 @@ from .source import Drafter, DraftSource, Session
 FILE_NAME = "packed.safetensors"
 # The name of the output head among packed layers.
 _HEAD = "head"
-# The smallest share of the layers' numbers that has to be packed: with less, drafts are hardly faster than the model.
-_LEAST = 0.5
 
 
 @register("draft")
@@ -54,8 +52,8 @@ class Quantized(DraftSource):
         head: bits of the output head's weights: 4, 8, or 16 for the head as it is.
         layers: the layers that draft, as ``EarlyExit(layer)`` or ``SkipLayers(attention=[...], mlp=[...])``; ``None``
             for all.
-        algorithm: how weights are rounded to four bits: ``"clip"``, the nearest of 16 values between ends that are
-            clipped where that lessens the square error, or ``"hqq"``, half-quadratic quantisation, by torchao.
+        algorithm: how weights are rounded to four bits: by ``"least squares"``, or ``"hqq"``, half-quadratic
+            quantisation, for which torchao has to be installed (``pip install hf_selfspec[quantized]``).
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -65,7 +63,7 @@ class Quantized(DraftSource):
     group_size: int = 32
     head: int = 8
     layers: EarlyExit | SkipLayers | None = None
-    algorithm: str = "clip"
+    algorithm: str = "least squares"
 
     def __post_init__(self) -> None:
         allowed = {"bits": (4, 8), "group_size": GROUP_SIZES, "head": (4, 8, 16), "algorithm": tuple(ALGORITHMS)}
@@ -84,7 +82,7 @@ class Quantized(DraftSource):
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         if self.layers is not None:
             self.layers.check(anatomy, max_new)
-        if why := self.why_not(anatomy):
+        if why := why_not(self._layers(anatomy), self._form):
             raise UnsupportedModelError(f"{anatomy.model_name} cannot draft in {self.bits} bits: {why}")
 
     def start(self, session: Session) -> Drafter:
@@ -117,29 +115,6 @@ class Quantized(DraftSource):
         if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head, form):
             found[_HEAD] = head, form
         return found
-
-    def why_not(self, anatomy: Anatomy) -> str:
-        """Why drafts in fewer bits would not be faster, and what to do about it; empty if nothing speaks against it."""
-        layers = self._layers(anatomy)
-        left = {weight for layer in layers.values() for weight in layer.parameters()}
-        total = sum(weight.numel() for weight in left)
-        left -= {module.weight for _, module in linear_layers(layers) if fits(module, self._form)}
-        if sum(weight.numel() for weight in left) <= (1 - _LEAST) * total:
-            return ""
-        weight = max(left, key=lambda one: one.numel())
-        if hasattr(weight, "device_mesh") or weight.device.type == "meta":
-            return "its weights are spread over processes or offloaded. Load it on one device of one process."
-        if type(weight) is not torch.nn.Parameter or weight.element_size() < 2:
-            return "its weights are quantised already. Load it in bfloat16."
-        if kernel_for(self.bits, weight.device, weight.dtype) is None:
-            return (
-                f"no kernel of torch for {self.bits} bits is faster than its own layers in {weight.dtype} on this "
-                f"{weight.device.type}. Load it in bfloat16, on a CPU or a GPU from compute capability 8.0 on."
-            )
-        return (
-            f"most of its weights, as one of {list(weight.shape)}, are not in linear layers (experts?), or not of "
-            f"widths that are multiples of {self.group_size}."
-        )
 
     @property
     def _form(self) -> Form:

@@ -143,7 +143,8 @@ def decode(value: Any, name: str) -> Any:
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
         return kind(**{field: decode(one, f"{name}.{field}") for field, one in given.items()})
-    if setting in PARTS and not (value is None and PARTS[setting]):
+    is_place = setting in PARTS and not isinstance(value, int)  # the bits of a head are no place
+    if is_place and not (value is None and PARTS[setting]):
         _check_place(name, value)
     return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 

@@ -22,15 +22,18 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModelError
 from .fingerprint import Fingerprint
+from .linear import linear_layers
 from .plan import Substitutes
 
 # Rounded weights: whole numbers [n, k], from 0 to 15 in four bits and from -127 to 127 in eight, and their scales: in
 # four bits [k / group_size, n, 2] with the scale of a group and the value of its number 8, in eight [n].
 Rounded = tuple[torch.Tensor, torch.Tensor]
-# What the largest and smallest values of a group are multiplied by before it is rounded, to find the closest.
-_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+# The share of a group's range that 16 values cover at first, and how often they are fitted to it then.
+_CLIPS, _TURNS = (1.0, 0.9, 0.8), 3
 # The groups that kernels take.
 GROUP_SIZES = (32, 64, 128, 256)
+# The smallest share of the numbers in layers that is packed: with less, drafts are hardly faster than the model.
+_LEAST = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -87,6 +90,29 @@ def fits(module: nn.Module, form: Form) -> bool:
     return width % (form.group_size if form.bits == 4 else 32) == 0 and (rows % 16 == 0 or form.bits == 8)
 
 
+def why_not(layers: Mapping[int, nn.Module], form: Form) -> str:
+    """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
+    left = {weight for layer in layers.values() for weight in layer.parameters()}
+    total = sum(weight.numel() for weight in left)
+    left -= {module.weight for _, module in linear_layers(layers) if fits(module, form)}
+    if sum(weight.numel() for weight in left) <= (1 - _LEAST) * total:
+        return ""
+    weight = max(left, key=lambda one: one.numel())
+    if hasattr(weight, "device_mesh") or weight.device.type == "meta":
+        return "its weights are spread over processes or offloaded. Load it on one device of one process."
+    if type(weight) is not nn.Parameter or weight.element_size() < 2:
+        return "its weights are quantised already. Load it in bfloat16."
+    if kernel_for(form.bits, weight.device, weight.dtype) is None:
+        return (
+            f"torch has no kernel for {form.bits} bits that is faster than its layers in {weight.dtype} on this "
+            f"{weight.device.type}. Load it in bfloat16, on a CPU or a GPU of compute capability 8.0 or more."
+        )
+    return (
+        f"most of its weights, as one of {list(weight.shape)}, are not in linear layers (experts?) or not of widths "
+        "that kernels take. Leave Quantized out."
+    )
+
+
 def packed_bytes(module: nn.Module, form: Form) -> int:
     """Returns the memory that the packed weight of a linear layer takes."""
     rows, width = _weight(module).shape
@@ -99,24 +125,26 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return weight.detach().t() if isinstance(module, Conv1D) else weight.detach()
 
 
-def _by_clipping(weight: torch.Tensor, group_size: int) -> Rounded:
-    """The nearest of 16 values between the ends of each group, which move inwards where that lessens the error."""
+def _by_least_squares(weight: torch.Tensor, group_size: int) -> Rounded:
+    """16 evenly spaced values for each group: numbers and the line through them in turn, from several first lines."""
     values = weight.float().unflatten(1, (-1, group_size))  # [n, k / group_size, group_size]
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
-    best = torch.full_like(low, torch.inf)
-    numbers, scale, middle = torch.empty_like(values), torch.empty_like(low), torch.empty_like(low)
+    least, best = torch.full_like(low, torch.inf), [torch.empty_like(values), low, low]
     for clip in _CLIPS:
-        # As the kernel will see them.
-        step = ((high - low) * clip / 15).clamp(min=1e-6).to(weight.dtype).float()
-        eighth = ((high + low) / 2 + step / 2).to(weight.dtype).float()
-        tried = ((values - eighth) / step + 8).round_().clamp_(0, 15)
-        error = ((tried - 8) * step + eighth).sub_(values).square_().sum(-1, keepdim=True)
-        is_better = error < best
-        best, scale, middle = (
-            torch.where(is_better, new, old) for new, old in ((error, best), (step, scale), (eighth, middle))
-        )
-        numbers = torch.where(is_better, tried, numbers)
-    return _arranged(numbers.flatten(1), scale, middle, weight)
+        scale = ((high - low) * clip / 15).clamp(min=1e-8)
+        middle = (high + low + scale) / 2
+        for _ in range(_TURNS):
+            numbers = ((values - middle) / scale + 8).round_().clamp_(0, 15)
+            mean = numbers.mean(-1, keepdim=True)
+            spread = (numbers - mean).square_().sum(-1, keepdim=True).clamp(min=1e-8)
+            scale = ((numbers - mean).mul_(values).sum(-1, keepdim=True) / spread).clamp(min=1e-8)
+            middle = values.mean(-1, keepdim=True) + scale * (8 - mean)
+        scale, middle = (value.to(weight.dtype).float() for value in (scale, middle))  # as the kernel reads them
+        numbers = ((values - middle) / scale + 8).round_().clamp_(0, 15)
+        error = ((numbers - 8) * scale + middle).sub_(values).square_().sum(-1, keepdim=True)
+        best = [torch.where(error < least, new, old) for new, old in zip((numbers, scale, middle), best, strict=True)]
+        least = least.minimum(error)
+    return _arranged(best[0].flatten(1), best[1], best[2], weight)
 
 
 def _by_hqq(weight: torch.Tensor, group_size: int) -> Rounded:
@@ -136,7 +164,7 @@ def _arranged(numbers: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor, 
 
 
 # Each maps a weight [n, k] and the size of a group to rounded weights of four bits.
-ALGORITHMS: dict[str, Callable[[torch.Tensor, int], Rounded]] = {"clip": _by_clipping, "hqq": _by_hqq}
+ALGORITHMS: dict[str, Callable[[torch.Tensor, int], Rounded]] = {"least squares": _by_least_squares, "hqq": _by_hqq}
 
 
 def rounded(module: nn.Module, form: Form) -> Rounded:
