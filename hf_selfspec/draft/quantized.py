@@ -82,7 +82,7 @@ class Quantized(DraftSource):
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         if self.layers is not None:
             self.layers.check(anatomy, max_new)
-        if why := why_not(self._layers(anatomy), self._form):
+        if why := why_not(self._layers(anatomy), self.form):
             raise UnsupportedModelError(f"{anatomy.model_name} cannot draft in {self.bits} bits: {why}")
 
     def start(self, session: Session) -> Drafter:
@@ -107,17 +107,18 @@ class Quantized(DraftSource):
     def wanted(self, anatomy: Anatomy, model: PreTrainedModel) -> Wanted:
         """The layers that are packed, by their names, and how."""
         found = {
-            name: (module, self._form)
+            name: (module, self.form)
             for name, module in linear_layers(self._layers(anatomy))
-            if fits(module, self._form)
+            if fits(module, self.form)
         }
-        head, form = output_head(model), self._form._replace(bits=self.head)
+        head, form = output_head(model), self.form._replace(bits=self.head)
         if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head, form):
             found[_HEAD] = head, form
         return found
 
     @property
-    def _form(self) -> Form:
+    def form(self) -> Form:
+        """How the weights of layers are rounded."""
         return Form(self.bits, self.group_size, self.algorithm)
 
     def _plan(self, anatomy: Anatomy) -> LayerPlan:

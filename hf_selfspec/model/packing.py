@@ -83,14 +83,18 @@ def kernel_for(bits: int, device: torch.device, dtype: torch.dtype) -> Kernel | 
 
 def fits(module: nn.Module, form: Form) -> bool:
     """Returns whether the weight of a linear layer can be packed, and is multiplied faster then."""
-    weight = module.weight
-    if type(weight) is not nn.Parameter or kernel_for(form.bits, weight.device, weight.dtype) is None:
-        return False
+    weight: Any = module.weight
+    is_plain = type(weight) is nn.Parameter and weight.dim() == 2
+    return is_plain and kernel_for(form.bits, weight.device, weight.dtype) is not None and has_widths(module, form)
+
+
+def has_widths(module: nn.Module, form: Form) -> bool:
+    """Returns whether kernels take a linear layer's rows and columns."""
     rows, width = _weight(module).shape
     return width % (form.group_size if form.bits == 4 else 32) == 0 and (rows % 16 == 0 or form.bits == 8)
 
 
-def why_not(layers: Mapping[int, nn.Module], form: Form) -> str:
+def why_not(layers: Mapping[int, nn.Module], form: Form, fits: Callable[[nn.Module, Form], bool] = fits) -> str:
     """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
     left = {weight for layer in layers.values() for weight in layer.parameters()}
     total = sum(weight.numel() for weight in left)
