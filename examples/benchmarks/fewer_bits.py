@@ -45,7 +45,7 @@ class Draft:
 
     def __init__(self, model: PreTrainedModel, draft: Quantized, room: int) -> None:
         anatomy, begun = Anatomy.of(model), time.process_time()
-        substitutes = packed(model, draft.wanted(anatomy, model), 0, dict)
+        substitutes = packed(model, draft.wanted(anatomy, model), lambda fingerprint: {})
         self.seconds = time.process_time() - begun  # of packing
         self.plan = LayerPlan(anatomy.num_layers, substitutes=substitutes)
         self.target = Target(model, anatomy, cache_for(model, anatomy, 1, room, None))

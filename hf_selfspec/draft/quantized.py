@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.head import output_head
 from ..model.linear import linear_layers
-from ..model.packing import ALGORITHMS, GROUP_SIZES, Form, Rounded, Wanted, fits, packed, rounded, why_not
+from ..model.packing import ALGORITHMS, GROUP_SIZES, Form, Rounded, Wanted, fits, is_rounded, packed, rounded, why_not
 from ..model.plan import LayerPlan
 from ..stop.rules import ProductThreshold
 from .early_exit import EarlyExit
@@ -70,6 +71,10 @@ class Quantized(DraftSource):
         for name, values in allowed.items():
             if (given := getattr(self, name)) not in values:
                 raise SettingError(f"Quantized({name}) must be one of {', '.join(map(repr, values))}, got {given!r}.")
+        if self.algorithm == "hqq" and find_spec("torchao") is None:
+            raise SettingError(
+                "Quantized(algorithm='hqq') needs torchao: pip install hf_selfspec[quantized], or leave it out."
+            )
         layers = self.layers
         if layers is not None and not isinstance(layers, (EarlyExit, SkipLayers)):
             raise SettingTypeError(f"Quantized(layers) must be EarlyExit, SkipLayers or None, got {layers!r}.")
@@ -87,12 +92,12 @@ class Quantized(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         model, anatomy, folder = session.target.model, session.anatomy, session.knowledge.folder
-        wanted, plan, layers = self.wanted(anatomy, model), self._plan(anatomy), self._layers(anatomy)
-        read = dict if folder is None else partial(self._read, folder / FILE_NAME, session.knowledge.fingerprint())
-        substitutes = packed(model, wanted, min(layers), read)
+        wanted = self.wanted(anatomy, model)
+        substitutes = packed(model, wanted, partial(self._read, folder, wanted))
         session.target.substitutes.append(substitutes)
         head = self.layers.head_rows(model) if isinstance(self.layers, EarlyExit) else None
-        return PartialDraft(session.limits(ProductThreshold()), replace(plan, substitutes=substitutes), head)
+        plan = replace(self._plan(anatomy), substitutes=substitutes)
+        return PartialDraft(session.limits(ProductThreshold()), plan, head)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
         about, tensors = self._about(Fingerprint.of_decoder(model)), {}
@@ -133,9 +138,9 @@ class Quantized(DraftSource):
     def _about(self, fingerprint: Fingerprint) -> dict[str, str]:
         return {"settings": json.dumps(encode(self, "draft")), "fingerprint": json.dumps(asdict(fingerprint))}
 
-    def _read(self, path: Path, fingerprint: Fingerprint) -> dict[str, Rounded]:
-        """What :meth:`save` has written, nothing if that was for other settings or weights."""
-        if not path.exists():
+    def _read(self, folder: Path | None, wanted: Wanted, fingerprint: Fingerprint) -> dict[str, Rounded]:
+        """What :meth:`save` has written there, nothing if that was for other settings or weights."""
+        if folder is None or not (path := folder / FILE_NAME).exists():
             return {}
         try:
             with safe_open(path, "pt") as file:
@@ -143,13 +148,15 @@ class Quantized(DraftSource):
                     return {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             found = {}
-            for name in {key.rpartition(".")[0] for key in tensors}:
+            for name, (module, form) in wanted.items():
                 numbers, scales = tensors[f"{name}.numbers"], tensors[f"{name}.scales"]
                 if numbers.dtype is torch.uint8:
                     numbers = torch.stack([numbers >> 4, numbers & 15], dim=-1).flatten(1)
+                if not is_rounded(module, form, (numbers, scales)):
+                    raise ValueError(f"{name} has other shapes")
                 found[name] = numbers, scales
             return found
-        except (SafetensorError, OSError, KeyError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise SettingError(
                 f"{path} holds no packed weights, or was cut short or changed ({brief(error)}). Save it again, or "
                 "delete it."

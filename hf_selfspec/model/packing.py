@@ -181,6 +181,13 @@ def rounded(module: nn.Module, form: Form) -> Rounded:
     return numbers.to(torch.int8), scales
 
 
+def is_rounded(module: nn.Module, form: Form, given: Rounded) -> bool:
+    """Returns whether numbers and scales have the shapes of this layer's, which kernels do not check."""
+    rows, width = shape = _weight(module).shape
+    of_scales = (width // form.group_size, rows, 2) if form.bits == 4 else (rows,)
+    return given[0].shape == shape and given[1].shape == of_scales and given[1].dtype is module.weight.dtype
+
+
 class PackedLinear:
     """A linear layer with a packed weight, as a :class:`~.plan.Substitutes` has it."""
 
@@ -223,16 +230,13 @@ _models: weakref.WeakKeyDictionary[PreTrainedModel, _PackedModel] = weakref.Weak
 _lock = RLock()
 
 
-def packed(
-    model: PreTrainedModel, wanted: Wanted, first_layer: int, read: Callable[[], dict[str, Rounded]]
-) -> Substitutes:
+def packed(model: PreTrainedModel, wanted: Wanted, read: Callable[[Fingerprint], dict[str, Rounded]]) -> Substitutes:
     """Returns layers of a model with packed weights, made once, shared by threads, and freed with the model.
 
     Args:
         model: the model; where its weights have changed since, they are packed again.
         wanted: the layers.
-        first_layer: the first of the model's layers that has one of them.
-        read: returns rounded weights from a file, by the names of layers, if there is one for this model.
+        read: returns rounded weights from a file, by the names of layers, if there is one for these weights.
 
     Raises:
         UnsupportedModelError: there is no room for them.
@@ -248,13 +252,13 @@ def packed(
         missing = {name: pair for name, pair in wanted.items() if pair not in known.layers}
         if missing:
             _check_room(model, missing)
-            given = read()
+            given = read(now)
             for name, (module, form) in missing.items():
                 known.layers[module, form] = PackedLinear(module, form, given.get(name))
         key = frozenset(wanted.values())
         if key not in known.substitutes:
             of = {module: known.layers[module, form] for module, form in wanted.values()}
-            known.substitutes[key] = Substitutes(of, first_layer, is_lasting=True)
+            known.substitutes[key] = Substitutes(of, first_layer=0, is_lasting=True)
         return known.substitutes[key]
 
 

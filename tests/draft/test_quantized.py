@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn.functional import linear
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import CompileConfig, LlamaForCausalLM
@@ -20,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
+from helpers.machine import Machine
 from helpers.models import BATCH, ROW, tiny_gpt2, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.sampling import check_exact, exact_joint, sample
@@ -199,9 +202,28 @@ def test_files(tmp_path: Path, packs: list[Any]) -> None:
         after = packing._models.pop(model).layers
         assert all(torch.equal(made.weight, after[key].weight) for key, made in before.items())
         assert all(torch.equal(made.scales, after[key].scales) for key, made in before.items())
-    (tmp_path / "packed.safetensors").write_bytes(b"short")
+    file = tmp_path / "packed.safetensors"
+    with safe_open(file, "pt") as opened:
+        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors | {"1.mlp.up_proj.numbers": tensors["1.mlp.up_proj.numbers"][:16].clone()}, file, about)
+    with pytest.raises(SettingError, match=r"1\.mlp\.up_proj has other shapes"):
+        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+    file.write_bytes(b"short")
     with pytest.raises(SettingError, match="holds no packed weights, or was cut short or changed"):
         check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any], machine: Machine) -> None:
+    machine.packed_float32_is_fast()
+    model, spec = tiny_llama(factor=0.5), spec_of()
+    spec.save_pretrained(tmp_path, model)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    loaded._known(model).fingerprint()  # at its first use
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    packs.clear()
+    check_lossless(model, loaded, 8)
+    assert len(packs) == 43
 
 
 def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
