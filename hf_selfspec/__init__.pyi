@@ -21,6 +21,7 @@ from .draft import EarlyExitLora as EarlyExitLora
 from .draft import EarlyExitOnly as EarlyExitOnly
 from .draft import FixedDrafter as FixedDrafter
 from .draft import Lookup as Lookup
+from .draft import Quantized as Quantized
 from .draft import Session as Session
 from .draft import SkipLayers as SkipLayers
 from .errors import NumericalError as NumericalError

@@ -164,6 +164,8 @@ class SelfSpec(Settings):
         settings, path = self._saved(), path_of(folder) / saving.FILE_NAME
         with reported(path):
             self._knowledge.save(path, inner, settings)
+            if inner is not None:
+                self._source.save(path.parent, inner)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:

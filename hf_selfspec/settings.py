@@ -16,6 +16,7 @@ from .draft.cascade import Cascade
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.lookup import Lookup
+from .draft.quantized import Quantized
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
 from .errors import SettingError, SettingTypeError
@@ -101,6 +102,17 @@ class Settings:
             stored_tokens: tokens of earlier texts to keep, see :class:`Lookup`; 0 for none.
         """
         return cls(draft=Lookup(stored_tokens))
+
+    @classmethod
+    def quantized(cls: type[SettingsT], bits: int = 4) -> SettingsT:
+        """Free drafts, and the model itself in fewer bits; for bfloat16 models, also of open text.
+
+        Packed weights take memory, in four bits a third of the model's, see :class:`Quantized`.
+
+        Args:
+            bits: bits of the weights of layers, 4 or 8.
+        """
+        return cls(draft=Cascade((Lookup(), Quantized(bits))))
 
     @classmethod
     def layerskip(

@@ -10,6 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..cli.spec_text import read_spec
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
+from ..model.anatomy import Anatomy
 from ..selfspec import SelfSpec, begun_anew
 from .request import Batch
 
@@ -82,7 +83,7 @@ _WITH_PARTS = {
     "SelfSpec.early_exit_only(layer)": "its text is not the model's own",
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
-_NAMES = ("lookup", "layerskip", "swift", "adaspeed")
+_NAMES = ("lookup", "quantized", "layerskip", "swift", "adaspeed")
 _PRESETS = {"SelfSpec(compile=True)": COMPILED_GROUP} | dict.fromkeys(
     ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))"),
     OURS_GROUP,
@@ -171,6 +172,9 @@ def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
     ids, mask = batch.ids[:1], batch.mask[:1]
     try:
         with muted():
+            for source in getattr(getattr(given.get("assistant"), "draft", None), "sources", ()):
+                if not source.is_optional:  # otherwise it would be left out silently
+                    source.check(Anatomy.of(model), None)
             model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **given)
     except _REFUSALS as error:
         return brief(error).removesuffix(".")

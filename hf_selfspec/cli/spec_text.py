@@ -15,10 +15,12 @@ from ..selfspec import SelfSpec
 
 # The presets that need no further argument, by their names in the table of methods.
 PRESETS: dict[str, Callable[[], SelfSpec]] = {"selfspec": SelfSpec} | {
-    name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "swift")
+    name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "quantized", "swift")
 }
 # Methods of SelfSpec that an expression may call.
-_CONSTRUCTORS = ("adaspeed", "dssd", "early_exit_only", "from_pretrained", "kangaroo", "layerskip", "lookup", "swift")
+_CONSTRUCTORS = (
+    "adaspeed", "dssd", "early_exit_only", "from_pretrained", "kangaroo", "layerskip", "lookup", "quantized", "swift",
+)  # fmt: skip
 # For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
 _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "layers": SelfSpec.dssd,

@@ -5,6 +5,7 @@ from .cascade import Cascade
 from .early_exit import EarlyExit, EarlyExitLora, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .lookup import Lookup
+from .quantized import Quantized
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
@@ -19,6 +20,7 @@ __all__ = [
     "EarlyExitOnly",
     "FixedDrafter",
     "Lookup",
+    "Quantized",
     "Session",
     "SkipLayers",
 ]

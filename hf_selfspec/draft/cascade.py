@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
@@ -60,6 +63,10 @@ class Cascade(DraftSource):
                 "hold only one. Export SelfSpec(draft=...) with the one that you mean."
             )
         return (others or self.sources)[0].blocks(anatomy, find_choice)
+
+    def save(self, folder: Path, model: PreTrainedModel) -> None:
+        for source in self.sources:
+            source.save(folder, model)
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""

@@ -146,10 +146,10 @@ class EarlyExitLora(ExitSource[DraftLora]):
 
     def start(self, session: Session) -> Drafter:
         self.module.check(session.knowledge.fingerprint)
-        deltas = self.module.deltas(session.anatomy)
-        plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, deltas)
+        substitutes = self.module.substitutes(session.anatomy)
+        plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, substitutes)
         draft = PartialDraft(session.limits(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
-        session.target.deltas.append(deltas)
+        session.target.substitutes.append(substitutes)
         return draft
 
 

@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
+
+from transformers import PreTrainedModel
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
@@ -273,6 +276,9 @@ class DraftSource:
             SelfSpecError: the source cannot draft for this model or call. Nothing was generated yet.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method `start(session) -> Drafter`")
+
+    def save(self, folder: Path, model: PreTrainedModel) -> None:
+        """Saves what the source has made of a model next to its settings, by default nothing."""
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         """Checks what can be checked before prompts are laid out; by default nothing.

@@ -196,6 +196,12 @@ class KnowledgeOfCall:
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder from which the ``SelfSpec`` was loaded, if it was."""
+        saved = self.knowledge.saved
+        return None if saved is None else saved.path.parent
+
     def read(self) -> Saved | None:
         """What was read from a file for this model, or another process has written; ``None`` if there is nothing."""
         if self.knowledge.saved is not None:

@@ -23,8 +23,8 @@ PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]
-# Settings that hold a list of a place's classes.
-_LISTS: dict[str, Place] = {"sources": "draft"}
+# Settings that hold classes of a place, or a list of them.
+_INSIDE: dict[str, Place] = {"sources": "draft", "layers": "draft"}
 
 _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
@@ -100,7 +100,7 @@ def class_named(name: object, setting: str | None = None) -> type | None:
         return None
     if name in hf_selfspec.__all__:
         getattr(hf_selfspec, name)  # which registers a public class of this package
-    places = _places.values() if setting is None else [_places.get(_LISTS.get(setting, setting), {})]
+    places = _places.values() if setting is None else [_places.get(_INSIDE.get(setting, setting), {})]
     return next((kinds[name] for kinds in places if name in kinds), None)
 
 
@@ -141,7 +141,8 @@ def decode(value: Any, name: str, only_here: bool = False) -> Any:
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
         return kind(**{field: decode(one, f"{name}.{field}", only_here) for field, one in given.items()})
-    if setting in PARTS and not (value is None and PARTS[setting]):
+    is_place = setting in PARTS and not isinstance(value, int)  # the bits of a head are no place
+    if is_place and not (value is None and PARTS[setting]):
         _check_place(name, value, only_here)
     return tuple(decode(item, name, only_here) for item in value) if isinstance(value, list) else value
 

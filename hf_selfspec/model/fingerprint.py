@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from transformers import PreTrainedModel
@@ -70,8 +71,14 @@ class Fingerprint:
 
 
 def _samples(values: torch.Tensor) -> torch.Tensor:
-    last, count = len(values) - 1, min(_SAMPLES, len(values))
-    return values[torch.arange(count, device=values.device) * last // max(count - 1, 1)]
+    return values[_places(len(values), values.device)]
+
+
+@lru_cache(64)  # of the few sizes that a model's parameters have
+def _places(length: int, device: torch.device) -> torch.Tensor:
+    count = min(_SAMPLES, length)
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device) * (length - 1) // max(count - 1, 1)
 
 
 def _is_readable(parameter: torch.Tensor) -> bool:

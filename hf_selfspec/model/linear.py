@@ -14,7 +14,7 @@ import itertools
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TypeGuard
@@ -22,11 +22,14 @@ from typing import TypeGuard
 import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
+from transformers.pytorch_utils import Conv1D
 
 from .modules import all_modules
 from .patching import Forward, InstanceForwards, SharedChange
 from .traceable import tracing
 
+# The attribute that all modules with PEFT adapters have.
+ADAPTED = "_disable_adapters"
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
 _SMALLEST = 2**16
@@ -137,6 +140,16 @@ def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 _fastest = LinearAutotuner()
+
+
+def linear_layers(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Names ("index.path in it") and modules of all linear layers in these, but not of those that PEFT has added."""
+    for index, layer in layers.items():
+        tuned = [path for path, module in layer.named_modules() if hasattr(module, ADAPTED)]
+        for path, module in layer.named_modules():
+            outer = next((inside for inside in tuned if path.startswith(f"{inside}.")), None)
+            if isinstance(module, (nn.Linear, Conv1D)) and (outer is None or path == f"{outer}.base_layer"):
+                yield f"{index}.{path}", module
 
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:

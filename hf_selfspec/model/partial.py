@@ -35,7 +35,7 @@ from .patching import (
     with_arity,
     with_states,
 )
-from .plan import LayerPlan, LoraDeltas
+from .plan import LayerPlan, Substitutes
 from .transfer import RowNumbers, upload
 
 _T = TypeVar("_T")
@@ -102,7 +102,7 @@ class ForwardPass:
     @property
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
-        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.deltas
+        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
         is_kept = self.capture >= 0 or self.state is not None or self.ends is not None
         return not is_part and not is_kept and self.functions == (None,) * 4
 
@@ -244,19 +244,18 @@ def _head_forward(head: nn.Module) -> Forward:
     return forward
 
 
-class _AddingForward:
-    """A module's forward, whose output gets what the current plan adds to it."""
+class _SubstitutedForward:
+    """A module's forward, or what the current plan has in its place."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._original = module, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._original(*args, **kwargs)
         current = _current.now
-        if current is None or current.plan.deltas is None:
-            return output
-        delta = current.plan.deltas.of.get(self._module)
-        return output if delta is None else output + delta(args[0] if args else kwargs["input"]).to(output.dtype)
+        known = None if current is None else current.plan.substitutes
+        if known is None or (substitute := known.of.get(self._module)) is None:
+            return self._original(*args, **kwargs)
+        return substitute(self._original, args[0] if args else kwargs["input"])
 
 
 _installations = SharedChange()
@@ -264,14 +263,14 @@ _installations = SharedChange()
 
 @contextmanager
 def partial_forwards(
-    model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDeltas] = (), is_exact: bool = False
+    model: nn.Module, anatomy: Anatomy, substitutes: Iterable[Substitutes] = (), is_exact: bool = False
 ) -> Iterator[None]:
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`; threads share one
-    preparation. ``deltas`` are all that plans add to outputs of the model's modules."""
+    preparation. ``substitutes`` are those of all plans."""
 
     def add(forwards: InstanceForwards) -> None:
-        for module in (module for some in deltas for module in some.of):
-            forwards.wrap(module, _AddingForward)
+        for module in (module for some in substitutes for module in some.of):
+            forwards.wrap(module, _SubstitutedForward)
         blocks = {*anatomy.layers, *anatomy.attention}
         for module in all_modules(model) if is_exact else ():
             if has_matrices(module) and module not in blocks:

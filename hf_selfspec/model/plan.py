@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -12,13 +13,17 @@ import torch.nn as nn
 from ..errors import UnsupportedModelError
 from .anatomy import Anatomy
 
+# Maps a module's own forward and its input to what the module returns instead.
+Substitute = Callable[[Callable[..., Any], torch.Tensor], Any]
+
 
 @dataclass(frozen=True, eq=False)
-class LoraDeltas:
-    """What is added to the outputs of some modules, in forwards whose plan has it."""
+class Substitutes:
+    """What runs in place of the forwards of some modules, where the plan has it."""
 
-    of: Mapping[nn.Module, Callable[[torch.Tensor], torch.Tensor]]  # maps a module's input to what is added
+    of: Mapping[nn.Module, Substitute]
     first_layer: int  # the first layer that has one of these modules
+    is_lasting: bool = False  # whether later calls have the same object, so that it may be part of a graph
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,13 @@ class LayerPlan:
     num_layers: int
     skipped_attention: frozenset[int] = frozenset()
     skipped_mlp: frozenset[int] = frozenset()
-    deltas: LoraDeltas | None = None
+    substitutes: Substitutes | None = None
 
     @classmethod
-    def early_exit(cls, num_layers: int, layer: int, deltas: LoraDeltas | None = None) -> LayerPlan:
+    def early_exit(cls, num_layers: int, layer: int, substitutes: Substitutes | None = None) -> LayerPlan:
         """The plan that runs layers ``0 .. layer-1``."""
         skipped = frozenset(range(layer, num_layers))
-        return cls(num_layers, skipped, skipped, deltas)
+        return cls(num_layers, skipped, skipped, substitutes)
 
     @classmethod
     def of_picture(cls, picture: str) -> LayerPlan:
@@ -49,7 +54,7 @@ class LayerPlan:
     def first_altered(self) -> int:
         """The first layer that does not run in full (``L`` for the whole model); all before it is the exact prefix."""
         first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
-        return first if self.deltas is None else min(first, self.deltas.first_layer)
+        return first if self.substitutes is None else min(first, self.substitutes.first_layer)
 
     def picture(self) -> str:
         """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""

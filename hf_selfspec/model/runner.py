@@ -18,14 +18,12 @@ from .attention import MaskSpec, at_positions
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
 from .layout import Feed, TreeLayout
+from .linear import ADAPTED
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
 from .target import Target
 from .traceable import Place, size_for
-
-# The attribute that all modules with PEFT adapters have.
-_ADAPTED = "_disable_adapters"
 
 
 class GraphRunner:
@@ -76,7 +74,8 @@ class GraphRunner:
         target, tokens, nodes = self.target, feed.tokens, feed.nodes
         whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]
-        is_changed = (*run.functions, run.plan.deltas) != (None,) * 5
+        substitutes = run.plan.substitutes
+        is_changed = run.functions != (None,) * 4 or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
@@ -167,7 +166,7 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
         return "the model is compiled already, as a whole; pass the model itself"
     if is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "it is spread over several devices"
-    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
+    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, ADAPTED) for m in model.modules()):
         return "its adapters can be switched from call to call; merge them first"
     if has_hooks(model, but_of=("transformers",)):
         return "its modules have hooks, which graphs would not run; remove them first"

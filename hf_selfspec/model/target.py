@@ -25,7 +25,7 @@ from .linear import few_token_linears
 from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
 from .partial import ActiveRows, ForwardPass, is_speculating, obeying, partial_forwards
 from .patching import Autocast, eagerly, within, without_checkpointing
-from .plan import LayerPlan, LoraDeltas
+from .plan import LayerPlan, Substitutes
 from .prompt import Holes, cache_name
 from .recurrences.kernels import turns
 from .transfer import RowNumbers
@@ -66,7 +66,7 @@ class Target:
     active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: Runner | None = field(init=False, default=None)  # runs forwards over a few tokens
-    deltas: list[LoraDeltas] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
+    substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     # The layer whose entering states are observed in prefills, and what they are passed to.
     prefill_observer: tuple[int, Observer] | None = field(init=False, default=None)
 
@@ -113,7 +113,7 @@ class Target:
     def obey(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
         if not self._is_obeying:
-            self._obeying.enter_context(partial_forwards(self.model, self.anatomy, self.deltas, self.is_exact))
+            self._obeying.enter_context(partial_forwards(self.model, self.anatomy, self.substitutes, self.is_exact))
         self._is_obeying, self._unused_rounds = True, 0
 
     def observe_prefill(self, layer: int, observer: Observer) -> None:

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.plan import LoraDeltas
+from ..model.plan import Substitute, Substitutes
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
 from .draft_module import DraftModule
 
@@ -59,9 +59,9 @@ class DraftLora(DraftModule):
         layers = f"{len(self.shapes)} linear layers"
         return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {layers}, {self.digest})"
 
-    def deltas(self, anatomy: Anatomy) -> LoraDeltas:
-        """Returns the additions to a model's linear layers, through which gradients flow to this module."""
-        found = dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]()
+    def substitutes(self, anatomy: Anatomy) -> Substitutes:
+        """Returns a model's linear layers with the additions, through which gradients flow to this module."""
+        found = dict[nn.Module, Substitute]()
         for index, (name, width, out) in enumerate(self.shapes):
             layer, _, path = name.partition(".")
             try:
@@ -85,7 +85,7 @@ class DraftLora(DraftModule):
             dtype = weight.dtype if is_plain else own.up[index].dtype
             down, up = (matrix.to(weight.device, dtype) for matrix in (own.down[index], _SCALE * own.up[index]))
             found[module] = partial(_added, down, up)
-        return LoraDeltas(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
+        return Substitutes(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 
 def widths(module: nn.Module) -> tuple[int, int] | None:
@@ -97,8 +97,11 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _added(down: torch.Tensor, up: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return F.linear(F.linear(input.to(down.dtype), down), up)
+def _added(
+    down: torch.Tensor, up: torch.Tensor, forward: Callable[..., torch.Tensor], input: torch.Tensor
+) -> torch.Tensor:
+    output = forward(input)
+    return output + F.linear(F.linear(input.to(down.dtype), down), up).to(output.dtype)
 
 
 def _shape(found: Any, exit_layer: int) -> Shape:

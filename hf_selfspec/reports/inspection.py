@@ -9,8 +9,12 @@ import torch
 import torch.nn as nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..draft.quantized import Quantized
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
+from ..model.head import output_head
+from ..model.linear import linear_layers
+from ..model.packing import has_widths, packed_bytes, why_not
 from ..model.runner import why_no_graphs
 from ..search.proposers import SkipSpace
 from .tables import as_text
@@ -55,6 +59,8 @@ class Inspection:
         position_limit: whether the model cannot go beyond ``max_positions``.
         shares: parameters by part: embeddings, layers, output head and the rest.
         cache_bytes: bytes of one token's keys and values in all layers, ``None`` if the config does not give it.
+        packed_bytes: bytes that drafts in four bits take besides a model in bfloat16 (:class:`Quantized`), ``None``
+            where most weights are not in layers that can be packed.
     """
 
     model_name: str
@@ -75,6 +81,7 @@ class Inspection:
     max_positions: int | None = None
     position_limit: bool = False
     cache_bytes: int | None = None
+    packed_bytes: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -103,6 +110,7 @@ class Inspection:
             ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
             ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
             ("exit_report, training", "possible" if self.exits else "not possible: exits cannot share the head"),
+            ("drafts in four bits", self._in_four_bits()),
             ("positions", self._positions()),
             ("cache of a token", "unknown" if self.cache_bytes is None else f"{self.cache_bytes / 1024:,.1f} KiB"),
         ]
@@ -111,6 +119,12 @@ class Inspection:
         blocks = sum(map(len, self.skippable))
         layers = [index for index, names in enumerate(self.skippable) if names]
         return f"{blocks} in layers {_ranges(layers)} (counted from 0)" if layers else "none"
+
+    def _in_four_bits(self) -> str:
+        if self.packed_bytes is None:
+            return "no: most weights are not in linear layers, or of widths that no kernel takes"
+        share = self.packed_bytes / (2 * max(self.parameters, 1))
+        return f"{self.packed_bytes / _MIB:,.1f} MiB more, {share:.0%} of the model in bfloat16, which a step reads"
 
     def _positions(self) -> str:
         if self.max_positions is None:
@@ -169,6 +183,7 @@ def inspect_model(model: Any) -> Inspection:
         max_positions=anatomy.max_positions,
         position_limit=anatomy.position_limit is not None,
         cache_bytes=_cache_bytes(config.get_text_config(decoder=True), inner.dtype),
+        packed_bytes=_packed_bytes(inner, anatomy),
     )
 
 
@@ -215,6 +230,15 @@ def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
         return None
     size = torch.empty((), dtype=dtype, device="meta").element_size()
     return 2 * int(config.num_hidden_layers) * heads * width * size
+
+
+def _packed_bytes(model: PreTrainedModel, anatomy: Anatomy) -> int | None:
+    form, layers, head = Quantized().form, dict(enumerate(anatomy.layers)), output_head(model)
+    if why_not(layers, form, has_widths):
+        return None
+    linears = [module for _, module in linear_layers(layers) if has_widths(module, form)]
+    of_head = packed_bytes(head, form._replace(bits=8)) if type(head) is nn.Linear else 0
+    return sum(packed_bytes(module, form) for module in linears) + of_head
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
 from ..draft.early_exit import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions, speculative_attention
+from ..model.linear import linear_layers
 from ..model.modules import forward_parameters
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import states_of
@@ -66,7 +66,7 @@ class LoraFit(TrainedFit[DraftLora]):
     def module(self, frozen: FrozenModel) -> DraftLora:
         _check(frozen.anatomy)
         (exit_layer,) = frozen.layers
-        return DraftLora(exit_layer, self.rank, list(linear_layers(frozen.anatomy, exit_layer)))
+        return DraftLora(exit_layer, self.rank, list(shapes_of(frozen.anatomy, exit_layer)))
 
     def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
@@ -85,15 +85,11 @@ class LoraFit(TrainedFit[DraftLora]):
 fit_draft_lora = as_function(LoraFit)
 
 
-def linear_layers(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
-    """Names and widths of all linear layers in the first ``exit_layer`` layers, but not those that PEFT has added."""
-    for index, layer in enumerate(anatomy.layers[:exit_layer]):
-        tuned = [path for path, module in layer.named_modules() if isinstance(module, BaseTunerLayer)]
-        for path, module in layer.named_modules():
-            outer = next((inside for inside in tuned if path.startswith(f"{inside}.")), None)
-            is_models = outer is None or path == f"{outer}.base_layer"
-            if is_models and (found := widths(module)) is not None:
-                yield (f"{index}.{path}", *found)
+def shapes_of(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
+    """Names and widths of all linear layers in the first ``exit_layer`` layers."""
+    for name, module in linear_layers(dict(enumerate(anatomy.layers[:exit_layer]))):
+        if (found := widths(module)) is not None:
+            yield (name, *found)
 
 
 def _check(anatomy: Anatomy) -> None:
@@ -117,7 +113,7 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
     place differs in each call, read all before them from layers without LoRA."""
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
-    count, stack, deltas = anatomy.num_layers, anatomy.stack, lora.deltas(anatomy)
+    count, stack, substitutes = anatomy.num_layers, anatomy.stack, lora.substitutes(anatomy)
     past = {cache_name(stack): DynamicCache()}
     places = torch.arange(s, device=ids.device)
     begins = places - (places + _offset()) % _WINDOW
@@ -129,10 +125,10 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
         key_positions=torch.cat([places, places])[None],
         visible=torch.cat([before, within], dim=1).expand(b, s, 2 * s),
     )
-    with partial_forwards(frozen.model, anatomy, [deltas]), speculative_attention():
+    with partial_forwards(frozen.model, anatomy, [substitutes]), speculative_attention():
         with torch.no_grad(), obeying(ForwardPass(LayerPlan(count), stop=lora.exit_layer)):
             stack(input_ids=ids, use_cache=True, **past)
-        plan = LayerPlan.early_exit(count, lora.exit_layer, deltas)
+        plan = LayerPlan.early_exit(count, lora.exit_layer, substitutes)
         with obeying(ForwardPass(plan)), at_positions(geometry):
             # Their keys and values come behind those of the first forward.
             output = stack(input_ids=ids, position_ids=places.expand(b, s), use_cache=True, **past)

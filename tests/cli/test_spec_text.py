@@ -53,7 +53,10 @@ def test_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lokup", "--spec lokup: there is no such folder or preset. Give one of adaspeed, layerskip, lookup, selfspec"),
+        (
+            "lokup",
+            "--spec lokup: there is no such folder or preset. Give one of adaspeed, layerskip, lookup, quantized, s",
+        ),
         ("", "there is no such folder or preset"),
         ("(" * 100_000, "there is no such folder or preset"),
         ("SelfSpec.layerskip(0)", "must be at least 1, got 0"),

@@ -13,7 +13,7 @@ from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.train.fit_trainer import training_arguments
-from hf_selfspec.train.lora import linear_layers
+from hf_selfspec.train.lora import shapes_of
 
 EXIT = 2
 
@@ -87,7 +87,7 @@ def calibrated(thresholds: dict[str, list[list[float]]], rate: float = 0.9) -> d
 def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size: float = 0.3) -> DraftLora:
     """One that changes what the layers say."""
     torch.manual_seed(seed)
-    lora = DraftLora(exit_layer, 4, list(linear_layers(Anatomy.of(model), exit_layer)))
+    lora = DraftLora(exit_layer, 4, list(shapes_of(Anatomy.of(model), exit_layer)))
     for up in lora.up:
         torch.nn.init.normal_(up, std=size)
     return lora.eval()

@@ -1,12 +1,14 @@
 """The machine as tests see it: what is measured on it, or follows from that, is given here and nowhere else."""
 
 import pytest
+import torch
 
 from hf_selfspec.control import controller
 from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.draft import probe
-from hf_selfspec.model import graphs
+from hf_selfspec.model import graphs, packing
 from hf_selfspec.model.graphs import Graph
+from hf_selfspec.model.packing import Kernel
 from hf_selfspec.search import choice
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
@@ -50,3 +52,17 @@ class Machine:
         """Graphs are made and taken early, however fast they are here."""
         self._set(graphs, "_USES", 2)
         self._set(Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+
+    def packed_float32_is_fast(self) -> None:
+        """Layers in float32 have a kernel for weights in fewer bits, as those in bfloat16 have."""
+        kernels = {4: Kernel(torch.clone, _in_four_bits, most=8), 8: Kernel(torch.clone, _in_eight_bits, most=8)}
+        self._set(packing, "kernel_for", lambda bits, device, dtype: kernels.get(bits))
+
+
+def _in_four_bits(input: torch.Tensor, numbers: torch.Tensor, group_size: int, scales: torch.Tensor) -> torch.Tensor:
+    scale, middle = scales.repeat_interleave(group_size, dim=0).unbind(-1)  # [k, n]
+    return input @ ((numbers.t() - 8.0) * scale + middle)
+
+
+def _in_eight_bits(input: torch.Tensor, numbers: torch.Tensor, _: int, scales: torch.Tensor) -> torch.Tensor:
+    return input @ (numbers.t() * scales)

@@ -40,11 +40,11 @@ def test_verification_never_starts_from_drafted_states(size: float, llama: Llama
 def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> None:
     """Verification may start from their states."""
     anatomy = Anatomy.of(llama)
-    shapes = [shape for shape in lora_fit.linear_layers(anatomy, 4) if shape[0].startswith(("2.", "3."))]
+    shapes = [shape for shape in lora_fit.shapes_of(anatomy, 4) if shape[0].startswith(("2.", "3."))]
     lora = DraftLora(4, 4, shapes)
     for up in lora.up:
         torch.nn.init.normal_(up, std=0.3)
-    assert lora.deltas(anatomy).first_layer == 2
+    assert lora.substitutes(anatomy).first_layer == 2
     check_lossless(llama, spec_of(lora.eval(), FixedLength(6)))
 
 
@@ -55,8 +55,8 @@ def test_models_in_bfloat16() -> None:
     assert {value.dtype for value in lora.parameters()} == {torch.float32}
     assert any(bool(up.any()) for up in lora.up)
     with torch.no_grad():
-        add = next(iter(lora.deltas(Anatomy.of(model)).of.values()))
-        assert add(torch.zeros(1, 1, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
+        linear, substitute = next(iter(lora.substitutes(Anatomy.of(model)).of.items()))
+        assert substitute(linear, torch.zeros(1, 1, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
     spec = spec_of(lora)
     model.generate(**ragged_batch((9,)), max_new_tokens=9, do_sample=False, assistant=spec)
     assert spec.stats.drafted > 0

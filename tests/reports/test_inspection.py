@@ -49,6 +49,17 @@ def test_abilities() -> None:
     assert not told["llama"].position_limit
 
 
+def test_drafts_in_four_bits() -> None:
+    """Five bits a weight in layers, with a scale and a middle for 32, and 8 in the head with a scale for a row."""
+    told, mixtral = inspect_model(tiny_llama()), inspect_model(build("mixtral").config)
+    _, layers, head = told.shares[:3]
+    norms = 2 * 64 * told.num_layers
+    assert told.packed_bytes == (layers.parameters - norms) * 5 // 8 + head.parameters + 2 * head.parameters // 64
+    assert "of the model in bfloat16, which a step reads" in str(told)
+    assert mixtral.packed_bytes is None
+    assert "no: most weights are not in linear layers" in str(mixtral)
+
+
 def test_what_can_be_skipped() -> None:
     told = inspect_model(tiny_llama(6).config)
     inner = ("attention", "mlp")

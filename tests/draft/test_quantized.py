@@ -1,0 +1,282 @@
+"""The model itself in fewer bits as its draft: what it drafts, and the life of packed weights."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.functional import linear
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import CompileConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from helpers.architectures import build
+from helpers.calls import check_lossless, unchanged
+from helpers.machine import Machine
+from helpers.models import BATCH, ROW, tiny_gpt2, tiny_llama
+from helpers.processes import peft_calls_old_name
+from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as few_tokens
+from hf_selfspec import (
+    Cascade,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    Quantized,
+    ReducedHead,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.model import packing
+from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec.model.packing import Form, PackedLinear, rounded
+
+in_float32 = pytest.mark.machine("packed_float32_is_fast")
+FORMS = [Form(4, 32, "least squares"), Form(4, 64, "hqq"), Form(8, 32, "least squares")]
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """The layers that are rounded while a test runs, each as often as it is."""
+    found: list[torch.nn.Module] = []
+
+    def watched(module: torch.nn.Module, form: Form) -> Any:
+        found.append(module)
+        return rounded(module, form)
+
+    monkeypatch.setattr(packing, "rounded", watched)
+    return found
+
+
+def spec_of(draft: Quantized | None = None, **settings: Any) -> SelfSpec:
+    return SelfSpec(draft or Quantized(), FixedLength(4), **settings)
+
+
+def random_linear(kind: type[torch.nn.Module] = torch.nn.Linear, rows: int = 48, width: int = 128) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return (kind(width, rows) if kind is torch.nn.Linear else kind(rows, width)).to(torch.bfloat16)
+
+
+def weight_of(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight ``[n, k]`` that rounded numbers stand for."""
+    if scales.dim() == 1:
+        return numbers.float() * scales.float()[:, None]
+    scale, middle = scales.float().repeat_interleave(numbers.shape[1] // len(scales), dim=0).unbind(-1)
+    return (numbers.float() - 8) * scale.t() + middle.t()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Conv1D])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_kernels_multiply_with_the_rounded_weight(form: Form, kind: type[torch.nn.Module]) -> None:
+    module = random_linear(kind)
+    weight = weight_of(*rounded(module, form))
+    input = torch.randn(2, 3, 128).to(torch.bfloat16)
+    found = PackedLinear(module, form, None)(module, input)
+    torch.testing.assert_close(found.float(), linear(input.float(), weight, module.bias.float()), rtol=0.02, atol=0.03)
+    many = torch.randn(2, 20, 128).to(torch.bfloat16)  # for which the layer itself is faster
+    assert torch.equal(PackedLinear(module, form, None)(module, many), module(many))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rounding_is_close(form: Form) -> None:
+    """Closer than the nearest of evenly spaced values from the smallest to the largest of a group."""
+    module = random_linear()
+    values = module.weight.float().unflatten(1, (-1, form.group_size))
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    step = (high - low) / (2**form.bits - 1)
+    nearest = (((values - low) / step).round() * step + low).flatten(1)
+    errors = [(one - module.weight.float()).square().mean() for one in (weight_of(*rounded(module, form)), nearest)]
+    assert errors[0] < errors[1] * (0.9 if form.algorithm == "least squares" and form.bits == 4 else 2.0)
+
+
+@in_float32
+def test_verification_never_starts_from_what_drafts_have_written(llama: LlamaForCausalLM) -> None:
+    """Ids are plain's, whatever drafts and with whatever it is combined."""
+    for spec in (
+        spec_of(),
+        spec_of(tree=TopKTree()),
+        spec_of(Quantized(4, layers=EarlyExit(4, ReducedHead.of(range(0, 97, 2), 97)))),
+        spec_of(Quantized(8, head=16, layers=SkipLayers(attention=[3], mlp=[2, 3]))),
+        SelfSpec(Cascade([Lookup(), Quantized(4)]), ConfidenceThreshold(0.1)),
+    ):
+        with unchanged(llama):
+            assert all(found.accepted > 0 for found in check_lossless(llama, spec))
+
+
+@in_float32
+@pytest.mark.machine("verification_is_free")
+@pytest.mark.parametrize("how", ["line", "tree", "cascade"])
+def test_joint_distribution_of_drawn_tokens(how: str) -> None:
+    """In batches, by drafts that also leave layers out, since they would nearly always be right."""
+    draft = Quantized(4, layers=EarlyExit(2))
+    tree = TopKTree(((0.6, 3), (1.0, 2))) if how == "tree" else None
+    spec = SelfSpec(Cascade([Lookup(), draft]) if how == "cascade" else draft, FixedLength(3), tree)
+    check_exact(sample(spec, rows=1000, calls=2), exact_joint(few_tokens(), []))
+
+
+def test_models_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+    """With the kernels of this device; memory is told before it is taken."""
+    model = tiny_llama(factor=0.5).to(torch.bfloat16)
+    spec = SelfSpec.quantized()
+    with caplog.at_level(logging.WARNING), unchanged(model):
+        model.generate(**BATCH, max_new_tokens=16, do_sample=False, assistant=spec)
+    assert "packing 43 layers" in caplog.text
+    assert f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).measurements[False, True].arms
+
+
+@in_float32
+@pytest.mark.machine("graphs_are_taken")
+@pytest.mark.slow
+def test_graphs(llama: LlamaForCausalLM) -> None:
+    config = CompileConfig(backend="eager", mode="default")
+    check_lossless(llama, spec_of(compile=config), prompts=[ROW])
+    keys = graphs_of(llama, config)._graphs
+    assert any(getattr(part, "substitutes", None) is not None for key in keys for part in key)
+
+
+@in_float32
+def test_packed_once_for_threads_and_specs(packs: list[Any]) -> None:
+    model = tiny_llama(factor=0.5)
+    specs = [spec_of(), spec_of()]
+    check_lossless(model, SelfSpec(), 4)
+    assert not packs  # nothing has drafted with it
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(partial(check_lossless, model), specs))
+    assert len(packs) == 43
+    check_lossless(model, spec_of(Quantized(layers=EarlyExit(3))), 8)
+    assert len(packs) == 43
+    alive = weakref.ref(next(iter(packing._models[model].layers.values())))
+    packs.clear()
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@in_float32
+@peft_calls_old_name
+def test_packed_again_where_weights_have_changed(packs: list[Any]) -> None:
+    model = get_peft_model(tiny_llama(factor=0.5), LoraConfig(init_lora_weights=False, target_modules=["q_proj"]))
+    inner, spec = model.get_base_model(), spec_of()
+    check_lossless(inner, spec, 12)
+    assert len(packs) == 43
+    model.merge_adapter()
+    check_lossless(inner, spec, 12)
+    assert len(packs) == 86
+    layer = inner.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        layer.weight.mul_(2.0)  # as a training step does
+    check_lossless(inner, spec, 12)
+    made = packing._models[inner].layers[layer, Form(4, 32, "least squares")]
+    expected = rounded(layer, Form(4, 32, "least squares"))
+    assert torch.equal(made.weight, expected[0])
+    assert torch.equal(made.scales, expected[1])
+
+
+@in_float32
+def test_files(tmp_path: Path, packs: list[Any]) -> None:
+    model = tiny_llama(factor=0.5)
+    for spec in (SelfSpec.quantized(8), spec_of(Quantized(4, layers=SkipLayers(mlp=[2])))):
+        check_lossless(model, spec)
+        spec.save_pretrained(tmp_path, model)
+        before = packing._models.pop(model).layers  # as in another process
+        packs.clear()
+        loaded = SelfSpec.from_pretrained(tmp_path)
+        assert loaded.draft == spec.draft
+        check_lossless(model, loaded)
+        assert not packs
+        after = packing._models.pop(model).layers
+        assert all(torch.equal(made.weight, after[key].weight) for key, made in before.items())
+        assert all(torch.equal(made.scales, after[key].scales) for key, made in before.items())
+    file = tmp_path / "packed.safetensors"
+    with safe_open(file, "pt") as opened:
+        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors | {"1.mlp.up_proj.numbers": tensors["1.mlp.up_proj.numbers"][:16].clone()}, file, about)
+    with pytest.raises(SettingError, match=r"1\.mlp\.up_proj has other shapes"):
+        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+    file.write_bytes(b"short")
+    with pytest.raises(SettingError, match="holds no packed weights, or was cut short or changed"):
+        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any], machine: Machine) -> None:
+    machine.packed_float32_is_fast()
+    model, spec = tiny_llama(factor=0.5), spec_of()
+    spec.save_pretrained(tmp_path, model)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    loaded._known(model).fingerprint()  # at its first use
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    packs.clear()
+    check_lossless(model, loaded, 8)
+    assert len(packs) == 43
+
+
+def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = tiny_llama().to(torch.bfloat16)
+    quantize_(quantised, Int8WeightOnlyConfig())
+    narrow = tiny_llama().to(torch.bfloat16)
+
+    def draft(model: Any, spec: SelfSpec | None = None) -> Any:
+        with unchanged(model):
+            return model.generate(**ROW, max_new_tokens=4, assistant=spec or spec_of())
+
+    def without_room() -> Any:
+        monkeypatch.setattr(packing, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+        return draft(tiny_llama().to(torch.bfloat16))
+
+    for wrong, error, words in (
+        (lambda: Quantized(5), SettingError, r"Quantized\(bits\) must be one of 4, 8, got 5"),
+        (lambda: Quantized(head=2), SettingError, r"Quantized\(head\) must be one of 4, 8, 16"),
+        (lambda: Quantized(group_size=48), SettingError, r"Quantized\(group_size\) must be one of 32, 64, 128, 256"),
+        (lambda: Quantized(algorithm="gptq"), SettingError, "one of 'least squares', 'hqq', got 'gptq'"),
+        (lambda: Quantized(layers=3), SettingTypeError, "must be EarlyExit, SkipLayers or None, got 3"),
+        (lambda: Quantized(layers=EarlyExit()), SettingError, "nothing looks for layers"),
+        (lambda: draft(tiny_llama()), UnsupportedModelError, "faster than its layers in torch.float32 on this cpu"),
+        (lambda: draft(quantised), UnsupportedModelError, "quantised already"),
+        (lambda: draft(narrow, spec_of(Quantized(group_size=128))), UnsupportedModelError, "not of widths"),
+        (lambda: draft(build("mixtral").to(torch.bfloat16)), UnsupportedModelError, r"experts\?"),
+        (without_room, UnsupportedModelError, "but cpu has 0 MiB left"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    assert not packs
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_left_out_of_a_cascade_where_it_is_slower(llama: LlamaForCausalLM, packs: list[Any]) -> None:
+    with pytest.warns(UserWarning, match=r"Quantized\(.*\) is left out of the drafts of this model"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec.quantized())
+    assert not packs
+
+
+@in_float32
+def test_layers_of_other_kinds() -> None:
+    """Conv1D of GPT-2, and recurrent states."""
+    for model in (tiny_gpt2(64), build("qwen3_5_text"), build("bamba")):
+        assert sum(found.drafted for found in check_lossless(model, spec_of())) > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    model = tiny_llama(factor=0.5).to("cuda", torch.bfloat16)
+    inputs = {name: value.cuda() for name, value in ROW.items()}
+    spec = spec_of()
+    model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    assert spec.stats.accepted > 0
