@@ -25,6 +25,7 @@ FITTED = f"{TRAINED} --prompts 2 --tokens 12 --out {{folder}}/fitted"
 # For each script its words, and what it has to print.
 CASES: dict[str, tuple[str, str]] = {
     "engine": (f"{RANDOM} --exit-layer 2 --tokens 12 --repeats 1", "| width 64, float32, batch 1, prompt 64 |"),
+    "exactness": ("--shapes tiny", "| tiny | 2 layers, exact |"),
     "fewer_bits": ("--width 64 --layers 2 --vocabulary 97 --repeats 1", "| Quantized(bits=8"),
     "forward": (f"{RANDOM} --repeats 1 --prompt 20", "| width 64, float32, ours |"),
     "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", "| 2 |"),
