@@ -11,6 +11,7 @@ from .batch import Text as Text
 from .batch import Verdict as Verdict
 from .bench.compare import Comparison as Comparison
 from .bench.compare import compare as compare
+from .draft import MTP as MTP
 from .draft import Cascade as Cascade
 from .draft import Drafter as Drafter
 from .draft import DraftSource as DraftSource
@@ -41,6 +42,7 @@ from .model.anatomy import register_architecture as register_architecture
 from .modules.adapter import Adapter as Adapter
 from .modules.heads import ExitHeads as ExitHeads
 from .modules.lora import DraftLora as DraftLora
+from .modules.mtp import MtpHead as MtpHead
 from .modules.probe import LinearProbe as LinearProbe
 from .modules.reduced_head import ReducedHead as ReducedHead
 from .reports.exits import ExitReport as ExitReport

@@ -5,10 +5,12 @@ from .cascade import Cascade
 from .early_exit import EarlyExit, EarlyExitLora, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .lookup import Lookup
+from .mtp import MTP
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
 __all__ = [
+    "MTP",
     "Cascade",
     "Drafter",
     "DraftSource",
