@@ -45,6 +45,9 @@ from .modules.lora import DraftLora as DraftLora
 from .modules.mtp import MtpHead as MtpHead
 from .modules.probe import LinearProbe as LinearProbe
 from .modules.reduced_head import ReducedHead as ReducedHead
+from .modules.shipped import MtpFormat as MtpFormat
+from .modules.shipped import load_mtp as load_mtp
+from .modules.shipped import register_mtp_format as register_mtp_format
 from .reports.exits import ExitReport as ExitReport
 from .reports.exits import exit_report as exit_report
 from .reports.inspection import Inspection as Inspection

@@ -21,6 +21,7 @@ from ..model.transfer import RowNumbers, at_places, upload
 from ..modules.draft_module import module_of
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
+from ..modules.shipped import load_mtp
 from ..stop.rules import ProductThreshold
 from .growing import DraftStep
 from .partial import PartialDraft
@@ -33,14 +34,15 @@ class MTP(DraftSource):
     """Drafts with MTP layers and the model's own output head: one layer a token, which has seen the last states.
 
     Args:
-        head: an :class:`MtpHead`, or the folder or Hub repository that holds one, see ``fit_mtp``.
+        head: an :class:`MtpHead`, or the folder or Hub repository that holds one; ``None`` for the layers that ship
+            with the model, see :func:`hf_selfspec.load_mtp`, which loads them where none are attached yet.
         head_rows: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
 
     Raises:
         SettingError, SettingTypeError: there is no such head.
     """
 
-    head: MtpHead | str | os.PathLike[str]
+    head: MtpHead | str | os.PathLike[str] | None = None
     head_rows: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -51,10 +53,11 @@ class MTP(DraftSource):
                 object.__setattr__(self, f"_{name}", module)
 
     def start(self, session: Session) -> Drafter:
-        head: MtpHead = self.__dict__["_head"]
+        target = session.target
+        head: MtpHead = load_mtp(target.model) if self.head is None else self.__dict__["_head"]
         head.check(session.knowledge.fingerprint)
         reduced = None if self.head_rows is None else self.__dict__["_head_rows"].tokens
-        rows = None if reduced is None else HeadRows(session.target.model, reduced)
+        rows = None if reduced is None else HeadRows(target.model, reduced)
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
 
 

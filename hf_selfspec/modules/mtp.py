@@ -23,6 +23,12 @@ from .draft_module import DraftModule
 _PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
+def layer_of_kind(config: PreTrainedConfig, num_layers: int, kind: str = "full_attention") -> int:
+    """Returns the last layer with this kind of attention; the last of all where the config names none."""
+    kinds = getattr(config, "layer_types", None) or [kind] * num_layers
+    return max((index for index, found in enumerate(kinds) if found == kind), default=num_layers - 1)
+
+
 def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
     """Returns the config of a model that has only this layer of another one, and no vocabulary."""
     found = copy.deepcopy(config)
@@ -147,8 +153,7 @@ class MtpHead(DraftModule):
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
         """
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * anatomy.num_layers
-        index = max((place for place, kind in enumerate(kinds) if kind == "full_attention"), default=len(kinds) - 1)
+        index = layer_of_kind(config, anatomy.num_layers)
         try:
             head = cls([config_of_layer(config, index)])
             head.parts[0].begin_like(model, anatomy, index)
