@@ -82,7 +82,7 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
     places = torch.arange(1, ids.shape[1])[None]
     s = entered.shape[1]
     causal = torch.full((s, s), torch.finfo(torch.float32).min).triu(1)[None, None]
-    rotary = whole.model.rotary_emb(entered, places)
+    rotary = whole.model.rotary_emb(entered, places.expand(3, 1, s) if name.startswith("qwen3_5") else places)
     left = whole.model.layers[LAYERS](entered, attention_mask=causal, position_ids=places, position_embeddings=rotary)
     logits: torch.Tensor = model.lm_head(normed("norm", left[0] if isinstance(left, tuple) else left))
     return logits
@@ -104,7 +104,7 @@ def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
             cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
-            found = mtp(ids[:, 1:], states, None, places, cache)
+            found = mtp(ids[:, 1:], states, torch.ones_like(places), places, cache)
         assert torch.allclose(found[1][0, 0], logits[0, -1], atol=1e-5)
     with unchanged(model):
         check_lossless(model, SelfSpec(MTP(), FixedLength(3)))
