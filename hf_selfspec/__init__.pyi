@@ -11,6 +11,7 @@ from .batch import Text as Text
 from .batch import Verdict as Verdict
 from .bench.compare import Comparison as Comparison
 from .bench.compare import compare as compare
+from .draft import MTP as MTP
 from .draft import Cascade as Cascade
 from .draft import Drafter as Drafter
 from .draft import DraftSource as DraftSource
@@ -42,8 +43,12 @@ from .model.anatomy import register_architecture as register_architecture
 from .modules.adapter import Adapter as Adapter
 from .modules.heads import ExitHeads as ExitHeads
 from .modules.lora import DraftLora as DraftLora
+from .modules.mtp import MtpHead as MtpHead
 from .modules.probe import LinearProbe as LinearProbe
 from .modules.reduced_head import ReducedHead as ReducedHead
+from .modules.shipped import MtpFormat as MtpFormat
+from .modules.shipped import load_mtp as load_mtp
+from .modules.shipped import register_mtp_format as register_mtp_format
 from .reports.exits import ExitReport as ExitReport
 from .reports.exits import exit_report as exit_report
 from .reports.inspection import Inspection as Inspection

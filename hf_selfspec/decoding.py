@@ -165,7 +165,7 @@ class Decoder:
         roots = text.last_slots()
         # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
-            run = ForwardPass(target.full_plan, chooses=chooses)
+            run = target.verification(chooses=chooses)
         else:
             states, ready = draft.states, draft.states.shape[1]
             if ready < tokens.shape[1]:
@@ -178,10 +178,11 @@ class Decoder:
                 ).captured
                 assert rest is not None
                 states = torch.cat([states, rest], dim=1)
-            run = ForwardPass(target.full_plan, start=draft.prefix, state=states, chooses=chooses)
+            run = target.verification(start=draft.prefix, state=states, chooses=chooses)
         run.spreads = False
         step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
+        target.verified = step.captured
         # An argmax over 16-bit numbers is that over float32 copies, which take more memory; a CPU is slower without.
         as_they_are = self._is_greedy and text.ids.device.type != "cpu" and step.logits.itemsize < 4
         found = step.logits.to(text.ids.device, None if as_they_are else torch.float32)

@@ -16,6 +16,7 @@ from .draft.cascade import Cascade
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.lookup import Lookup
+from .draft.mtp import MTP
 from .draft.quantized import Quantized
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
@@ -25,6 +26,7 @@ from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .learned.saving import Kind
 from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
+from .modules.mtp import MtpHead
 from .modules.probe import LinearProbe
 from .search.proposers import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
@@ -242,6 +244,23 @@ class Settings:
         """
         draft = DynamicExit(heads, epsilon, metric)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
+
+    @classmethod
+    def mtp(
+        cls: type[SettingsT],
+        head: MtpHead | str | os.PathLike[str] | None = None,
+        stop: StopRule | None = None,
+        max_draft: int = 6,
+    ) -> SettingsT:
+        """Free drafts, and MTP layers that read the model's last states.
+
+        Args:
+            head: the layers, or the folder or Hub repository that holds them; ``None`` for those that ship with the
+                model, see :func:`hf_selfspec.load_mtp`.
+            stop: when a draft of the layers ends, where the product of confidences falls below 0.4 by default.
+            max_draft: maximum number of tokens in a draft.
+        """
+        return cls(draft=Cascade((Lookup(), MTP(head))), stop=stop, max_draft=max_draft)
 
     @classmethod
     def early_exit_only(

@@ -16,10 +16,19 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
 from helpers.calls import PAST, Recorder, random_skip_set
-from helpers.fitted import adapter_of, heads_of, lora_of, probe_of
+from helpers.fitted import adapter_of, heads_of, lora_of, mtp_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, Quantized, ReducedHead, SelfSpec, TopKTree
-from hf_selfspec.draft import Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
+from hf_selfspec.draft import (
+    MTP,
+    Cascade,
+    DynamicExit,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitLora,
+    Lookup,
+    SkipLayers,
+)
 from hf_selfspec.stop.rules import ConfidenceThreshold, FixedLength
 
 # Free drafts are worth their verification, as on a device that memory bounds.
@@ -68,6 +77,9 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "quantized": lambda model: SelfSpec(Quantized(), FixedLength(3)),
     "quantized exit": lambda model: SelfSpec(Quantized(8, layers=EarlyExit(2)), FixedLength(3), _WIDE),
     "heads": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6)),
+    "mtp": lambda model: SelfSpec(MTP(mtp_of(model)), FixedLength(4)),
+    "mtp tree": lambda model: SelfSpec(MTP(mtp_of(model, 2), reduced(model)), ConfidenceThreshold(0.1), _WIDE),
+    "mtp cascade": lambda model: SelfSpec(Cascade([Lookup(), MTP(mtp_of(model))]), FixedLength(3)),
     "probe": lambda model: SelfSpec.adaspeed(probe_of(model)),
     "adaptive": lambda model: SelfSpec.adaspeed(2),
     "reduced head": lambda model: SelfSpec(EarlyExit(2, reduced(model)), FixedLength(3), CostTree()),
@@ -286,7 +298,7 @@ def model_of(name: str) -> PreTrainedModel:
 # Calls that are too short, or too much led by a processor, for drafts to be right.
 FEW = ("one token", "two tokens", "forced eos", "counting processor", "no repeated n-gram", "holes")
 # Drafts that are rarely right, with weights that were drawn, or that may find that none pays.
-RARE = ("adapter", "adapter tree", "heads", "layerskip")
+RARE = ("adapter", "adapter tree", "heads", "layerskip", "mtp", "mtp tree", "mtp cascade")
 
 
 @pytest.mark.parametrize(("kind", "call"), one_of(9, SPECS, CALLS))
@@ -310,7 +322,7 @@ def test_every_call_of_every_model(name: str, call: str) -> None:
         pytest.skip("refused: recurrent states would change")
     if (name, call) == ("bamba", "embedded"):
         pytest.skip("plain generate refuses its embeddings, too")
-    model, kinds = model_of(name), [kind for kind in SPECS if name not in NOT_PACKED or "quantized" not in kind]
+    model, kinds = model_of(name), [kind for kind in SPECS if is_possible(name, kind)]
     check(model, SPECS[kinds[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
 
 
@@ -354,12 +366,21 @@ NOT_PACKED = {
     "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "llama4_text", "mamba",
     "mamba2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 }  # fmt: skip
+# Of whose layers no MTP head can be made: none has attention alone, or what it is depends on the others.
+WITHOUT_MTP = (
+    "bamba", "falcon_h1", "falcon_mamba", "gemma3n_text", "gpt_neo", "inkling2_text", "inkling_text", "jamba",
+    "lfm2_moe", "llama4_text", "mamba", "mamba2", "modernbert-decoder", "olmo_hybrid", "opt-350m", "zamba", "zamba2",
+)  # fmt: skip
+
+
+def is_possible(name: str, kind: str) -> bool:
+    """Whether the parts that draft can be made for the model; else that is refused."""
+    return not ((kind.startswith("mtp") and name in WITHOUT_MTP) or ("quantized" in kind and name in NOT_PACKED))
 
 
 def can(name: str, kind: str) -> bool:
-    if "quantized" in kind and name in NOT_PACKED:
-        return False
-    return kind not in REFUSED.get(name, ()) and not (name in STATEFUL and kind in ("tree", "quantized exit"))
+    no_tree = name in STATEFUL and kind in ("tree", "quantized exit")
+    return is_possible(name, kind) and kind not in REFUSED.get(name, ()) and not no_tree
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -5,11 +5,13 @@ from .cascade import Cascade
 from .early_exit import EarlyExit, EarlyExitLora, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .lookup import Lookup
+from .mtp import MTP
 from .quantized import Quantized
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
 __all__ = [
+    "MTP",
     "Cascade",
     "Drafter",
     "DraftSource",

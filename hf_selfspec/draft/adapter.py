@@ -16,7 +16,7 @@ from ..model.cache import SpeculativeCache
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.transfer import RowNumbers
+from ..model.transfer import RowNumbers, at_places
 from ..modules.adapter import Adapter
 from ..modules.reduced_head import ReducedHead
 from ..stop.rules import ConfidenceThreshold
@@ -118,15 +118,15 @@ class AdapterDraft(PartialDraft):
             step = self.target.step(feed, starts, run)
             assert step.logits is not None
             assert step.exit_state is not None
-            logits, states = _at(step.logits, ends), _at(step.exit_state, ends)
+            logits, states = at_places(step.logits, ends), at_places(step.exit_state, ends)
         else:
             run = ForwardPass(self.target.full_plan, stop=self.adapter.exit_layer)
             entered = self.target.step(feed, starts, run).captured
             assert entered is not None
-            hidden = _at(self._adapted(entered, starts), ends)
+            hidden = at_places(self._adapted(entered, starts), ends)
             head = self.adapter.on(hidden.device).head
             assert head is not None
-            logits, states = head(hidden), _at(entered, ends)
+            logits, states = head(hidden), at_places(entered, ends)
         return DraftStep(logits[:, -1], states[:, -1], states)
 
     def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
@@ -164,10 +164,3 @@ class AdapterDraft(PartialDraft):
             mask[:, :, : real.shape[1]] &= real[:, None]
             mask |= keys == positions[:, :, None]  # a padded token sees itself, so that no row is empty
         return mask[:, None]
-
-
-def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """The values ``[b, 1, n]`` at each row's place, of ``[b, s, n]``."""
-    if min(places) >= values.shape[1] - 1:
-        return values[:, -1:]
-    return values.gather(1, RowNumbers(places).on(values.device)[:, :, None].expand(len(places), 1, values.shape[-1]))

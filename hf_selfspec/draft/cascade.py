@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
+from ..modules.shipped import attached_mtp
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup
+from .mtp import MTP
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
 
 
@@ -23,7 +25,7 @@ class Cascade(DraftSource):
 
     Free drafts are the default. Where another source is currently expected to be faster, it drafts, and free tokens are
     added beside and after its draft, so that one verification checks both. A source that cannot draft for a model is
-    left out.
+    left out. MTP layers that are attached to the model (:func:`hf_selfspec.load_mtp`) draft as well.
 
     Args:
         sources: one :class:`Lookup`, and any others.
@@ -68,6 +70,11 @@ class Cascade(DraftSource):
         for source in self.sources:
             source.save(folder, model)
 
+    def _attached(self, session: Session) -> tuple[DraftSource, ...]:
+        """What drafts with the MTP layers that are attached to the model, unless a source has some already."""
+        has_own = any(isinstance(source, MTP) for source in self.sources)
+        return () if has_own or attached_mtp(session.target.model) is None else (MTP(),)
+
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
         free = next(source for source in self.sources if isinstance(source, Lookup))
@@ -75,7 +82,7 @@ class Cascade(DraftSource):
         drafts = free.free_drafts(session, controller)
         within = replace(session, in_cascade=True, round_seconds=controller.round_seconds)
         others: dict[str, FixedDrafter] = {}
-        for source in self.sources:
+        for source in (*self.sources, *self._attached(session)):
             if source is free:
                 continue
             try:

@@ -19,7 +19,7 @@ _FORMAT = 1
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft", "exact")
 # Settings that name the folder or repository to load a part from, and whether they may be left out.
-PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
+PARTS = {"adapter": False, "head": True, "head_rows": True, "heads": False, "lora": False}
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]

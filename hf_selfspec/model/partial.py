@@ -63,7 +63,8 @@ class ForwardPass:
     start: int = 0  # layers below it are skipped; its input is `state`
     state: torch.Tensor | None = None  # [b, s, d] the hidden state that enters layer `start`
     stop: int | None = None  # layers from here on and the output head are skipped, None for none
-    capture: int = -1  # layer whose input state is kept, -1 for none; `stop` by default
+    # Layer whose input state is kept, `L` for what leaves the stack, -1 for none; `stop` by default.
+    capture: int = -1
     after_layer: AfterLayer | None = None  # returns what each layer passes to the next, None for its output
     # Called at layers `start + 1` to `stop`; the forward ends at the first that it returns True for.
     stop_fn: StopFn | None = None
@@ -75,7 +76,8 @@ class ForwardPass:
     spreads: bool = True  # whether logits are expanded to rows that have ended
     chooses: bool = False  # whether the tokens with the highest logits are needed, too; only graphs compute them
     logits: torch.Tensor | None = field(init=False, default=None)  # [b, s, v]
-    captured: torch.Tensor | None = field(init=False, default=None)  # [b, s, d] the state kept by `capture`
+    # [b, s, d] the state kept by `capture`, of all tokens if a prompt goes through in pieces.
+    captured: torch.Tensor | None = field(init=False, default=None)
     # [b, s, d] output of the last layer; None where the model ran as it is.
     exit_state: torch.Tensor | None = field(init=False, default=None)
     autocast: Autocast | None = field(init=False, default=None)  # the autocast that was on in the last layer
@@ -105,6 +107,9 @@ class ForwardPass:
         is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
         is_kept = self.capture >= 0 or self.state is not None or self.ends is not None
         return not is_part and not is_kept and self.functions == (None,) * 4
+
+    def collect(self, state: torch.Tensor) -> None:
+        self.captured = state if self.captured is None else torch.cat([self.captured, state], dim=-2)
 
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
         """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
@@ -159,6 +164,8 @@ def _stack_forward(stack: nn.Module) -> Forward:
         current = _current.now
         if current is None:
             return output
+        if current.capture == current.plan.num_layers:
+            current.collect(states_of(output))
         if current.head_input_fn is not None:
             assert current.exit_state is not None
             return with_states(output, current.head_input_fn(current.exit_state))
@@ -186,7 +193,7 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, s
             else:
                 kwargs["hidden_states"] = hidden
         if index == current.capture:
-            current.captured = _rows(hidden, streams)
+            current.collect(_rows(hidden, streams))
         if current.stop_fn is not None:
             current.check_stop(index, _rows(hidden, streams))
         if index in current.passed:

@@ -56,14 +56,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
     past = copy.deepcopy(given_cache(inputs.arguments))
     arguments = inputs.arguments | {target.cache_name: past}
-    states: list[torch.Tensor] = []
-
-    def keep(layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        if observer is not None and layer == observer[0]:
-            states.append(entered)
-        return left
-
-    run = ForwardPass(target.full_plan, after_layer=None if observer is None else keep)
+    run = ForwardPass(target.full_plan, capture=-1 if observer is None else observer[0])
     begun = perf_counter()
     target.obey()
     with obeying(run), at_positions(None):
@@ -79,7 +72,8 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
         )
     take_in(target.cache, past, prompt.past_columns(prompt.width), prompt.ends())
     if observer is not None:
-        observer[1](prompt.aligned(torch.cat(states, dim=-2)), prompt.cursors, prompt.lengths)
+        assert run.captured is not None
+        observer[1](prompt.aligned(run.captured), prompt.cursors, prompt.lengths)
     target.following = DecodeInputs.of(model, inputs.input_ids, arguments, prompt.tokens_of_rows(), output)
     logits: torch.Tensor = output.logits[:, -1]
     return logits

@@ -113,9 +113,7 @@ class GraphRunner:
                 self.graphs.refuse(error)
                 return target.run_eagerly(feed, run)
             logits = found.pop(0)[:, :s] if whole else None
-            # There is no layer after the last one, so the state that would enter it is the last one's output.
-            is_captured = 0 <= run.capture < run.plan.num_layers
-            run.captured = found.pop(0)[..., :s, :] if is_captured else None
+            run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
             run.exit_state = found.pop(0)[..., :s, :]
             if run.chooses:
                 run.best = Best(found[0][:, :s], found[1][:, :s])

@@ -67,8 +67,10 @@ class Target:
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: Runner | None = field(init=False, default=None)  # runs forwards over a few tokens
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
-    # The layer whose entering states are observed in prefills, and what they are passed to.
+    # The layer whose entering states are observed in prefills (`L` for what leaves the stack), and by whom.
     prefill_observer: tuple[int, Observer] | None = field(init=False, default=None)
+    verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, d] `L`'s of the last verification, if kept
+    keeps_verified: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.full_plan = self.plan or LayerPlan(self.anatomy.num_layers)
@@ -117,10 +119,17 @@ class Target:
         self._is_obeying, self._unused_rounds = True, 0
 
     def observe_prefill(self, layer: int, observer: Observer) -> None:
-        """Passes the states that enter a layer in all prefills to ``observer``, of which there can be one."""
+        """Passes the states that enter a layer in all prefills to ``observer``, of which there can be one. With ``L``
+        these are the states that leave the stack, and those of verifications are kept, too."""
         if self.prefill_observer is not None:
             raise UnsupportedOptionError("only one draft source can use the prompt's states: give one of these.")
         self.prefill_observer = layer, observer
+        self.keeps_verified = layer == self.anatomy.num_layers
+
+    def verification(self, **settings: Any) -> ForwardPass:
+        """The forward of the whole model that verifies."""
+        capture = self.anatomy.num_layers if self.keeps_verified else -1
+        return ForwardPass(self.full_plan, capture=capture, **settings)
 
     # Rows ----------------------------------------------------------------------------------------------------------
 
@@ -211,7 +220,7 @@ class Target:
         self.autocast = run.autocast
         if observer is not None:
             assert run.captured is not None
-            observer[1](run.captured, cursors, [max(length, 1) for length in lengths])
+            observer[1](run.captured, cursors, lengths)
         return run.logits[:, -1]
 
     def step(

@@ -123,3 +123,11 @@ class RowNumbers(tuple[int, ...]):
             known[device] = upload(self, device)[:, None] if self._make is None else self._make(device)
         found: torch.Tensor = known[device]
         return found
+
+
+def at_places(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """The values ``[b, 1, n]`` at each row's place, of ``[b, s, n]``."""
+    if min(places) >= values.shape[1] - 1:
+        return values[:, -1:]
+    index = RowNumbers.of(places).on(values.device)[:, :, None]
+    return values.gather(1, index.expand(len(values), 1, values.shape[-1]))

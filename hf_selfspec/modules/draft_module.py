@@ -23,8 +23,8 @@ from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
-# Copies of modules on other devices.
-_copies = weakref.WeakKeyDictionary[nn.Module, dict[torch.device, Any]]()
+# Copies of modules on other devices, or of other types.
+_copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
 
 
@@ -60,14 +60,16 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None: ...
 
-    def on(self, device: torch.device) -> Self:
-        """Returns the module itself if it is on that device already, otherwise a copy there, which is made once."""
-        if next(self.parameters()).device == device:
+    def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+        """Returns the module itself if it is there already, in that type if given, else a copy, which is made once."""
+        first = next(self.parameters())
+        wanted = device, dtype or first.dtype
+        if wanted == (first.device, first.dtype):
             return self
         copies = _copies.setdefault(self, {})
-        if device not in copies:
-            copies[device] = copy.deepcopy(self).to(device)
-        return copies[device]
+        if wanted not in copies:
+            copies[wanted] = copy.deepcopy(self).to(*wanted)
+        return copies[wanted]
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""

@@ -11,6 +11,7 @@ from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.modules.lora import DraftLora
+from hf_selfspec.modules.mtp import MtpHead
 from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.train.fit_trainer import training_arguments
 from hf_selfspec.train.lora import shapes_of
@@ -91,6 +92,20 @@ def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size:
     for up in lora.up:
         torch.nn.init.normal_(up, std=size)
     return lora.eval()
+
+
+def mtp_of(model: PreTrainedModel, layers: int = 1, seed: int = 0) -> MtpHead:
+    """Layers that differ, and look more at the state than at the token."""
+    torch.manual_seed(seed)
+    one = MtpHead.of(model)
+    weights = {
+        f"layers.{layer}.{name}": value + 0.03 * torch.randn_like(value)
+        for layer in range(layers)
+        for name, value in one.layers[0].state_dict().items()
+    }
+    head = MtpHead(one.configs * layers)
+    head.load_state_dict(weights, assign=True)
+    return head.eval()
 
 
 def probe_of(model: PreTrainedModel, exit_layer: int = 1) -> LinearProbe:

@@ -1,0 +1,218 @@
+"""Drafting with MTP layers, which read the model's last states (DeepSeek-V3, arXiv 2412.19437, §2.2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import Draft, Text, Verdict
+from ..errors import UnsupportedModelError
+from ..learned.saving import register
+from ..model.attention import MaskSpec, at_positions
+from ..model.cache import SpeculativeCache
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass
+from ..model.patching import within
+from ..model.plan import LayerPlan
+from ..model.transfer import RowNumbers, at_places, upload
+from ..modules.draft_module import module_of
+from ..modules.mtp import MtpHead
+from ..modules.reduced_head import ReducedHead
+from ..modules.shipped import load_mtp
+from ..stop.rules import ProductThreshold
+from .growing import DraftStep
+from .partial import PartialDraft
+from .source import Drafter, DraftSource, Session
+
+
+@register("draft")
+@dataclass(frozen=True)
+class MTP(DraftSource):
+    """Drafts with MTP layers and the model's own output head: one layer a token, which has seen the last states.
+
+    Args:
+        head: an :class:`MtpHead`, or the folder or Hub repository that holds one; ``None`` for the layers that ship
+            with the model, see :func:`hf_selfspec.load_mtp`, which loads them where none are attached yet.
+        head_rows: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such head.
+    """
+
+    head: MtpHead | str | os.PathLike[str] | None = None
+    head_rows: ReducedHead | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("head", MtpHead), ("head_rows", ReducedHead)):
+            if (given := getattr(self, name)) is not None:
+                kept, module = module_of(f"MTP({name})", given, kind)
+                object.__setattr__(self, name, kept)
+                object.__setattr__(self, f"_{name}", module)
+
+    def start(self, session: Session) -> Drafter:
+        target = session.target
+        head: MtpHead = load_mtp(target.model) if self.head is None else self.__dict__["_head"]
+        head.check(session.knowledge.fingerprint)
+        reduced = None if self.head_rows is None else self.__dict__["_head_rows"].tokens
+        rows = None if reduced is None else HeadRows(target.model, reduced)
+        return MtpDraft(session.limits(ProductThreshold()), head, rows)
+
+
+class MtpDraft(PartialDraft):
+    """Drafts with MTP layers. Entry ``e`` of a layer's cache is made of one token and what was known before it: of the
+    model's states where these are known, else of the head's own."""
+
+    skips_forced = False
+
+    def __init__(self, session: Session, head: MtpHead, head_rows: HeadRows | None) -> None:
+        target = session.target
+        super().__init__(session, LayerPlan(session.anatomy.num_layers), head_rows)
+        rows = len(target.cache.cursors)
+        self._mtp, self._last = head, len(head.layers) - 1
+        self._caches = [SpeculativeCache(1, rows, target.cache.capacity) for _ in head.layers]
+        self._padded = [0] * rows if target.padding is None else (target.padding == 0).sum(1).tolist()
+        # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
+        # count; the slot of the token of the row's first entry, and its entries that stay.
+        self._waiting: list[torch.Tensor] = []
+        self._places: list[list[int]] = [[] for _ in range(rows)]
+        self._first = [0] * rows
+        self._taken = [0] * rows
+        # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
+        self._tokens = self._states = torch.empty(0)
+        self._counts = [0] * rows
+        self._depth = 0
+        target.observe_prefill(session.anatomy.num_layers, self._see_prompt)
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        self._depth = 0
+        draft = super().propose(text, max_new)
+        if self._depth:
+            self._end(draft.tokens)
+        return draft
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        super().update(text, verdicts, logits)
+        self.observe(text, verdicts, logits)
+
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]
+        """Keeps the states of the tokens before the new ones."""
+        states, known = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
+        assert states is not None
+        begun = [first - 1 + taken + len(places) for first, taken, places in known]
+        ends = zip(verdicts, text.last_slots(), begun, strict=True)
+        self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
+
+    def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
+        if states.dim() != 3:
+            raise UnsupportedModelError(
+                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which MTP layers cannot take."
+            )
+        if not self._waiting:
+            self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
+        new = []
+        for cursor, length, first, places in zip(cursors, lengths, self._first, self._places, strict=True):
+            # Rows whose prompt ended in an earlier piece get junk.
+            seen = first - 1 + len(places)
+            new.append(list(range(seen - cursor, length)) if seen >= cursor else [])
+        self._keep(states, new)
+
+    def _keep(self, states: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
+        width = sum(piece.shape[1] for piece in self._waiting)
+        self._waiting.append(_picked(states, columns))
+        for places, new in zip(self._places, columns, strict=True):
+            places += range(width, width + len(new))
+
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
+        # All layers pass on what they get: the model's own code brings the head's states to the logits.
+        run = ForwardPass(
+            self.plan,
+            start=self.plan.num_layers,
+            head_input_fn=lambda states: self._predicted(text, feed).to(states),
+            head_rows=self.head,
+        )
+        step = self.target.step(feed, cursors, run)
+        assert step.logits is not None
+        return DraftStep(step.logits[:, -1], at_places(self._states, self._ends)[:, -1], None)
+
+    @property
+    def _ends(self) -> list[int]:
+        """For each row the last of the states that enter the next layer."""
+        return [max(count - 1, 0) for count in self._counts]
+
+    def _predicted(self, text: Text, feed: torch.Tensor) -> torch.Tensor:
+        """The states ``[b, 1, d]`` that predict what follows the tokens ``[b, 1]``."""
+        if not self._depth:
+            self._begin(text)
+        else:
+            self._follow(feed)
+        return at_places(self._states, self._ends)
+
+    def _begin(self, text: Text) -> None:
+        """Takes in the tokens since the last draft, with the model's states before them."""
+        for row, base in enumerate(text.base):  # embedded prompts have no tokens
+            if (late := base - self._first[row]) > 0:
+                del self._places[row][:late]
+                self._first[row] = base
+        self._counts = [len(places) for places in self._places]
+        self._waiting = [_picked(torch.cat(self._waiting, dim=1), self._places)]
+        known = zip(self._first, self._taken, text.base, strict=True)
+        begins = RowNumbers([first + taken - base for first, taken, base in known])
+        states = self._waiting[0]
+        columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
+        self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.limits.vocabulary - 1)
+        self._run(states, self._taken)
+
+    def _follow(self, feed: torch.Tensor) -> None:
+        """Runs the next layer with the tokens ``[b, 1]`` that were drafted, or the last one on its own state."""
+        ends = RowNumbers(self._ends)
+        if self._depth <= self._last:
+            places = ends.on(feed.device).expand(len(feed), 1)
+            self._tokens = self._tokens.roll(-1, 1).scatter(1, places, feed)
+            self._run(self._states, self._taken)
+        else:
+            states, starts = at_places(self._states, ends), zip(self._taken, self._entered, strict=True)
+            self._tokens, self._counts = feed, [1] * len(feed)
+            self._run(states, [taken + count + self._depth - 1 - self._last for taken, count in starts])
+
+    def _run(self, states: torch.Tensor, starts: Sequence[int]) -> None:
+        """Runs a layer over tokens and states, which are entries from ``starts`` on."""
+        layer, tokens = min(self._depth, self._last), self._tokens
+        (b, s), device, target = tokens.shape, states.device, self.target
+        cache, begun = self._caches[layer], RowNumbers(starts)
+        cache.seek(begun, s)
+        slots = begun.onwards(s, device).expand(b, s)
+        spec = MaskSpec(slots, max(starts) + s, is_even=begun.are_equal) if max(starts) else None
+        shifts = [first - padded + layer for first, padded in zip(self._first, self._padded, strict=True)]
+        positions = slots + RowNumbers(shifts).on(device)
+        if (limit := target.anatomy.position_limit) is not None:
+            positions = positions.clamp(max=limit - 1)
+        head, embedded = self._mtp.on(device, states.dtype), target.model.get_input_embeddings()(tokens)
+        with torch.no_grad(), within(target.autocast), at_positions(spec):
+            self._states = head(embedded.to(device), states, target.following.positions(positions, None), cache, layer)
+        self._depth += 1
+        if self._depth == 1:
+            self._entered = self._counts
+
+    def _end(self, drafted: torch.Tensor) -> None:
+        """Runs the layers that a short draft has not come to, since all have to know the text; then what is known of
+        the text stays, except for entries in which a later layer has a drafted token."""
+        while self._depth <= self._last:
+            self._follow(self._tokens[:, -1:])
+        self._counts = self._entered
+        self._places = [list(range(max(count - self._last, 0), count)) for count in self._counts]
+        ends = zip(self._taken, self._counts, self._places, strict=True)
+        self._taken = [taken + count - len(places) for taken, count, places in ends]
+        if not self._last:
+            self._waiting = []
+
+
+def _picked(values: torch.Tensor, columns: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Of values ``[b, s, d]`` those at each row's columns, ``[b, n, d]``, with junk after short rows."""
+    most = max(map(len, columns))
+    if all(list(row) == list(range(len(row))) for row in columns):
+        return values[:, :most]
+    index = upload([[*row, *[0] * (most - len(row))] for row in columns], values.device)
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))

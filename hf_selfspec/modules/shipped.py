@@ -1,0 +1,223 @@
+"""MTP layers that ship in a model's own checkpoint, which transformers leaves out when it loads the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError, brief
+from ..learned.files import path_of
+from ..model.anatomy import Anatomy, causal_lm
+from .mtp import MtpHead, config_of_layer, layer_of_kind
+
+_attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
+
+
+@dataclass(frozen=True)
+class MtpFormat:
+    """How checkpoints of a model type name the parts of their MTP layers: by default as DeepSeek-V3.
+
+    In names ``{n}`` is the number of a layer, and ``{l}`` that number after those of the model's own layers.
+
+    Args:
+        embedding_norm, state_norm, projection, norm: what is in front of ``.weight`` in the names of a layer's norms of
+            embedding and state, the projection of both, and the norm before the model's output head.
+        block: the beginning of the names in the decoder layer, which go on as in the model's own layers.
+        kind: its attention, as in ``config.layer_types``.
+        state_first: whether the projection takes the state before the embedding.
+    """
+
+    embedding_norm: str = "model.layers.{l}.enorm"
+    state_norm: str = "model.layers.{l}.hnorm"
+    projection: str = "model.layers.{l}.eh_proj"
+    norm: str = "model.layers.{l}.shared_head.norm"
+    block: str = "model.layers.{l}."
+    kind: str = "full_attention"
+    state_first: bool = False
+
+    def of_layer(self, number: int, num_layers: int) -> dict[str, str]:
+        """The names of one layer, by the names of the fields."""
+        return {name: getattr(self, name).format(n=number, l=num_layers + number) for name in _NAMES}
+
+
+_NAMES = tuple(field.name for field in fields(MtpFormat) if field.type == "str" and field.name != "kind")
+# What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
+_COPIES = ("embed_tokens.", "shared_head.head.")
+_QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
+_FORMATS: dict[str, MtpFormat] = dict.fromkeys(
+    ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN
+)
+
+
+def register_mtp_format(model_type: str, names: MtpFormat) -> None:
+    """Registers how checkpoints of a model type name their MTP layers, see :func:`load_mtp`.
+
+    Args:
+        model_type: ``config.model_type`` of the model.
+        names: the names; replaces an earlier registration.
+
+    Raises:
+        SettingError: ``model_type`` is not a non-empty string or ``names`` is not an :class:`MtpFormat`.
+    """
+    if not isinstance(model_type, str) or not model_type or not isinstance(names, MtpFormat):
+        raise SettingError(f"register_mtp_format takes a model type and an MtpFormat, got {model_type!r}, {names!r}.")
+    _FORMATS[model_type] = names
+
+
+def attached_mtp(model: PreTrainedModel) -> MtpHead | None:
+    """Returns the head that :func:`load_mtp` has attached to a model."""
+    return _attached.get(model)
+
+
+def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> MtpHead:
+    """Loads the MTP layers that a model ships with, once: later calls return the same head.
+
+    They stay attached to the model and are freed with it. ``MTP()`` drafts with them, and so does every cascade, that
+    of ``SelfSpec()`` included.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one.
+        checkpoint: the folder or Hub repository with the layers; by default where the model was loaded from. It
+            replaces a head that is attached already.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such checkpoint, or it has no MTP layers under the names of the
+            model's type, see :func:`register_mtp_format`.
+        UnsupportedModelError: the layers keep more than keys and values.
+    """
+    inner = causal_lm(model, "load_mtp")
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+        raise SettingTypeError(f"load_mtp(checkpoint) must be a path or a name on the Hub, got {checkpoint!r}.")
+    if checkpoint is None and (known := _attached.get(inner)) is not None:
+        return known
+    name = inner.config.name_or_path if checkpoint is None else os.fspath(checkpoint)
+    if not name:
+        raise SettingError(
+            f"load_mtp: this {type(inner).__name__} was not loaded from a checkpoint. Give the folder or the Hub "
+            "repository that has its MTP layers."
+        )
+    _attached[inner] = head = _load(inner, name)
+    return head
+
+
+def _load(model: PreTrainedModel, name: str) -> MtpHead:
+    anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
+    types = (model.config.model_type, config.model_type)
+    names = next((_FORMATS[kind] for kind in types if kind in _FORMATS), MtpFormat())
+    files = _Files(name)
+    found: list[dict[str, str]] = []
+    while files.has(layer := names.of_layer(len(found), anatomy.num_layers)):
+        found.append(layer)
+    if not found:
+        wanted = names.of_layer(0, anatomy.num_layers)["projection"]
+        raise SettingError(
+            f"{name} has no MTP layers of {anatomy.model_name}: there is no {wanted}.weight. If they have other names, "
+            f'register these: register_mtp_format("{model.config.model_type}", MtpFormat(...)).'
+        )
+    settings = config_of_layer(config, layer_of_kind(config, anatomy.num_layers, names.kind))
+    head = MtpHead([settings] * len(found))
+    device = next(anatomy.layers[-1].parameters()).device
+    try:
+        for part, layer in zip(head.parts, found, strict=True):
+            for field in ("embedding_norm", "state_norm", "projection"):
+                weight = files.read(f"{layer[field]}.weight").to(device, model.dtype)
+                if field == "projection" and names.state_first:
+                    weight = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+                getattr(part, field).load_state_dict({"weight": weight}, assign=True)
+            part.decoder.load_state_dict(_decoder(settings, layer, files, model, device), assign=True)
+        head.eval().requires_grad_(False).try_out()
+    except SettingError:
+        raise
+    except Exception as error:  # of the code of any model
+        raise UnsupportedModelError(
+            f"the MTP layers of {name} cannot run alone, or keep more than keys and values ({brief(error)}), so "
+            f"nothing can be drafted with them for {anatomy.model_name}."
+        ) from error
+    return head
+
+
+def _decoder(
+    settings: dict[str, Any], layer: dict[str, str], files: _Files, model: PreTrainedModel, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The weights of a decoder with the layer's block and norm, as transformers loads them for the model's class."""
+    config, begin = AutoConfig.for_model(**settings), layer["block"]
+    others = tuple(f"{name}." for field, name in layer.items() if field != "block")
+    keys = [key for key in files.names if key.startswith(begin) and not key.startswith(others)]
+    state = {f"model.layers.0.{key[len(begin) :]}": files.read(key) for key in keys}
+    state = {key: value for key, value in state.items() if not key.startswith(_COPIES_OF_FIRST)}
+    state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.zeros(1, config.hidden_size)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    loaded, info = kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=model.dtype, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
+    stack = Anatomy.of(loaded).stack.to(device)
+    return {name: value for name, value in stack.state_dict().items() if not name.startswith("embed_tokens.")}
+
+
+_COPIES_OF_FIRST = tuple(f"model.layers.0.{name}" for name in _COPIES)
+
+
+class _Files:
+    """The tensors of a checkpoint, each read when it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._files = dict(self._found())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def has(self, layer: dict[str, str]) -> bool:
+        """Whether there is a layer with these names."""
+        is_block = any(key.startswith(layer["block"]) for key in self._files)
+        return is_block and f"{layer['projection']}.weight" in self._files
+
+    def read(self, key: str) -> torch.Tensor:
+        if key not in self._files:
+            raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
+        with safe_open(self._files[key], framework="pt", device="cpu") as file:
+            found: torch.Tensor = file.get_tensor(key)
+        return found
+
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        index = self._file(SAFE_WEIGHTS_INDEX_NAME)
+        if index is not None:
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            paths = {file: self._file(file) for file in set(files.values())}
+            yield from ((key, path) for key, file in files.items() if (path := paths[file]) is not None)
+        elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
+            with safe_open(whole, framework="pt", device="cpu") as file:
+                yield from ((key, whole) for key in file.keys())  # noqa: SIM118
+        else:
+            raise SettingError(
+                f"load_mtp: there is no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} at {self.name!r}. Give the "
+                "folder or the Hub repository of a checkpoint."
+            )
+
+    def _file(self, file: str) -> Path | None:
+        folder = path_of(self.name)
+        if folder.is_dir():
+            return folder / file if (folder / file).is_file() else None
+        try:
+            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise SettingError(
+                f"load_mtp: {self.name!r} is no folder, and cannot be loaded ({brief(error)})."
+            ) from error
+        return None if found is None else Path(found)

@@ -1,0 +1,165 @@
+"""MTP layers as drafts: what they predict, whatever was drafted and accepted before, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers.architectures import build
+from helpers.calls import check_lossless, unchanged
+from helpers.fitted import mtp_of
+from helpers.models import BATCH, ROW, tiny_llama
+from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as tiny_vocabulary
+from helpers.watched import watched
+from hf_selfspec import Architecture, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.draft import MTP, Drafter, Session
+from hf_selfspec.errors import UnsupportedModelError
+from hf_selfspec.model import anatomy
+from hf_selfspec.modules.mtp import MtpHead
+
+_WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
+
+
+@torch.no_grad()
+def predicted(model: PreTrainedModel, head: MtpHead, text: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """Logits ``[v]`` after a text ``[s]`` and drafted tokens ``[t]``, without caches, by the definition of the layers:
+    each reads the tokens one place further on, and the last one goes on with its own states."""
+    states = model.model(text[None, :-1]).last_hidden_state
+    embeddings = model.get_input_embeddings()(torch.cat([text, drafted]))[None]
+    places = torch.arange(embeddings.shape[1])[None]
+    entered = states
+    for depth in range(len(drafted) + 1):
+        layer = min(depth, len(head.layers) - 1)
+        # Beyond its place the last layer gets one more entry, of its own last state.
+        entered = states if depth == layer else torch.cat([entered, states[:, -1:]], dim=1)
+        read = slice(layer + 1, layer + 1 + entered.shape[1])
+        states = head(embeddings[:, read], entered, places[:, read], layer=layer)
+    logits: torch.Tensor = model.lm_head(states[0, -1])
+    return logits
+
+
+def check_drafts(model: PreTrainedModel, source: MTP, inputs: dict[str, Any], **options: Any) -> SelfSpec:
+    """All drafts of a call have the tokens that the head predicts, in each row."""
+    head, mask, lengths = source.__dict__["_head"], inputs["attention_mask"], set()
+
+    def check(text: Text, draft: Draft) -> None:
+        for row, length in enumerate(draft.lengths):
+            known = text.ids[row, int(mask[row].argmax()) : text.lengths[row]]
+            line = draft.tokens[row, :length]
+            expected = [int(predicted(model, head, known, line[:depth]).argmax()) for depth in range(length)]
+            assert line.tolist() == expected
+            lengths.add(length)
+
+    tree = options.pop("tree", None)
+    spec = SelfSpec(watched(source, check), FixedLength(4), tree)
+    plain = model.generate(**inputs, max_new_tokens=24, **options)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=24, assistant=spec, **options), plain)
+    assert max(lengths) == 4
+    return spec
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+@pytest.mark.parametrize("options", [{}, {"tree": _WIDE}, {"prefill_chunk_size": 4}], ids=["line", "tree", "chunks"])
+def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: Any) -> None:
+    model = tiny_llama(factor=0.5)
+    with unchanged(model):
+        spec = check_drafts(model, MTP(mtp_of(model, layers)), inputs, **options)
+    assert spec.stats is not None
+    assert 0 < spec.stats.acceptance_rate < 1
+
+
+def test_rows_that_advance_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left-padded prompts stay padded for models that need that, not for the layers."""
+    monkeypatch.setitem(anatomy._ARCHITECTURES, "llama", Architecture(ragged=False))
+    model = tiny_llama(factor=0.5)
+    with pytest.warns(match="advance by the shortest acceptance"):
+        check_drafts(model, MTP(mtp_of(model, 2)), BATCH)
+
+
+@dataclass(frozen=True)
+class Sometimes(MTP):
+    """Drafts in every third round; in the others another source drafts nothing, or what it likes."""
+
+    def start(self, session: Session) -> Drafter:
+        drafter: Any = super().start(session)
+        propose, update, rounds = drafter.propose, drafter.update, [0]
+
+        def proposed(text: Text, max_new: list[int]) -> Draft:
+            rounds[0] += 1
+            if rounds[0] % 3 == 0:
+                draft: Draft = propose(text, max_new)
+                return draft
+            line = text.ids[:, :2] if rounds[0] % 3 == 1 else text.ids[:, :0]
+            return Draft(line, [min(line.shape[1], most) for most in max_new])
+
+        drafter.propose = proposed
+        drafter.update = lambda *given: (update if rounds[0] % 3 == 0 else drafter.observe)(*given)
+        return drafter
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rounds_of_others_are_taken_in(layers: int) -> None:
+    model = tiny_llama(factor=0.5)
+    head = mtp_of(model, layers)
+    seen = []
+
+    def see(text: Text, draft: Draft) -> None:
+        if draft.size > 2:
+            seen.append(draft.lengths)
+            for row, length in enumerate(draft.lengths):
+                known = text.ids[row, int(BATCH["attention_mask"][row].argmax()) : text.lengths[row]]
+                tokens = draft.tokens[row, :length]
+                assert tokens.tolist() == [
+                    int(predicted(model, head, known, tokens[:k]).argmax()) for k in range(length)
+                ]
+
+    model.generate(**BATCH, max_new_tokens=30, assistant=SelfSpec(watched(Sometimes(head), see), FixedLength(4)))
+    assert len(seen) > 3
+
+
+PROCESSED: dict[str, dict[str, Any]] = {"plain": {}, "top k": {"top_k": 3}, "temperature": {"temperature": 0.7}}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("tree", [None, TopKTree(((0.6, 3), (1.0, 2)))], ids=["line", "tree"])
+def test_drawn_tokens_have_the_models_distribution(layers: int, tree: TopKTree | None) -> None:
+    model = tiny_vocabulary()
+    spec = SelfSpec(MTP(mtp_of(model, layers)), FixedLength(3), tree)
+    check_exact(sample(spec, model), exact_joint(model, []))
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "nothing there": (lambda folder: MTP(folder / "none"), SettingError, "there is no saved MTP head at"),
+    "something else": (lambda folder: MTP(tiny_llama()), SettingTypeError, "must be MtpHead or the path"),  # type: ignore[arg-type]
+    "no configs": (lambda folder: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
+    "no layer": (lambda folder: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_no_head_is_refused(case: str, tmp_path: Path) -> None:
+    make, kind, message = REFUSALS[case]
+    with pytest.raises(kind, match=message):
+        make(tmp_path)
+
+
+def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
+    model = tiny_llama(factor=0.5)
+    head = mtp_of(model, 2)
+    head.save_pretrained(tmp_path)
+    found = []
+    for source in (MTP(head), MTP(tmp_path)):
+        spec = SelfSpec(source, FixedLength(3))
+        found.append([stats.from_draft for stats in check_lossless(model, spec)])
+    assert found[0] == found[1]
+    spec.save_pretrained(tmp_path)
+    assert SelfSpec.from_pretrained(tmp_path) == spec

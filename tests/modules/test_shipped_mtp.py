@@ -1,0 +1,183 @@
+"""MTP layers that ship with a model: tiny checkpoints with them, under the names that published ones have."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, cache_utils, modeling_layers
+
+import hf_selfspec
+from helpers.architectures import build
+from helpers.calls import check_lossless, unchanged
+from helpers.models import BATCH, ROW, tiny_llama
+from hf_selfspec import MTP, FixedLength, MtpFormat, SelfSpec, SettingError, load_mtp
+from hf_selfspec.modules import shipped
+
+WIDTH, LAYERS = 32, 4
+_DEEPSEEK = {
+    "embedding_norm": "model.layers.4.enorm", "state_norm": "model.layers.4.hnorm",
+    "projection": "model.layers.4.eh_proj", "norm": "model.layers.4.shared_head.norm", "block": "model.layers.4",
+}  # fmt: skip
+_QWEN = {
+    "embedding_norm": "mtp.pre_fc_norm_embedding", "state_norm": "mtp.pre_fc_norm_hidden", "projection": "mtp.fc",
+    "norm": "mtp.norm", "block": "mtp.layers.0",
+}  # fmt: skip
+FAMILIES = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "qwen3_next": _QWEN, "qwen3_5_text": _QWEN}
+FAMILIES["qwen3_5_moe_text"] = _QWEN
+
+
+def with_layer(name: str, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A checkpoint of four layers with an MTP layer, loaded, and the model whose fifth layer the MTP layer's block is,
+    of which it was made: so expert weights and all else are saved as the model's own are."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    changes = {"layer_types": [*kinds, "full_attention"]} if FAMILIES[name] is _QWEN else {}
+    whole = build(name, num_hidden_layers=LAYERS + 1, **changes)
+    whole.save_pretrained(folder)
+    names, tensors = FAMILIES[name], {}
+    for key, value in load_file(folder / "model.safetensors").items():
+        tensors[key.replace(f"model.layers.{LAYERS}.", f"{names['block']}.")] = value
+    torch.manual_seed(3)
+    for part in ("embedding_norm", "state_norm", "norm"):
+        tensors[f"{names[part]}.weight"] = torch.rand(WIDTH) + 0.5
+    tensors[f"{names['projection']}.weight"] = torch.randn(WIDTH, 2 * WIDTH) / 8
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = whole.config
+    if changes:
+        config.layer_types = kinds
+    config.num_hidden_layers = LAYERS
+    config.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.generation_config.eos_token_id = None
+    return model, whole
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    head, states = load_mtp(model), model.model(ids).last_hidden_state[:, :-1]
+    embedded, places = model.get_input_embeddings()(ids[:, 1:]), torch.arange(1, ids.shape[1])[None]
+    logits: torch.Tensor = model.lm_head(head(embedded, states, places))
+    return logits
+
+
+@torch.no_grad()
+def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: str, ids: torch.Tensor) -> torch.Tensor:
+    """The same logits from the file's norms and projection and the larger model's last layer."""
+    names, weights = FAMILIES[name], load_file(folder / "model.safetensors")
+
+    def normed(part: str, values: torch.Tensor) -> torch.Tensor:
+        norm = type(model.model.norm)(WIDTH, eps=model.config.rms_norm_eps)
+        norm.load_state_dict({"weight": weights[f"{names[part]}.weight"]})
+        found: torch.Tensor = norm(values)
+        return found
+
+    states = normed("state_norm", model.model(ids).last_hidden_state[:, :-1])
+    embedded = normed("embedding_norm", model.get_input_embeddings()(ids[:, 1:]))
+    entered = torch.cat([embedded, states], -1) @ weights[f"{names['projection']}.weight"].T
+    places = torch.arange(1, ids.shape[1])[None]
+    s = entered.shape[1]
+    causal = torch.full((s, s), torch.finfo(torch.float32).min).triu(1)[None, None]
+    rotary = whole.model.rotary_emb(entered, places.expand(3, 1, s) if name.startswith("qwen3_5") else places)
+    left = whole.model.layers[LAYERS](entered, attention_mask=causal, position_ids=places, position_embeddings=rotary)
+    logits: torch.Tensor = model.lm_head(normed("norm", left[0] if isinstance(left, tuple) else left))
+    return logits
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("deepseek_v3", "qwen3_next") else pytest.mark.slow) for n in FAMILIES]
+)
+def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
+    """Logits are those of the definition, and of transformers' own generator where that can load the layers."""
+    model, whole = with_layer(name, tmp_path)
+    ids = ROW["input_ids"]
+    logits = own_logits(model, ids)
+    assert torch.allclose(logits, by_hand(model, whole, tmp_path, name, ids), atol=1e-5)
+    if FAMILIES[name] is _DEEPSEEK:
+        theirs: Any = model
+        theirs._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]  # not the published model's number
+        mtp = modeling_layers.MtpModel.from_pretrained(theirs)
+        with torch.no_grad():
+            states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
+            cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
+            found = mtp(ids[:, 1:], states, torch.ones_like(places), places, cache)
+        assert torch.allclose(found[1][0, 0], logits[0, -1], atol=1e-5)
+    with unchanged(model):
+        check_lossless(model, SelfSpec(MTP(), FixedLength(3)))
+
+
+def llama_with_layer(folder: Path, second: bool = False) -> PreTrainedModel:
+    """A Llama with MTP layers under DeepSeek's names, as those of any type are looked for."""
+    whole = tiny_llama(layers=LAYERS + 2, factor=0.5)
+    whole.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in (LAYERS, LAYERS + 1) if second else (LAYERS,):
+        for part in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"model.layers.{layer}.{part}.weight"] = torch.ones(64)
+        tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.cat([torch.eye(64), torch.eye(64)], 1) / 2
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    whole.config.num_hidden_layers = LAYERS
+    whole.config.save_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return model
+
+
+def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loads = llama_with_layer(tmp_path, second=True), []
+    load = shipped._load
+    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    spec = SelfSpec.mtp()
+    for _ in range(2):
+        check_lossless(model, spec)
+    assert len(loads) == 1
+    head = load_mtp(model)
+    assert head is load_mtp(model)
+    assert len(head.parts) == 2
+    freed = weakref.ref(head)
+    loads.clear()
+    del head, model
+    gc.collect()
+    assert freed() is None
+
+
+@pytest.mark.machine("verification_is_free")
+def test_attached_layers_draft_in_every_cascade(tmp_path: Path) -> None:
+    model, spec = llama_with_layer(tmp_path), SelfSpec()
+    assert check_lossless(model, spec)[0].draft_steps == 0
+    load_mtp(model)
+    assert check_lossless(model, SelfSpec())[0].draft_steps > 0
+
+
+def test_names_can_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "_FORMATS", {})
+    model = llama_with_layer(tmp_path)
+    expected = own_logits(model, ROW["input_ids"])
+    renamed, tensors = tmp_path / "renamed", load_file(tmp_path / "model.safetensors")
+    model.save_pretrained(renamed)
+    state_first = tensors["model.layers.4.eh_proj.weight"].chunk(2, 1)[::-1]
+    tensors["model.layers.4.eh_proj.weight"] = torch.cat(state_first, 1)
+    own = {key.replace("model.layers.4.", "next.0."): value for key, value in tensors.items()}
+    save_file(own, renamed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=r"there is no model\.layers\.4\.eh_proj\.weight"):
+        load_mtp(model, renamed)
+    names = {part: name.replace("model.layers.4", "next.{n}") for part, name in _DEEPSEEK.items()}
+    names["block"] += "."
+    hf_selfspec.register_mtp_format("llama", MtpFormat(**names, state_first=True))
+    load_mtp(model, renamed)
+    assert torch.allclose(own_logits(model, ROW["input_ids"]), expected, atol=1e-6)
+
+
+def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with pytest.raises(SettingError, match="was not loaded from a checkpoint"):
+        model.generate(**BATCH, max_new_tokens=4, assistant=SelfSpec(MTP()))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match=r"has no MTP layers of LlamaForCausalLM: there is no model\.layers\.6\.eh"):
+        load_mtp(model, tmp_path)
+    with pytest.raises(SettingError, match=r"there is no model\.safetensors"):
+        load_mtp(model, tmp_path.parent)
