@@ -6,7 +6,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,11 @@ class MtpFormat:
         return {name: getattr(self, name).format(n=number, l=num_layers + number) for name in _NAMES}
 
 
-_NAMES = tuple(field.name for field in fields(MtpFormat) if field.type == "str" and field.name != "kind")
+_NAMES = ("embedding_norm", "state_norm", "projection", "norm", "block")
 # What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
 _COPIES = ("embed_tokens.", "shared_head.head.")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
-_FORMATS: dict[str, MtpFormat] = dict.fromkeys(
-    ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN
-)
+_FORMATS: dict[str, MtpFormat] = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN)
 
 
 def register_mtp_format(model_type: str, names: MtpFormat) -> None:
