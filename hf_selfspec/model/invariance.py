@@ -23,6 +23,8 @@ from .prompt import cache_name
 from .target import Target
 from .transfer import wait_for
 
+# The share of a forward's time that exact results may cost where nobody has asked for them.
+EXACT_PRICE = 0.05
 # Tokens of the text with which results are compared, and of the one with which forwards are timed.
 _KNOWN, _LONG = 24, 128
 # Tokens that go through all layers together, and in a timed forward; how often that runs, the first time for nothing.
@@ -30,7 +32,15 @@ _NEW, _TIMED, _TURNS = 8, 4, 6
 
 _CHANGING = "training", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_active_adapter", "_disable_adapters"
 
+_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def is_first_call(model: PreTrainedModel) -> bool:
+    """Whether this was not asked about a model before: nothing is tried out in a first call, which it would delay."""
+    is_first = model not in _seen
+    _seen.add(model)
+    return is_first
 
 
 def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
