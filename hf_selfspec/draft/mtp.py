@@ -81,7 +81,7 @@ class MtpDraft(PartialDraft):
         self._first = [0] * rows
         self._taken = [0] * rows
         # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
-        self._tokens = self._states = torch.empty(0)
+        self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
         self._counts = [0] * rows
         self._depth = 0
         target.observe_prefill(session.anatomy.num_layers, self._see_prompt)

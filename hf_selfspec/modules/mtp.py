@@ -71,14 +71,14 @@ class MtpLayer(nn.Module):
         own = {name: name.replace(f"{inside}.0.", f"{inside}.{index}.", 1) for name in self.decoder.state_dict()}
         copies = {name: theirs[their].to(torch.float32, copy=True) for name, their in own.items()}
         self.decoder.load_state_dict(copies, assign=True)
-        half = torch.eye(self.projection.out_features) / 2
+        half = torch.eye(self.projection.out_features, device="cpu", dtype=torch.float32) / 2
         self.projection.load_state_dict({"weight": torch.cat([half, half], dim=1)}, assign=True)
         for norm in (self.embedding_norm, self.state_norm):
             norm.to_empty(device="cpu")
             for parameter in norm.parameters():
                 nn.init.zeros_(parameter)
             # Those of some models have weights around zero.
-            if not norm(torch.randn(1, self.projection.out_features)).any():
+            if not norm(torch.linspace(-1, 1, self.projection.out_features, device="cpu", dtype=torch.float32)).any():
                 nn.init.ones_(norm.weight)
 
 

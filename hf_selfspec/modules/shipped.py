@@ -155,7 +155,7 @@ def _decoder(
     state = {key: value for key, value in state.items() if not key.startswith(_COPIES_OF_FIRST)}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        state[name] = torch.zeros(1, config.hidden_size)
+        state[name] = torch.zeros(1, config.hidden_size, device="cpu", dtype=torch.float32)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     loaded, info = kind.from_pretrained(
