@@ -14,9 +14,8 @@ from corpus import held_out_texts
 from timing import add_trained, load, print_head, print_row, print_table_head, prompts_of
 
 from hf_selfspec import GenerationStats, SelfSpec
-from hf_selfspec.control import controller
 from hf_selfspec.control.controller import FREE, Controller
-from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.control.costs import CostCurve, RoundCosts
 from hf_selfspec.data.texts import read_prompts
 
 TOGETHER, MOST = 256, 31
@@ -25,17 +24,10 @@ TOGETHER, MOST = 256, 31
 @contextmanager
 def drafts_are_free(rows: int) -> Iterator[None]:
     """Gives rounds of all sizes nearly the cost of a plain one."""
-
-    class Flat(CostCurve):
-        def _measure(self) -> None:
-            super()._measure()
-            most = max(1, min(MOST, TOGETHER // rows - 1))
-            self.seconds = tuple(1.0 + count / 2000 if count <= most else 1e3 for count in range(MOST + 1))
-            self.plain = 1.0
-
+    flat = RoundCosts.of(lambda count: 1.0 + count / 2000, max(1, min(MOST, TOGETHER // rows - 1)))
     with (
-        patch.object(controller, "CostCurve", Flat),
-        patch.object(Controller, "pays", lambda _, name, *__: name == FREE),
+        patch.multiple(CostCurve, costs=property(lambda self: flat), pace=property(lambda self: float(rows))),
+        patch.object(Controller, "pays", lambda self, name, promised=None: name == FREE),
     ):
         yield
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import RLock
 
-from .costs import SIZES, CostCurve
+from .costs import CostCurve
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
@@ -22,8 +22,6 @@ _MEMORY = 0.98
 _TRIED, _TRIED_FREE = 4, 12
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
 _LOST = 0.3
-# The size of rounds of other sources, which a curve does not time.
-_UNTIMED = SIZES[-1] + 1
 # Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 
@@ -94,47 +92,54 @@ class Measurements:
 
     def __init__(self, other: Measurements | None = None) -> None:
         self.arms: dict[str, ArmStats] = {}
-        self.all = ArmStats()  # whoever drafts
         self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
         self._lock: RLock = RLock() if other is None else other._lock
 
     def of(self, name: str) -> ArmStats:
         return self.arms.setdefault(name, ArmStats(_TRIED_FREE, _MOST_LOST, _LOST) if name == FREE else ArmStats())
 
+    def begin_text(self) -> None:
+        """Begins another text, which free drafts may or may not foretell."""
+        self.of(FREE).doubt(_TRIED)
+
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
-        """The curve for a device and dtype, a batch size and a context of ``context`` slots; a new one begins like that
-        of the most similar number of rows, then context."""
+        """The curve for a device and dtype, a batch size and a context of ``context`` slots."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
         key = device, rows, reach
         with self._lock:
             if key not in self._curves:
-                known = [other for other, curve in self._curves.items() if other[0] == device and curve.is_measured]
-                known.sort(key=lambda other: (abs(math.log(other[1] / rows)), abs(other[2] - reach)))
+                curve = CostCurve(on_cpu, rows, is_frozen)
+                if (nearest := self._nearest(*key)) is not None:
+                    curve.begin_like(nearest)
                 if len(self._curves) >= _MOST:
                     self._curves.pop(next(iter(self._curves)))
-                self._curves[key] = CostCurve(on_cpu, rows, is_frozen, self._curves.get(known[0]) if known else None)
+                self._curves[key] = curve
             found = self._curves[key] = self._curves.pop(key)  # the last one in use
             return found
+
+    def _nearest(self, device: str, rows: int, reach: int) -> CostCurve | None:
+        """The curve of the same device with the most similar number of rows, then context."""
+        found = [
+            (abs(math.log(other_rows / rows)), abs(other_reach - reach), number, curve)
+            for number, ((where, other_rows, other_reach), curve) in enumerate(self._curves.items())
+            if where == device and curve.is_measured
+        ]
+        return min(found, key=lambda one: one[:3])[3] if found else None
 
 
 class Controller:
     """Chooses in each round between sources and nothing; frozen, it times nothing, so all processes decide alike."""
 
     def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
+        self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
         self._found, self._device, self._on_cpu, self._is_frozen = found, device, on_cpu, is_frozen
-        self.begin(0, 1, 0)
-        found.of(FREE).doubt(_TRIED)  # they may or may not foretell another text
+        self._rows = 0
+        found.begin_text()
 
     def begin(self, rows: int, running: int, context: int) -> None:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
         self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
-
-    @property
-    def pace(self) -> float:
-        """Present speed of decoding in tokens of a row per second; at least one for each plain round."""
-        found = self._found.all
-        return max(found.gained / found.spent if found.spent else 0.0, 1.0) / self.curve.plain
 
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""
@@ -151,11 +156,11 @@ class Controller:
 
     def expected(self, nodes: int, tokens: float) -> float:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
-        return tokens / self._rows * self.curve.plain / self.curve.seconds[nodes]
+        return tokens / self._rows * self.curve.plain / self.curve.costs.seconds[nodes]
 
     def most_certain(self) -> int:
         """How many tokens that are certain to be kept bring a row the most tokens per second."""
-        seconds = self.curve.seconds
+        seconds = self.curve.costs.seconds
         return max(range(len(seconds)), key=lambda count: (count + 1) / seconds[count])
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
@@ -173,18 +178,20 @@ class Controller:
         ``tokens``, and of the source's own tokens some were ``accepted``."""
         if not self._rows:
             return
-        curve, is_free = self.curve, name in (FREE, MATCHES)
-        curve.add(None if name is None else nodes if is_free else _UNTIMED, seconds)
-        priced = curve.seconds[min(nodes, SIZES[-1])]
-        if curve.is_measured or self._is_frozen:
-            found, gained = self._found, tokens / self._rows
-            found.all.add(gained, (priced if self._is_frozen else seconds) / curve.plain)
-            spent = (priced if is_free else seconds) / curve.plain  # whatever disturbed a round of free drafts
-            used = found.arms.get(name or "")
-            pace = 1.0 if used is None else max(used.speedup(1.0), 1.0)
-            for stats in list(found.arms.values()):
+        curve = self.curve
+        if name is None:
+            curve.add_plain(tokens, seconds)
+        elif name in (FREE, MATCHES):
+            curve.add(nodes, tokens, seconds)
+            seconds = curve.costs.seconds[min(nodes, len(curve.costs.seconds) - 1)]  # whatever disturbed this round
+        elif curve.is_measured:
+            curve.see(tokens, seconds)
+        if curve.is_measured:
+            used = self._found.arms.get(name or "")
+            pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
+            for stats in list(self._found.arms.values()):
                 if stats is used:
-                    stats.add(gained, spent, accepted, drafted)
+                    stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted)
                 else:
                     stats.wait(pace)
 
@@ -193,4 +200,4 @@ class Controller:
 
     def round_seconds(self) -> tuple[float, ...]:
         """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
-        return self.curve.seconds if self.curve.is_measured else ()
+        return self.curve.costs.seconds if self.curve.is_measured else ()

@@ -1,101 +1,188 @@
-"""What a round costs by its number of drafted tokens, measured on the rounds."""
+"""What a round costs by its number of drafted tokens, and how fast decoding is at present, measured on the rounds."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
 # larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
 SIZES = (0, 1, 2, 3, 7, 15, 31)
-# First guesses of the time of a forward by its number of tokens of all rows, in units of a forward over one. On a CPU:
-# SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward is bound by reading its weights from memory,
-# until there are many tokens.
-_TOKENS = (1, 2, 3, 4, 8, 16, 32, 64, 4096)
-_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4, 410.0)
-_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3, 20.0)
+# First guesses of the time of a forward by its number of tokens of all rows, in units of a forward over one; further
+# tokens add as much as the last ones. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward
+# is bound by reading its weights from memory, until there are many tokens.
+_TOKENS = (1, 2, 3, 4, 8, 16, 32, 64)
+_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4)
+_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3)
 # How much more further tokens add in batches, whose rows have different lengths: on 4 rows of SmolLM2, rounds with one
 # and three drafted tokens took 1.39 to 1.88 times as long as one without a draft; token counts predict 1.21 and 1.33.
 _IN_BATCHES = 2.0
 # How many times are kept for each size, and rounds between two looks at them. Disturbances only make a time longer, so
 # the lower quartile counts; the first guess enters like one more measured time.
 _KEPT, _REFRESHED = 9, 8
-# Plain rounds that are timed before anything is compared with them. After so many rounds one time of each size is
-# dropped, so that plain rounds are timed again, and a size that seemed too dear is tried again eventually.
-_PLAIN, _STALE = 3, 128
+# After this many rounds without a size, one of its times is dropped, so that the size is tried again eventually.
+_STALE = 128
+# Plain rounds that are timed before anything is compared with them, and rounds after which another one is.
+_PLAIN, _PLAIN_AGAIN = 2, 128
+# The weight of the rounds before against the next one in the present speed: 0.98 to 0.995 were best on traces of 45
+# texts; 0.9 lost 2 %.
+_MEMORY = 0.99
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds that a round takes with 0, 1, 2, ... drafted tokens."""
+
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, seconds: Callable[[int], float], most: int) -> RoundCosts:
+        """The costs of 0 to ``most`` drafted tokens, by a function of their number."""
+        return cls(tuple(seconds(count) for count in range(most + 1)))
+
+    @cached_property
+    def corners(self) -> tuple[tuple[int, ...], ...]:
+        """For each number of tokens, the larger ones on the lower convex hull of seconds, which alone can be best."""
+        found: list[tuple[int, ...]] = [()]
+        for count in range(len(self.seconds) - 1, 0, -1):
+            hull = found[-1]
+            while len(hull) > 1 and self._slope(count, hull[0]) >= self._slope(hull[0], hull[1]):
+                hull = hull[1:]
+            found.append((count, *hull))
+        return tuple(reversed(found))
+
+    def _slope(self, few: int, many: int) -> float:
+        return (self.seconds[many] - self.seconds[few]) / (many - few)
 
 
 class CostCurve:
-    """Times of rounds for one model on one device, batch size and range of context.
+    """Times of rounds for one model on one device, batch size and range of context."""
 
-    Attributes:
-        seconds: of a round with 0, 1, 2, ... free drafted tokens of a row, the work for these included.
-        plain: seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft.
-        is_measured: whether these are seconds: before rounds were timed, and in a frozen curve, only ratios count.
-    """
-
-    def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False, similar: CostCurve | None = None) -> None:
-        guess = np.interp([rows * (size + 1) for size in SIZES], _TOKENS, _ON_CPU if on_cpu else _ELSEWHERE)
-        guess += (_IN_BATCHES - 1.0) * (guess - guess[0]) * (rows > 1)
-        self._guess: list[float] = guess.tolist()
+    def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
+        forwards = _ON_CPU if on_cpu else _ELSEWHERE
+        one, *more = (_guessed(forwards, rows * (size + 1)) for size in SIZES)
+        factor = _IN_BATCHES if rows > 1 else 1.0
+        self._forwards = [one, *(one + factor * (seconds - one) for seconds in more)]
+        self._guess = [seconds / one for seconds in self._forwards]
         self._is_frozen = is_frozen
-        self._rounds = 0
-        # Times over the guesses, of plain rounds and of each size. After those of a similar curve kernels are warm, so
-        # that the first round, which does not count, is over.
-        self._plain: deque[float] = deque([math.inf] if similar else [], _PLAIN)
-        self._times: list[deque[float]] = [
-            deque([math.inf, _lower_quartile(theirs)] if len(theirs) > 1 else [], _KEPT)
-            for theirs in (similar._times if similar else [()] * len(SIZES))
-        ]
-        self._measure()
+        self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
+        self._plain: deque[float] = deque(maxlen=_KEPT)
+        self._rounds = [0] * len(SIZES)
+        self._total = 0
+        self._last = [0] * len(SIZES)
+        self._tokens = self._seconds = 0.0
+        self._until_refresh = self._since_plain = 0
+        self._costs = self._measured()
+
+    @property
+    def costs(self) -> RoundCosts:
+        """Seconds of a round of free drafts, their own work included; see :attr:`is_measured`."""
+        return self._costs
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether costs are in seconds: before a round was timed, and in a frozen curve, only their ratios count."""
+        return any(self._times) or bool(self._plain)
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
+        known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
+        return min(known) if known else self._costs.seconds[0]
 
     @property
     def wants_plain(self) -> bool:
-        return len(self._plain) < _PLAIN and not self._is_frozen
+        return not self._is_frozen and (len(self._plain) < _PLAIN or self._since_plain >= _PLAIN_AGAIN)
 
-    def add(self, drafted: int | None, seconds: float) -> None:
-        """Records a round with so many drafted tokens, those above all sizes without its time; ``None`` for a plain
-        round. The first one of a size, which selects and warms up kernels, counts from the second one on."""
-        if self._is_frozen or seconds <= 0:  # or the system clock was set back
+    @property
+    def pace(self) -> float:
+        """Present speed of decoding in tokens per second, all rows; at least one token for each plain round."""
+        return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / self.plain)
+
+    def add_plain(self, tokens: int, seconds: float) -> None:
+        """Records a round in which nothing was done but to generate ``tokens`` tokens."""
+        if seconds > 0 and not self._is_frozen:
+            if self._rounds[0]:
+                self.see(tokens, seconds)
+                self._since_plain = 0
+                self._plain.append(seconds)
+                if len(self._plain) == 1:
+                    self._costs = self._measured()
+            self._rounds[0] += 1  # the first round selects and warms up kernels
+
+    def add(self, drafted: int, tokens: int, seconds: float) -> None:
+        if self._is_frozen:
+            seconds = self._costs.seconds[min(drafted, SIZES[-1])]
+        if seconds <= 0:
+            return  # the system clock was set back
+        if self._is_frozen or self.is_measured:  # otherwise costs are not in seconds yet
+            self.see(tokens, seconds)
+        if self._is_frozen or drafted > SIZES[-1]:
             return
-        self._rounds += 1
-        if self._rounds % _STALE == 0:
-            for times in (self._plain, *self._times):
-                if times:
-                    times.popleft()
-        if drafted is None or drafted <= SIZES[-1]:
-            size = bisect_left(SIZES, drafted or 0)
-            times = self._plain if drafted is None else self._times[size]
-            times.append(seconds / self._guess[size])
-            if len(times) <= _PLAIN or self._rounds % _REFRESHED == 0:
-                self._measure()
+        size = bisect_left(SIZES, drafted)
+        self._rounds[size] += 1
+        self._total += 1
+        self._last[size] = self._total
+        if self._rounds[size] > 1:  # as above
+            self._times[size].append(seconds)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0 or self._rounds[size] == 2:
+            self._until_refresh = _REFRESHED
+            self._drop_stale()
+            self._costs = self._measured()
 
-    def _measure(self) -> None:
-        plain, *ratios = [
-            (len(times), _lower_quartile(times)) if len(times) > 1 else (0, 0.0)
-            for times in (self._plain, *self._times)
+    def begin_like(self, other: CostCurve) -> None:
+        """Starts with the times of rounds over other rows, or another context, as one time of each size."""
+        self._rounds[0] = max(self._rounds[0], 1)  # kernels are warm
+        for times, theirs, mine, guessed in zip(
+            self._times, other._times, self._forwards, other._forwards, strict=True
+        ):
+            if theirs and not self._is_frozen:
+                times.append(median(theirs) * mine / guessed)
+        self._costs = self._measured()
+
+    def see(self, tokens: int, seconds: float) -> None:
+        self._since_plain += 1
+        self._tokens = self._tokens * _MEMORY + tokens
+        self._seconds = self._seconds * _MEMORY + seconds
+
+    def _drop_stale(self) -> None:
+        for size, last in enumerate(self._last):
+            if self._total - last >= _STALE and self._times[size]:
+                self._times[size].popleft()
+                self._last[size] = self._total
+
+    def _measured(self) -> RoundCosts:
+        known = [self._times[0] or self._plain, *self._times[1:]]
+        logs = [
+            math.log(_lower_quartile(times) / guess) if times else 0.0
+            for times, guess in zip(known, self._guess, strict=True)
         ]
-        least = min([ratio for count, ratio in (plain, ratios[0]) if count], default=None)
-        if not ratios[0][0]:
-            ratios[0] = plain
-        counted = sum(count for count, _ in ratios)
-        self.is_measured = counted > 0
+        counts = [len(times) for times in known]
         # How much slower than the guesses this machine is; sizes with more times count more.
-        scale = sum(count * ratio for count, ratio in ratios) / counted if counted else 1.0 / self._guess[0]
+        scale = sum(log * count for log, count in zip(logs, counts, strict=True)) / max(sum(counts), 1)
         steps = [
-            guess * (count * ratio + scale) / (count + 1)
-            for guess, (count, ratio) in zip(self._guess, ratios, strict=True)
+            guess * math.exp((count * log + scale) / (count + 1))
+            for guess, log, count in zip(self._guess, logs, counts, strict=True)
         ]
         # More tokens never cost less, so where times contradict that, the shorter one counts.
-        steps = list(accumulate(reversed(steps), min))[::-1]
-        self.seconds = tuple(steps[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1))
-        self.plain = self.seconds[0] if least is None else least * self._guess[0]
+        for size in range(len(steps) - 2, -1, -1):
+            steps[size] = min(steps[size], steps[size + 1])
+        return RoundCosts.of(lambda count: steps[bisect_left(SIZES, count)], SIZES[-1])
 
 
 def _lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
+
+
+def _guessed(forwards: Sequence[float], tokens: int) -> float:
+    """The time of a forward over ``tokens`` tokens, in units of a forward over one."""
+    if tokens <= _TOKENS[-1]:
+        return forwards[bisect_left(_TOKENS, tokens)]
+    slope = (forwards[-1] - forwards[-2]) / (_TOKENS[-1] - _TOKENS[-2])
+    return forwards[-1] + slope * (tokens - _TOKENS[-1])

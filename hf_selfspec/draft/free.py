@@ -68,21 +68,23 @@ class FreeDrafts:
     def plan(self, text: Text, max_new: list[int], seeds: Sequence[Seed] | None = None) -> list[TokenTree]:
         """The trees of all rows, each as large as pays when they are verified together."""
         rows = sum(count > 0 for count in max_new)
-        costs, pace = self.controller.curve.seconds, self.controller.pace
+        costs, pace = self.controller.curve.costs, self.controller.curve.pace
         begun = [seed.tree for seed in seeds] if seeds is not None else [TokenTree()] * len(max_new)
         guides = [self._constraint.at(text, row) if self._constraint and n else None for row, n in enumerate(max_new)]
         with self.findings.lock:
             trees = [
-                known.propose(costs, pace, min(count, self._max_draft), self._branching, tree, guide) if count else tree
+                known.propose(costs, pace / rows, min(count, self._max_draft), self._branching, tree, guide)
+                if count
+                else tree
                 for known, count, tree, guide in zip(self._rows, max_new, begun, guides, strict=True)
             ]
         sizes, bound = [len(tree) for tree in begun], self._max_nodes
-        most = self._together(trees, sizes, rows) if rows > 1 else bound
+        most = self._together(trees, sizes) if rows > 1 else bound
         return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
 
-    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int], rows: int) -> int:
+    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int]) -> int:
         """How many free nodes per row pay where all rows are verified together, as wide as the largest tree."""
-        costs, pace = self.controller.curve.seconds, self.controller.pace * rows
+        costs, pace = self.controller.curve.costs, self.controller.curve.pace
         drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
         gains = [0.0] * (most + 1)
         for tree, seed in zip(trees, seeds, strict=True):
@@ -90,7 +92,8 @@ class FreeDrafts:
                 gains[size] += reach
             for size in range(len(tree) - seed + 1, most + 1):
                 gains[size] += sum(tree.reach[seed:])
-        return max(range(most + 1), key=lambda size: gains[size] - pace * costs[min(drafted + size, SIZES[-1])])
+        last = len(costs.seconds) - 1
+        return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
         """The trees as a draft, whose tokens were not sampled."""

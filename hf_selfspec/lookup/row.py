@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..control.costs import RoundCosts
 from ..grammar.rows import Spot
 from .findings import LookupFindings
 from .rates import Offer
@@ -33,7 +34,7 @@ class LookupRow:
 
     def propose(
         self,
-        costs: Sequence[float],
+        costs: RoundCosts,
         pace: float,
         deepest: int,
         branching: bool = True,

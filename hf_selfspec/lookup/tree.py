@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from ..control.costs import SIZES
+from ..control.costs import RoundCosts
 from ..grammar.rows import Spot
 from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
@@ -83,7 +83,7 @@ class Sources:
 
 def grow(
     sources: Sources,
-    costs: Sequence[float],
+    costs: RoundCosts,
     pace: float,
     deepest: int,
     branching: bool = True,
@@ -101,16 +101,16 @@ def grow(
     """
     growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
-    pace = max(pace, 1.0 / costs[0])  # a plain round brings one token
-    prices = [pace * seconds for seconds in costs]
+    pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
+    prices = [pace * seconds for seconds in costs.seconds]
     most = len(prices) - 1
     size = kept = len(growth.tokens) - 1
     gain = 0.0
     best = -prices[min(size, most)]
     while heap and size < most:
         reach = -heap[0][0]
-        # No later node is likelier than this one, and where a step of the costs ends is the best size on it.
-        if gain + max([(end - size) * reach - prices[end] for end in SIZES if end > size]) <= best:
+        # No later node is likelier than this one.
+        if gain + max([(corner - size) * reach - prices[corner] for corner in costs.corners[size]]) <= best:
             break
         size += 1
         gain += reach

@@ -30,7 +30,7 @@ def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
     """The clock after so many rounds of each size."""
     for _ in range(times):
         for size, each in seconds.items():
-            clock.add(size, each)
+            clock.add(size, 1, each)
     return clock
 
 
@@ -38,7 +38,7 @@ def test_costs_follow_the_times() -> None:
     """To within a tenth of them, in steps that end where sizes do."""
     given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
     clock = fed(CostCurve(True), given, 20)
-    seconds = clock.seconds
+    seconds = clock.costs.seconds
     for size, each in given.items():
         assert seconds[size] == pytest.approx(each, rel=0.1)
     assert seconds[4] == seconds[5] == seconds[7]
@@ -47,12 +47,12 @@ def test_costs_follow_the_times() -> None:
     assert clock.is_measured
     # More tokens never cost less, and what was not timed scales with what was.
     for few in ({0: 0.05}, {0: 0.05, 15: 0.02, 31: 0.04}):
-        found = fed(CostCurve(True), few, 20).seconds
+        found = fed(CostCurve(True), few, 20).costs.seconds
         assert list(found) == sorted(found)
-        assert found[31] == pytest.approx(few.get(31, 0.05 * CostCurve(True).seconds[31]), rel=0.2)
+        assert found[31] == pytest.approx(few.get(31, 0.05 * CostCurve(True).costs.seconds[31]), rel=0.2)
     # They change with the machine.
     slower = {size: 3 * each for size, each in given.items()}
-    assert fed(clock, slower, 20).seconds[15] == pytest.approx(0.24, rel=0.1)
+    assert fed(clock, slower, 20).costs.seconds[15] == pytest.approx(0.24, rel=0.1)
 
 
 def test_a_curve_for_each_kind_of_round() -> None:
@@ -74,33 +74,25 @@ def test_a_curve_for_each_kind_of_round() -> None:
 
 def test_a_curve_for_new_rows_begins_like_the_nearest() -> None:
     """Its times show how far this machine is from the first guesses."""
-    found, guessed = Measurements(), CostCurve(True, 3).seconds
+    found, guessed = Measurements(), CostCurve(True, 3).costs.seconds
     for rows, factor in ((1, 9.0), (4, 2.0), (16, 7.0)):
-        seconds = CostCurve(True, rows).seconds
+        seconds = CostCurve(True, rows).costs.seconds
         fed(found.curve("cpu", rows, 100, True, False), {size: factor * seconds[size] for size in SIZES}, 20)
     four, three = (found.curve("cpu", rows, 100, True, False) for rows in (4, 3))
     assert three.is_measured
     assert three.plain / four.plain == pytest.approx(1.5 / 1.65, rel=0.02)  # of forwards over so many tokens
-    assert [each / three.plain for each in three.seconds] == pytest.approx(guessed, rel=0.01)
-    for _ in range(2):  # one less than otherwise: kernels are warm
-        assert three.wants_plain
-        three.add(None, 2.0)
-    assert not three.wants_plain
+    assert [each / three.plain for each in three.costs.seconds] == pytest.approx(guessed, rel=0.01)
 
 
 def test_pace() -> None:
     """Of late, and not below one token for each plain round."""
-    controller = Controller(Measurements(), "cpu", on_cpu=True)
-    controller.begin(rows=2, running=2, context=100)
-    for drafted, tokens in ((3, 8), (3, 4), (LARGEST, 12)):
-        for _ in range(1200):
-            while controller.curve.wants_plain:
-                controller.record(None, 0, 2, 0.02)
-            controller.record(FREE, drafted, tokens, 0.02)
-        assert controller.pace == pytest.approx(50 * tokens / 2, rel=0.01)
-    for _ in range(400):
-        controller.record(FREE, LARGEST, 2, 1.0)
-    assert controller.pace == pytest.approx(1 / controller.curve.plain)
+    clock = CostCurve(True)
+    for drafted, tokens in ((3, 4), (3, 2), (LARGEST + 1, 6)):
+        for _ in range(900):
+            clock.add(drafted, tokens, 0.02)
+        assert clock.pace == pytest.approx(50 * tokens, rel=0.01)
+    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
+    assert slow.pace == pytest.approx(1 / slow.plain)
 
 
 def test_frozen_controllers_decide_alike() -> None:
@@ -112,10 +104,10 @@ def test_frozen_controllers_decide_alike() -> None:
             controller.begin(rows=1 + turn // 200, running=3, context=100)
             assert controller.pays(FREE)
             assert not controller.pays("layers", 2.0)
-            decided.append((controller.curve.seconds, controller.pace))
+            decided.append((controller.curve.costs, controller.curve.pace))
             controller.record((None, FREE, "layers")[turn % 3], turn % 9, 4, seconds * (1 + turn % 7))
     assert decided[:300] == decided[300:]
-    assert {seconds for seconds, _ in decided} == {CostCurve(True, 3).seconds}
+    assert {costs for costs, _ in decided} == {CostCurve(True, 3).costs}
 
 
 STEEP = {1: 4.0, 2: 7.0, 3: 10.0, 7: 20.0, 15: 40.0, 31: 90.0}
@@ -136,14 +128,14 @@ def test_certain_tokens_are_as_many_as_pay(seconds: dict[int, float], most: int)
 def test_stale_times_are_dropped() -> None:
     """A size that seemed too dear is believed less and less while it is not drafted."""
     clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
-    dear = clock.seconds[15]
+    dear = clock.costs.seconds[15]
     found = []
     for _ in range(4):
         fed(clock, {0: 0.02}, 150)
-        found.append(clock.seconds[15])
+        found.append(clock.costs.seconds[15])
     assert dear > 0.3
-    assert found[-1] == pytest.approx(0.02 * CostCurve(True).seconds[15], rel=0.1)
-    assert clock.seconds[0] == pytest.approx(0.02, rel=0.05)
+    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs.seconds[15], rel=0.1)
+    assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
 
 
 def test_results_by_hand() -> None:
@@ -341,10 +333,10 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
 def test_a_clock_that_was_set_back_is_not_believed() -> None:
     clock = CostCurve(on_cpu=True)
     for _ in range(3):
-        clock.add(3, -1.0)
+        clock.add(3, 4, -1.0)
     assert not clock.is_measured
-    clock.add(3, 0.01)
-    clock.add(3, 0.01)
+    clock.add(3, 4, 0.01)
+    clock.add(3, 4, 0.01)
     assert clock.is_measured
 
 

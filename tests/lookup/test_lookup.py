@@ -8,13 +8,14 @@ from itertools import product
 
 import pytest
 
+from hf_selfspec.control.costs import RoundCosts
 from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree
 from hf_selfspec.lookup.row import Top
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
-FREE = (1.0,) * 32
-STEEP = tuple(1.0 + drafted for drafted in range(32))
-STEPS = tuple(1.0 + 0.4 * (drafted > 0) + 0.3 * (drafted > 3) + 0.6 * (drafted > 15) for drafted in range(32))
+FREE = RoundCosts.of(lambda drafted: 1.0, 31)
+STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
+STEPS = RoundCosts.of(lambda drafted: 1.0 + 0.4 * (drafted > 0) + 0.3 * (drafted > 3) + 0.6 * (drafted > 15), 31)
 
 
 def random_text(seed: int, length: int = 300, alphabet: int = 6) -> list[int]:
@@ -151,11 +152,11 @@ def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
 @pytest.mark.parametrize("costs", [FREE, STEEP, STEPS], ids=["free", "steep", "steps"])
 @pytest.mark.parametrize("branching", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_trees_hold_together(seed: int, branching: bool, costs: tuple[float, ...]) -> None:
+def test_trees_hold_together(seed: int, branching: bool, costs: RoundCosts) -> None:
     _, row = taught(seed)
     for deepest in (0, 1, 3, 12):
         tree = row.propose(costs, 1.0, deepest, branching)
-        assert len(tree) < len(costs)
+        assert len(tree) < len(costs.seconds)
         assert len(tree.reach) == len(tree.tokens) == len(tree.parents)
         check(tree, deepest, branching)
         assert list(tree.reach) == sorted(tree.reach, reverse=True)
@@ -195,7 +196,7 @@ def test_a_seed_stays_where_nothing_pays() -> None:
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
     assert row.propose(STEEP, 1.0, 8).tokens == ()
-    assert row.propose((1.0,), 1.0, 8).tokens == ()
+    assert row.propose(RoundCosts((1.0,)), 1.0, 8).tokens == ()
     assert LookupRow(LookupFindings()).propose(FREE, 1.0, 8).tokens == ()
 
 
@@ -205,7 +206,10 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     """Of the nodes in the order of their probabilities, so many as bring most for their time."""
     _, row = taught(seed)
     every = row.propose(FREE, 1.0, 8)
-    values = [1 + sum(every.reach[:size]) - max(pace, 1 / STEPS[0]) * STEPS[size] for size in range(len(every) + 1)]
+    values = [
+        1 + sum(every.reach[:size]) - max(pace, 1 / STEPS.seconds[0]) * STEPS.seconds[size]
+        for size in range(len(every) + 1)
+    ]
     tree = row.propose(STEPS, pace, 8)
     assert tree.tokens == every.tokens[: values.index(max(values))]
 
