@@ -106,8 +106,9 @@ class Quantized(DraftSource):
             # A byte has two numbers of four bits.
             tensors[f"{name}.numbers"] = numbers[:, ::2] << 4 | numbers[:, 1::2] if form.bits == 4 else numbers
             tensors[f"{name}.scales"] = scales
-        with written_whole(folder / FILE_NAME) as beside:
-            save_file(tensors, beside, about)
+        if tensors:  # none where this device has no kernel
+            with written_whole(folder / FILE_NAME) as beside:
+                save_file(tensors, beside, about)
 
     def wanted(self, anatomy: Anatomy, model: PreTrainedModel) -> Wanted:
         """The layers that are packed, by their names, and how."""
@@ -148,7 +149,10 @@ class Quantized(DraftSource):
                     return {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             found = {}
+            # A file from a device with fewer kernels has fewer layers.
             for name, (module, form) in wanted.items():
+                if f"{name}.numbers" not in tensors:
+                    continue
                 numbers, scales = tensors[f"{name}.numbers"], tensors[f"{name}.scales"]
                 if numbers.dtype is torch.uint8:
                     numbers = torch.stack([numbers >> 4, numbers & 15], dim=-1).flatten(1)

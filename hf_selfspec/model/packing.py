@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from psutil import virtual_memory
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -60,6 +61,11 @@ def _tiles(numbers: torch.Tensor) -> torch.Tensor:
     return torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], inner)
 
 
+def _with_end(numbers: torch.Tensor) -> torch.Tensor:
+    """Rows with others behind them, which torch's kernel of eight bits reads where their number is odd."""
+    return pad(numbers.contiguous(), (0, 0, 0, 16))[: len(numbers)]
+
+
 _KERNELS = {
     ("cpu", 4): Kernel(
         lambda numbers: torch._convert_weight_to_int4pack_for_cpu(numbers.int(), 1),
@@ -67,7 +73,7 @@ _KERNELS = {
         most=8,
     ),
     ("cpu", 8): Kernel(
-        lambda numbers: numbers,
+        _with_end,
         lambda input, packed, group_size, scales: torch._weight_int8pack_mm(input, packed, scales),
         most=4,
     ),
@@ -178,14 +184,15 @@ def rounded(module: nn.Module, form: Form) -> Rounded:
         return ALGORITHMS[form.algorithm](weight, form.group_size)
     scales = (weight.float().abs().amax(1) / 127).clamp(min=1e-8).to(weight.dtype)
     numbers = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
-    return numbers.to(torch.int8), scales
+    return numbers.to(torch.int8).contiguous(), scales
 
 
 def is_rounded(module: nn.Module, form: Form, given: Rounded) -> bool:
-    """Returns whether numbers and scales have the shapes of this layer's, which kernels do not check."""
+    """Returns whether numbers and scales have this layer's shapes and dtypes, which kernels do not check."""
     rows, width = shape = _weight(module).shape
-    of_scales = (width // form.group_size, rows, 2) if form.bits == 4 else (rows,)
-    return given[0].shape == shape and given[1].shape == of_scales and given[1].dtype is module.weight.dtype
+    of_scales, kind = ((width // form.group_size, rows, 2), torch.uint8) if form.bits == 4 else ((rows,), torch.int8)
+    dtypes = given[0].dtype, given[1].dtype
+    return (given[0].shape, given[1].shape) == (shape, of_scales) and dtypes == (kind, module.weight.dtype)
 
 
 class PackedLinear:
@@ -197,11 +204,11 @@ class PackedLinear:
         assert kernel is not None
         self._parameters, self._group_size, self._kernel = module._parameters, form.group_size, kernel
         numbers, scales = rounded(module, form) if given is None else given
-        self.weight, self.scales = kernel.pack(numbers.to(weight.device)), scales.to(weight.device)
+        self.weight, self.scales = kernel.pack(numbers.to(weight.device)), scales.to(weight.device, copy=True)
 
     def __call__(self, forward: Callable[..., Any], input: torch.Tensor) -> Any:
-        rows = input.reshape(-1, input.shape[-1])
-        if len(rows) > self._kernel.most:
+        rows = input.reshape(-1, input.shape[-1]).contiguous()
+        if len(rows) > self._kernel.most or rows.dtype is not self.scales.dtype:  # as in autocast
             return forward(input)
         found = self._kernel.multiply(rows, self.weight, self._group_size, self.scales)
         found = found.view(*input.shape[:-1], found.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import linear
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
-from transformers import CompileConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from helpers.architectures import build
@@ -84,7 +85,7 @@ def weight_of(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def test_kernels_multiply_with_the_rounded_weight(form: Form, kind: type[torch.nn.Module]) -> None:
     module = random_linear(kind)
     weight = weight_of(*rounded(module, form))
-    input = torch.randn(2, 3, 128).to(torch.bfloat16)
+    input = torch.randn(3, 1, 128).to(torch.bfloat16).transpose(0, 1)  # as recurrent layers have it
     found = PackedLinear(module, form, None)(module, input)
     torch.testing.assert_close(found.float(), linear(input.float(), weight, module.bias.float()), rtol=0.02, atol=0.03)
     many = torch.randn(2, 20, 128).to(torch.bfloat16)  # for which the layer itself is faster
@@ -211,6 +212,23 @@ def test_files(tmp_path: Path, packs: list[Any]) -> None:
     file.write_bytes(b"short")
     with pytest.raises(SettingError, match="holds no packed weights, or was cut short or changed"):
         check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("model", [tiny_llama(vocabulary=97), tiny_gpt2()], ids=["llama", "gpt2"])
+def test_files_serve_the_kernels(tmp_path: Path, model: PreTrainedModel) -> None:
+    """Those of a CPU, with rows of an odd number, and layers with weights the other way round."""
+    model, spec = copy.deepcopy(model).to(torch.bfloat16), SelfSpec(Quantized(8), FixedLength(3))
+    spec.save_pretrained(tmp_path, model)
+    drafts = []
+    for one in (spec, SelfSpec.from_pretrained(tmp_path)):
+        packing._models.pop(model, None)
+        ids = torch.tensor([[1, 2, 3, 4]])
+        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "max_new_tokens": 12}
+        model.generate(ids, **options, do_sample=False, assistant=one)
+        assert one.stats is not None
+        assert one.stats.accepted > 0
+        drafts.append(one.stats.accepted_lengths)
+    assert drafts[0] == drafts[1]
 
 
 def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any], machine: Machine) -> None:
