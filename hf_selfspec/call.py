@@ -31,7 +31,7 @@ from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
-from .model.invariance import EXACT_PRICE, differing_part, is_first_call, price_of
+from .model.invariance import differing_part
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
@@ -206,26 +206,28 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
 
 def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
     """Whether forwards have to have plain's results, bit for bit; raises where they should and cannot."""
-    model, anatomy, config = call.model, inputs.anatomy, call.generation_config
-    if spec.exact is False or (spec.exact is None and (config.do_sample or model.dtype is not torch.bfloat16)):
+    model, anatomy = call.model, inputs.anatomy
+    if not spec.exact:
         return False
     # Mixed precision of accelerate is around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or hasattr(model, "_original_forward")
     if model.dtype.itemsize > 2 and not casts:
         return False
     whole = spec._source.lossless and _compile_config(call, spec.compile) is None
-    why = why_not_exact(model, inputs, config) if whole else "parts of the model, or graphs, are asked for"
+    why = (
+        why_not_exact(model, inputs, call.generation_config)
+        if whole
+        else "parts of the model, or graphs, are asked for"
+    )
     why = "autocast is on" if casts else "a cache of your own is given" if call.has_own_cache else why
-    if not why and spec.exact is None and (is_first_call(model) or price_of(model, anatomy) > EXACT_PRICE):
-        return False
     if not why and (part := differing_part(model, anatomy)):
         why = f"{part} of {anatomy.model_name} has other results for several tokens than for one at a time here"
-    if why and spec.exact:
+    if why:
         raise UnsupportedOptionError(
             f"SelfSpec(exact=True): {why}. Leave `exact` out for ids that may differ where logits are nearly equal, or "
             "load the model in float32."
         )
-    return not why
+    return True
 
 
 def _promise(decoder: Decoder, source: DraftSource) -> str:

@@ -74,10 +74,9 @@ class SelfSpec(Settings):
             For long texts and services: compiling takes up to a minute for some graphs, once per process. A call with
             ``cache_implementation="static"`` compiles as well.
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
-            ``generate`` has for it alone, bit for bit, in calls with one prompt of text. It is tried out first whether
-            this machine's kernels allow that. ``True`` raises an error where they do not, which names the part of the
-            model; ``None`` takes it for greedy calls where it costs at most 5 per cent of a forward, from the second
-            call of a model on; ``False`` leaves it. ``stats.promise`` says what held. Float32 needs none of this.
+            ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
+            whether this machine's kernels allow that; an error says why not, and names the part of the model.
+            ``stats.promise`` says what held. Models in float32 need none of this.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

@@ -56,7 +56,7 @@ class Settings:
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
     compile: bool | CompileConfig = field(default=False, hash=False)
-    exact: bool | None = None
+    exact: bool = False
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,8 +76,7 @@ class Settings:
                 "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
                 f"{_LONGEST_TASK} of them, got {task!r}."
             )
-        if self.exact is not None:
-            check_flag("SelfSpec(exact)", self.exact)
+        check_flag("SelfSpec(exact)", self.exact)
         if not isinstance(self.compile, (bool, CompileConfig)):
             raise SettingTypeError(
                 f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
@@ -94,7 +93,7 @@ class Settings:
 
     def _saved(self) -> dict[str, Any]:
         """The settings that are saved, as JSON values; raises an error if they cannot be."""
-        names = ("draft", "stop", "tree", "max_draft", *(["exact"] if self.exact is not None else []))
+        names = ("draft", "stop", "tree", "max_draft", *(["exact"] if self.exact else []))
         return {name: saving.encode(getattr(self, name), f"SelfSpec({name})") for name in names}
 
     @classmethod

@@ -213,8 +213,8 @@ def audit(
         if after_prompt is not None:
             after_prompt()
     if sample is None and inner.dtype is torch.bfloat16 and _EXACT not in promises:
-        part, price = differing_part(inner, anatomy := Anatomy.of(inner)), price_of(inner, anatomy)
-        why = f"not to be had here: {part} differs" if part else f"for {price:.0%} of a forward"
+        part = differing_part(inner, anatomy := Anatomy.of(inner))
+        why = f"not to be had here: {part} differs" if part else f"for {price_of(inner, anatomy):.0%} of a forward"
         promises[f"{_EXACT} with exact=True {why}"] = None
     return Audit(
         method=name or repr(spec),

@@ -23,8 +23,6 @@ from .prompt import cache_name
 from .target import Target
 from .transfer import wait_for
 
-# The share of a forward's time that exact results may cost where nobody has asked for them.
-EXACT_PRICE = 0.05
 # Tokens of the text with which results are compared, and of the one with which forwards are timed.
 _KNOWN, _LONG = 24, 128
 # Tokens that go through all layers together, and in a timed forward; how often that runs, the first time for nothing.
@@ -32,15 +30,7 @@ _NEW, _TIMED, _TURNS = 8, 4, 6
 
 _CHANGING = "training", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_active_adapter", "_disable_adapters"
 
-_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-
-
-def is_first_call(model: PreTrainedModel) -> bool:
-    """Whether this was not asked about a model before: nothing is tried out in a first call, which it would delay."""
-    is_first = model not in _seen
-    _seen.add(model)
-    return is_first
 
 
 def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
@@ -75,14 +65,15 @@ def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
 def _price(model: PreTrainedModel, anatomy: Anatomy) -> float:
     """The price, on a layer of each kind."""
     plan = _one_of_each(model, anatomy)
-    target, ids = _target(model, anatomy, _LONG, plan), _ids(model, _LONG + _TIMED)
+    known = min(_LONG, anatomy.position_limit - _TIMED if anatomy.position_limit else _LONG)
+    target, ids = _target(model, anatomy, known, plan), _ids(model, known + _TIMED)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with target.prepared():
-        target.prefill(ids[:, :_LONG], [0], [_LONG])
+        target.prefill(ids[:, :known], [0], [known])
         for _ in range(_TURNS):
             for target.is_exact, times in seconds.items():
                 begun = perf_counter()
-                target.step(ids[:, _LONG:], [_LONG], ForwardPass(plan, stop=plan.num_layers))
+                target.step(ids[:, known:], [known], ForwardPass(plan, stop=plan.num_layers))
                 wait_for(model.device)
                 times.append(perf_counter() - begun)
     return min(seconds[True][1:]) / min(seconds[False][1:]) - 1.0

@@ -94,18 +94,6 @@ def test_other_promises() -> None:
         assert spec.stats.promise == promise
 
 
-@pytest.mark.parametrize(("most", "promise"), [(1e9, "bit for bit"), (-1.0, "near-ties")])
-def test_by_default_it_is_taken_where_it_is_cheap(most: float, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But in no first call, which nothing holds up; and not for rows of a batch."""
-    monkeypatch.setattr("hf_selfspec.call.EXACT_PRICE", most)
-    model, spec = tiny_llama().to(torch.bfloat16), SelfSpec.lookup()
-    for expected in ("near-ties", promise, promise):
-        model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=spec)
-        assert spec.stats.promise == expected
-    model.generate(**BATCH, max_new_tokens=4, do_sample=False, assistant=spec)
-    assert spec.stats.promise == "near-ties"
-
-
 @pytest.mark.parametrize("shape", [(1, 11, 1536), (13, 64), (1, 6, 127), (1, 5, 4, 64)])
 def test_each_token_is_what_it_is_alone(shape: tuple[int, ...]) -> None:
     """On processors that add in another order, too; what cancels shows the order."""
