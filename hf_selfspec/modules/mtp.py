@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError, brief
@@ -82,6 +81,16 @@ class MtpLayer(nn.Module):
                 nn.init.ones_(norm.weight)
 
 
+def _compute_buffers(decoder: PreTrainedModel) -> None:
+    """Gives buffers on the meta device their values, by the code with which transformers does so when it loads."""
+    for module in decoder.modules():
+        empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for name, buffer in empty.items():
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        if empty:
+            decoder._init_weights(module)
+
+
 def _is_norm(width: int, module: nn.Module) -> bool:
     shapes = [parameter.shape for parameter in module.parameters()]
     return bool(shapes) and all(shape == (width,) for shape in shapes)
@@ -107,9 +116,12 @@ class MtpHead(DraftModule):
         super().__init__()
         self.about, self.configs = about, configs
         try:
-            # Buffers are computed; weights come from a file or from a model.
-            with torch.device("cpu"), init_empty_weights():
+            # Weights come from a file or from a model.
+            with torch.device("meta"):
                 self.layers = nn.ModuleList(MtpLayer(AutoConfig.for_model(**config)) for config in configs)
+            with torch.device("cpu"), torch.no_grad():
+                for layer in self.parts:
+                    _compute_buffers(layer.decoder)
         except Exception as error:  # of the code of any model
             raise SettingError(f"MtpHead(configs) are no configs of MTP layers: {brief(error)}.") from error
 

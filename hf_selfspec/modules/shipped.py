@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..model.anatomy import Anatomy, causal_lm
 from .mtp import MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
+_loading = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,17 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
     inner = causal_lm(model, "load_mtp")
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
         raise SettingTypeError(f"load_mtp(checkpoint) must be a path or a name on the Hub, got {checkpoint!r}.")
-    if checkpoint is None and (known := _attached.get(inner)) is not None:
-        return known
-    name = inner.config.name_or_path if checkpoint is None else os.fspath(checkpoint)
-    if not name:
-        raise SettingError(
-            f"load_mtp: this {type(inner).__name__} was not loaded from a checkpoint. Give the folder or the Hub "
-            "repository that has its MTP layers."
-        )
-    _attached[inner] = head = _load(inner, name)
-    return head
+    with _loading:
+        if checkpoint is None and (known := _attached.get(inner)) is not None:
+            return known
+        name = inner.config.name_or_path if checkpoint is None else os.fspath(checkpoint)
+        if not name:
+            raise SettingError(
+                f"load_mtp: this {type(inner).__name__} was not loaded from a checkpoint. Give the folder or the Hub "
+                "repository that has its MTP layers."
+            )
+        _attached[inner] = head = _load(inner, name)
+        return head
 
 
 def _load(model: PreTrainedModel, name: str) -> MtpHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
 from helpers.models import BATCH, ROW, tiny_llama
 from hf_selfspec import MTP, FixedLength, MtpFormat, SelfSpec, SettingError, load_mtp
-from hf_selfspec.modules import shipped
+from hf_selfspec.modules import mtp, shipped
 
 WIDTH, LAYERS = 32, 4
 _DEEPSEEK = {
@@ -100,11 +101,11 @@ def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
     if FAMILIES[name] is _DEEPSEEK:
         theirs: Any = model
         theirs._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]  # not the published model's number
-        mtp = modeling_layers.MtpModel.from_pretrained(theirs)
+        theirs = modeling_layers.MtpModel.from_pretrained(theirs)
         with torch.no_grad():
             states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
             cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
-            found = mtp(ids[:, 1:], states, torch.ones_like(places), places, cache)
+            found = theirs(ids[:, 1:], states, torch.ones_like(places), places, cache)
         assert torch.allclose(found[1][0, 0], logits[0, -1], atol=1e-5)
     with unchanged(model):
         check_lossless(model, SelfSpec(MTP(), FixedLength(3)))
@@ -143,6 +144,25 @@ def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeyp
     del head, model
     gc.collect()
     assert freed() is None
+
+
+def test_threads_load_once_and_leave_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loads, others = llama_with_layer(tmp_path), [], []
+    load, begin = shipped._load, mtp.MtpLayer.__init__
+
+    def begun(*given: Any) -> None:
+        begin(*given)
+        with ThreadPoolExecutor(1) as other:
+            others.append(other.submit(torch.nn.Linear, 2, 2).result().weight.device.type)
+
+    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    monkeypatch.setattr(mtp.MtpLayer, "__init__", begun)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(load_mtp, [model, model])
+    assert first is second
+    assert len(loads) == 1
+    assert others == ["cpu"]
+    loads.clear()
 
 
 @pytest.mark.machine("verification_is_free")
