@@ -7,12 +7,13 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -173,6 +174,27 @@ def _decoder(
 _COPIES_OF_FIRST = tuple(f"model.layers.0.{name}" for name in _COPIES)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise SettingError(f"{path} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{index} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise SettingError(f"{index} has no weight_map with the file of each tensor. Load the checkpoint again.")
+    return files
+
+
 class _Files:
     """The tensors of a checkpoint, each read when it is asked for."""
 
@@ -192,18 +214,21 @@ class _Files:
     def read(self, key: str) -> torch.Tensor:
         if key not in self._files:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
-        with safe_open(self._files[key], framework="pt", device="cpu") as file:
+        with _opened(self._files[key]) as file:
             found: torch.Tensor = file.get_tensor(key)
         return found
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = _weight_map(index)
             paths = {file: self._file(file) for file in set(files.values())}
-            yield from ((key, path) for key, file in files.items() if (path := paths[file]) is not None)
+            for key, file in files.items():
+                if (path := paths[file]) is None:
+                    raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
+                yield key, path
         elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
-            with safe_open(whole, framework="pt", device="cpu") as file:
+            with _opened(whole) as file:
                 yield from ((key, whole) for key in file.keys())  # noqa: SIM118
         else:
             raise SettingError(

@@ -201,3 +201,27 @@ def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:
         load_mtp(model, tmp_path)
     with pytest.raises(SettingError, match=r"there is no model\.safetensors"):
         load_mtp(model, tmp_path.parent)
+
+
+DAMAGED = {
+    "{": r"index\.json was cut short",
+    "{}": r"index\.json has no weight_map",
+    "[]": r"index\.json has no weight_map",
+    '{"weight_map": 3}': r"index\.json has no weight_map",
+    '{"weight_map": {"a": 3}}': r"index\.json has no weight_map",
+    '{"weight_map": {"a": "b.safetensors"}}': r"index\.json names b\.safetensors, which is not there",
+    "": r"model\.safetensors was cut short",
+}
+
+
+@pytest.mark.parametrize("index", DAMAGED)
+def test_damaged_checkpoints_are_refused(index: str, tmp_path: Path) -> None:
+    model = llama_with_layer(tmp_path)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    if index:
+        (damaged / "model.safetensors.index.json").write_text(index, "utf-8")
+    else:
+        (damaged / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-64])
+    with pytest.raises(SettingError, match=DAMAGED[index]):
+        load_mtp(model, damaged)
