@@ -164,7 +164,8 @@ class Decoder:
             raise UnsupportedOptionError(f"SelfSpec(exact=True) takes drafts below {MOST_TOKENS} tokens: {draft.size}.")
         roots = text.last_slots()
         # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
-        if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
+        starts_later = draft.states is not None and all(layer >= draft.prefix for layer in target.verified_layers)
+        if draft.states is None or not starts_later or (nodes is not None and target.anatomy.is_recurrent):
             run = target.verification(chooses=chooses)
         else:
             states, ready = draft.states, draft.states.shape[1]

@@ -85,7 +85,7 @@ class AdapterDraft(PartialDraft):
         self._roots = RowNumbers([0] * rows)
         self._began = False
         target.cache.look_back(_LATE)
-        target.observe_prefill(adapter.exit_layer, self._see_prompt)
+        target.observe_prefill((adapter.exit_layer,), self._see_prompt)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._roots = text.last_slots()

@@ -84,7 +84,7 @@ class MtpDraft(PartialDraft):
         self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
         self._counts = [0] * rows
         self._depth = 0
-        target.observe_prefill(session.anatomy.num_layers, self._see_prompt)
+        target.observe_prefill(head.read_layers(session.anatomy), self._see_prompt, keeps_verified=True)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._depth = 0
@@ -106,9 +106,10 @@ class MtpDraft(PartialDraft):
         self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
 
     def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
-        if states.dim() != 3:
+        if states.dim() != 3 or states.shape[-1] != self._mtp.state_width:
             raise UnsupportedModelError(
-                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which MTP layers cannot take."
+                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which this {self._mtp.kind} "
+                f"cannot take: it reads [b, s, {self._mtp.state_width}]."
             )
         if not self._waiting:
             self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
@@ -191,6 +192,7 @@ class MtpDraft(PartialDraft):
             positions = positions.clamp(max=limit - 1)
         head, embedded = self._mtp.on(device, states.dtype), target.model.get_input_embeddings()(tokens)
         with torch.no_grad(), within(target.autocast), at_positions(spec):
+            states = states if self._depth else head.fuse(states)
             self._states = head(embedded.to(device), states, target.following.positions(positions, None), cache, layer)
         self._depth += 1
         if self._depth == 1:

@@ -148,7 +148,8 @@ class PartialDraft(FixedDrafter):
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""
-        run = ForwardPass(self.plan, capture=self._prefix or -1, head_rows=self.head)
+        kept = (self._prefix,) if self._prefix else ()
+        run = ForwardPass(self.plan, capture=kept, head_rows=self.head)
         step = self.target.step(feed, cursors, run)
         assert step.logits is not None
         assert step.exit_state is not None

@@ -63,8 +63,8 @@ class ForwardPass:
     start: int = 0  # layers below it are skipped; its input is `state`
     state: torch.Tensor | None = None  # [b, s, d] the hidden state that enters layer `start`
     stop: int | None = None  # layers from here on and the output head are skipped, None for none
-    # Layer whose input state is kept, `L` for what leaves the stack, -1 for none; `stop` by default.
-    capture: int = -1
+    # Layers whose input states are kept, in order, `L` for what leaves the stack; `stop` by default.
+    capture: tuple[int, ...] = ()
     after_layer: AfterLayer | None = None  # returns what each layer passes to the next, None for its output
     # Called at layers `start + 1` to `stop`; the forward ends at the first that it returns True for.
     stop_fn: StopFn | None = None
@@ -76,7 +76,7 @@ class ForwardPass:
     spreads: bool = True  # whether logits are expanded to rows that have ended
     chooses: bool = False  # whether the tokens with the highest logits are needed, too; only graphs compute them
     logits: torch.Tensor | None = field(init=False, default=None)  # [b, s, v]
-    # [b, s, d] the state kept by `capture`, of all tokens if a prompt goes through in pieces.
+    # [b, s, n d] the `n` states kept by `capture`, of all tokens if a prompt goes through in pieces.
     captured: torch.Tensor | None = field(init=False, default=None)
     # [b, s, d] output of the last layer; None where the model ran as it is.
     exit_state: torch.Tensor | None = field(init=False, default=None)
@@ -85,13 +85,14 @@ class ForwardPass:
     is_exact: bool = field(init=False, default=False)  # whether each token's results are those of it alone
     num_exact: int = field(init=False, default=0)  # of how many attention blocks they are by their calls
     passed: frozenset[int] = field(init=False)
+    _kept: list[torch.Tensor] = field(init=False, default_factory=list)  # of the layers so far
 
     def __post_init__(self) -> None:
         num_layers, stop = self.plan.num_layers, self.stop
         if stop is None:
             stop = num_layers
-        elif self.capture < 0:
-            self.capture = stop
+        elif not self.capture:
+            self.capture = (stop,)
         self.passed = self.plan.skipped_layers
         if self.start > 0 or stop < num_layers:
             self.passed = self.passed.union(range(self.start), range(stop, num_layers))
@@ -105,11 +106,15 @@ class ForwardPass:
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
         is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
-        is_kept = self.capture >= 0 or self.state is not None or self.ends is not None
+        is_kept = self.capture or self.state is not None or self.ends is not None
         return not is_part and not is_kept and self.functions == (None,) * 4
 
     def collect(self, state: torch.Tensor) -> None:
-        self.captured = state if self.captured is None else torch.cat([self.captured, state], dim=-2)
+        self._kept.append(state)
+        if len(self._kept) == len(self.capture):
+            if len(self._kept) > 1:  # layers may be spread over devices
+                state = torch.cat([kept.to(state.device) for kept in self._kept], dim=-1)
+            self.captured, self._kept = state if self.captured is None else torch.cat([self.captured, state], -2), []
 
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
         """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
@@ -164,7 +169,7 @@ def _stack_forward(stack: nn.Module) -> Forward:
         current = _current.now
         if current is None:
             return output
-        if current.capture == current.plan.num_layers:
+        if current.plan.num_layers in current.capture:
             current.collect(states_of(output))
         if current.head_input_fn is not None:
             assert current.exit_state is not None
@@ -192,7 +197,7 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, s
                 args = (hidden, *args[1:])
             else:
                 kwargs["hidden_states"] = hidden
-        if index == current.capture:
+        if index in current.capture:
             current.collect(_rows(hidden, streams))
         if current.stop_fn is not None:
             current.check_stop(index, _rows(hidden, streams))

@@ -56,7 +56,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
     past = copy.deepcopy(given_cache(inputs.arguments))
     arguments = inputs.arguments | {target.cache_name: past}
-    run = ForwardPass(target.full_plan, capture=-1 if observer is None else observer[0])
+    run = ForwardPass(target.full_plan, capture=() if observer is None else observer[0])
     begun = perf_counter()
     target.obey()
     with obeying(run), at_positions(None):

@@ -113,7 +113,7 @@ class GraphRunner:
                 self.graphs.refuse(error)
                 return target.run_eagerly(feed, run)
             logits = found.pop(0)[:, :s] if whole else None
-            run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
+            run.captured = found.pop(0)[..., :s, :] if run.capture else None
             run.exit_state = found.pop(0)[..., :s, :]
             if run.chooses:
                 run.best = Best(found[0][:, :s], found[1][:, :s])

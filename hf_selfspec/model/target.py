@@ -34,7 +34,7 @@ from .transfer import RowNumbers
 # these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).
 _KEPT_ROUNDS = 3
 _NO_END = 1 << 62
-# Called with the states [b, s, d] that enter a layer, each row's first slot and number of real tokens.
+# Called with the states [b, s, n d] that enter some layers, each row's first slot and number of real tokens.
 Observer = Callable[[torch.Tensor, Sequence[int], list[int]], None]
 
 
@@ -67,9 +67,9 @@ class Target:
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: Runner | None = field(init=False, default=None)  # runs forwards over a few tokens
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
-    # The layer whose entering states are observed in prefills (`L` for what leaves the stack), and by whom.
-    prefill_observer: tuple[int, Observer] | None = field(init=False, default=None)
-    verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, d] `L`'s of the last verification, if kept
+    # The layers whose entering states are observed in prefills (`L` for what leaves the stack), and by whom.
+    prefill_observer: tuple[tuple[int, ...], Observer] | None = field(init=False, default=None)
+    verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, n d] those of the last verification, if
     keeps_verified: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -118,18 +118,21 @@ class Target:
             self._obeying.enter_context(partial_forwards(self.model, self.anatomy, self.substitutes, self.is_exact))
         self._is_obeying, self._unused_rounds = True, 0
 
-    def observe_prefill(self, layer: int, observer: Observer) -> None:
-        """Passes the states that enter a layer in all prefills to ``observer``, of which there can be one. With ``L``
-        these are the states that leave the stack, and those of verifications are kept, too."""
+    def observe_prefill(self, layers: tuple[int, ...], observer: Observer, keeps_verified: bool = False) -> None:
+        """Passes the states that enter some layers in all prefills, side by side, to ``observer``, of which there can
+        be one. ``L`` is for the states that leave the stack. Those of verifications can be kept, too."""
         if self.prefill_observer is not None:
             raise UnsupportedOptionError("only one draft source can use the prompt's states: give one of these.")
-        self.prefill_observer = layer, observer
-        self.keeps_verified = layer == self.anatomy.num_layers
+        self.prefill_observer, self.keeps_verified = (layers, observer), keeps_verified
+
+    @property
+    def verified_layers(self) -> tuple[int, ...]:
+        """The layers whose states are kept in verifications, which start below them all."""
+        return self.prefill_observer[0] if self.prefill_observer is not None and self.keeps_verified else ()
 
     def verification(self, **settings: Any) -> ForwardPass:
         """The forward of the whole model that verifies."""
-        capture = self.anatomy.num_layers if self.keeps_verified else -1
-        return ForwardPass(self.full_plan, capture=capture, **settings)
+        return ForwardPass(self.full_plan, capture=self.verified_layers, **settings)
 
     # Rows ----------------------------------------------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class Target:
         ``lengths``; returns the logits ``[b, v]`` of each row's last token, junk where there is none."""
         ends = None if min(lengths) == tokens.shape[1] else [max(length, 1) - 1 for length in lengths]
         observer = self.prefill_observer
-        run = ForwardPass(self.full_plan, capture=-1 if observer is None else observer[0], ends=ends, keep=1)
+        run = ForwardPass(self.full_plan, capture=() if observer is None else observer[0], ends=ends, keep=1)
         run = self._run(tokens, cursors, run, counts=lengths)
         assert run.logits is not None
         self.autocast = run.autocast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..model.cache import SpeculativeCache
 from ..model.modules import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name
+from ..validation import MOST_LAYERS, check_count
 from .draft_module import DraftModule
 
 # Entries of a config that have a value for each layer.
@@ -105,6 +107,9 @@ class MtpHead(DraftModule):
     Args:
         configs: for each layer the config of a model of one such layer, without vocabulary, as ``to_dict`` returns it.
         about: see :class:`DraftModule`.
+        state_layers: the layers of the model whose entering states are read, in increasing order, with ``L`` for what
+            leaves its final norm; a projection makes one state of theirs (EAGLE-3, arXiv 2503.01840). By default what
+            leaves the final norm is read as it is.
 
     Raises:
         SettingError: these are no configs of a causal LM that transformers knows.
@@ -112,13 +117,25 @@ class MtpHead(DraftModule):
 
     kind = "MTP head"
 
-    def __init__(self, configs: list[dict[str, Any]], about: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        configs: list[dict[str, Any]],
+        about: dict[str, Any] | None = None,
+        state_layers: Sequence[int] = (),
+    ) -> None:
         super().__init__()
-        self.about, self.configs = about, configs
+        self.about, self.configs, self.state_layers = about, configs, tuple(state_layers)
+        for layer in self.state_layers:
+            check_count("MtpHead(state_layers): a layer", layer, least=0, most=MOST_LAYERS)
+        if sorted(set(self.state_layers)) != list(self.state_layers):
+            raise SettingError(f"MtpHead(state_layers) must be in increasing order, got {state_layers!r}.")
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
                 self.layers = nn.ModuleList(MtpLayer(AutoConfig.for_model(**config)) for config in configs)
+                width = self.parts[0].projection.out_features
+                self.state_width = width * max(len(self.state_layers), 1)
+                self.fuse = nn.Linear(self.state_width, width, bias=False) if self.state_layers else nn.Identity()
             with torch.device("cpu"), torch.no_grad():
                 for layer in self.parts:
                     _compute_buffers(layer.decoder)
@@ -129,6 +146,20 @@ class MtpHead(DraftModule):
     def parts(self) -> list[Any]:
         """The layers, each an :class:`MtpLayer`."""
         return list(self.layers)
+
+    def read_layers(self, anatomy: Anatomy) -> tuple[int, ...]:
+        """The layers of a model whose entering states are read, ``L`` for what leaves its final norm.
+
+        Raises:
+            SettingError: the model has too few layers.
+        """
+        found = self.state_layers or (anatomy.num_layers,)
+        if found[-1] > anatomy.num_layers:
+            raise SettingError(
+                f"this {self.kind} reads the state that enters layer {found[-1]}, but {anatomy.model_name} has "
+                f"{anatomy.num_layers} layers. Use a head that was made for this model."
+            )
+        return found
 
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"
@@ -145,8 +176,8 @@ class MtpHead(DraftModule):
 
         Args:
             embeddings: ``[b, s, d]`` of the tokens, by the model's own embedding.
-            states: ``[b, s, d]`` what left the model's last layer and its final norm at the tokens before these, or
-                what the layer before this one returned.
+            states: ``[b, s, d]`` what ``fuse`` makes of the model's states at the tokens before these, or what the
+                layer before this one returned.
             positions: ``[b, s]`` of the tokens in the text; from 0 on by default.
             cache: keys and values of this layer, a ``Cache`` of transformers; ``None`` if there are none.
             layer: which layer runs.
@@ -158,18 +189,30 @@ class MtpHead(DraftModule):
         return module(embeddings.to(dtype), states.to(dtype), positions, cache)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> MtpHead:
+    def of(cls, model: PreTrainedModel, state_layers: Sequence[int] = ()) -> MtpHead:
         """Returns a head of one layer that begins as a copy of the model's last layer with full attention.
 
+        Args:
+            model: a causal LM of transformers.
+            state_layers: see :class:`MtpHead`; the head begins with the state of the last of them.
+
         Raises:
+            SettingError, SettingTypeError: the model has no such layers.
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
         """
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
         index = layer_of_kind(config, anatomy.num_layers)
         try:
-            head = cls([config_of_layer(config, index)])
+            head = cls([config_of_layer(config, index)], state_layers=state_layers)
+            head.read_layers(anatomy)
             head.parts[0].begin_like(model, anatomy, index)
+            if state_layers:
+                none, one = torch.zeros(2, config.hidden_size, config.hidden_size, device="cpu", dtype=torch.float32)
+                weight = torch.cat([*[none] * (len(state_layers) - 1), one.fill_diagonal_(1)], dim=1)
+                head.fuse.load_state_dict({"weight": weight}, assign=True)
             head.eval().try_out()
+        except SettingError:
+            raise
         except Exception as error:  # of the code of any model
             raise UnsupportedModelError(
                 f"layer {index} of {anatomy.model_name} cannot stand alone, or keeps more than keys and values, so no "

@@ -18,7 +18,7 @@ from helpers.models import BATCH, ROW, tiny_llama
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.watched import watched
-from hf_selfspec import Architecture, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
+from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft import MTP, Drafter, Session
 from hf_selfspec.errors import UnsupportedModelError
@@ -33,6 +33,9 @@ def predicted(model: PreTrainedModel, head: MtpHead, text: torch.Tensor, drafted
     """Logits ``[v]`` after a text ``[s]`` and drafted tokens ``[t]``, without caches, by the definition of the layers:
     each reads the tokens one place further on, and the last one goes on with its own states."""
     states = model.model(text[None, :-1]).last_hidden_state
+    if head.state_layers:
+        known = model.model(text[None, :-1], output_hidden_states=True).hidden_states
+        states = head.fuse(torch.cat([known[layer] for layer in head.state_layers], dim=-1))
     embeddings = model.get_input_embeddings()(torch.cat([text, drafted]))[None]
     places = torch.arange(embeddings.shape[1])[None]
     entered = states
@@ -77,6 +80,16 @@ def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: A
     assert 0 < spec.stats.acceptance_rate < 1
 
 
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_states_of_several_layers(layers: int, inputs: Any) -> None:
+    model = tiny_llama(factor=0.5)
+    head = mtp_of(model, layers, state_layers=(1, 3, model.config.num_hidden_layers))
+    spec = check_drafts(model, MTP(head), inputs, prefill_chunk_size=4)
+    assert spec.stats is not None
+    assert 0 < spec.stats.acceptance_rate < 1
+
+
 def test_rows_that_advance_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left-padded prompts stay padded for models that need that, not for the layers."""
     monkeypatch.setitem(anatomy._ARCHITECTURES, "llama", Architecture(ragged=False))
@@ -106,14 +119,38 @@ class Sometimes(MTP):
         return drafter
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_rounds_of_others_are_taken_in(layers: int) -> None:
+@dataclass(frozen=True)
+class Turns(MTP):
+    """Takes turns with an early exit, whose drafts hand over the states that enter its exit layer."""
+
+    def start(self, session: Session) -> Drafter:
+        drafter: Any = super().start(session)
+        exit_drafter: Any = EarlyExit(3).start(session)
+        propose, update, rounds = drafter.propose, drafter.update, [0]
+
+        def proposed(text: Text, max_new: list[int]) -> Draft:
+            rounds[0] += 1
+            draft: Draft = (propose if rounds[0] % 2 else exit_drafter.propose)(text, max_new)
+            return draft
+
+        def updated(*given: Any) -> None:
+            (update if rounds[0] % 2 else drafter.observe)(*given)
+            if not rounds[0] % 2:
+                exit_drafter.update(*given)
+
+        drafter.propose, drafter.update = proposed, updated
+        return drafter
+
+
+@pytest.mark.parametrize("kind", [Sometimes, Turns])
+@pytest.mark.parametrize(("layers", "states"), [(1, ()), (3, ()), (1, (1, 2, 5))])
+def test_rounds_of_others_are_taken_in(kind: type[MTP], layers: int, states: tuple[int, ...]) -> None:
     model = tiny_llama(factor=0.5)
-    head = mtp_of(model, layers)
+    head = mtp_of(model, layers, state_layers=states)
     seen = []
 
     def see(text: Text, draft: Draft) -> None:
-        if draft.size > 2:
+        if draft.states is None and draft.size > 2:
             seen.append(draft.lengths)
             for row, length in enumerate(draft.lengths):
                 known = text.ids[row, int(BATCH["attention_mask"][row].argmax()) : text.lengths[row]]
@@ -122,7 +159,7 @@ def test_rounds_of_others_are_taken_in(layers: int) -> None:
                     int(predicted(model, head, known, tokens[:k]).argmax()) for k in range(length)
                 ]
 
-    model.generate(**BATCH, max_new_tokens=30, assistant=SelfSpec(watched(Sometimes(head), see), FixedLength(4)))
+    model.generate(**BATCH, max_new_tokens=30, assistant=SelfSpec(watched(kind(head), see), FixedLength(4)))
     assert len(seen) > 3
 
 
@@ -141,6 +178,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing there": (lambda folder: MTP(folder / "none"), SettingError, "there is no saved MTP head at"),
     "something else": (lambda folder: MTP(tiny_llama()), SettingTypeError, "must be MtpHead or the path"),  # type: ignore[arg-type]
     "no configs": (lambda folder: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
+    "no order": (lambda folder: MtpHead([], state_layers=[3, 1]), SettingError, "in increasing order"),
+    "too few layers": (lambda folder: MtpHead.of(tiny_llama(2), (1, 3)), SettingError, "has 2 layers"),
     "no layer": (lambda folder: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),
 }
 
@@ -154,7 +193,7 @@ def test_what_is_no_head_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
     model = tiny_llama(factor=0.5)
-    head = mtp_of(model, 2)
+    head = mtp_of(model, 2, state_layers=(1, 3, 5))
     head.save_pretrained(tmp_path)
     found = []
     for source in (MTP(head), MTP(tmp_path)):
