@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import Self
 
 from ..batch import Draft, Text, Verdict
-from ..errors import UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError
 from ..learned.saving import register
 from ..model.attention import MaskSpec, at_positions
 from ..model.cache import SpeculativeCache
@@ -19,6 +20,7 @@ from ..model.patching import within
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, at_places, upload
 from ..modules.draft_module import module_of
+from ..modules.eagle import load_eagle3
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..modules.shipped import load_mtp
@@ -51,6 +53,23 @@ class MTP(DraftSource):
                 kept, module = module_of(f"MTP({name})", given, kind)
                 object.__setattr__(self, name, kept)
                 object.__setattr__(self, f"_{name}", module)
+        if self.head_rows is not None and self.head is not None and self.__dict__["_head"].output is not None:
+            raise SettingError("MTP(head_rows): this head has an output head of its own. Leave `head_rows` out.")
+
+    @classmethod
+    def from_eagle3(cls, checkpoint: str | os.PathLike[str], state_layers: Sequence[int] = ()) -> Self:
+        """Returns drafts with an EAGLE-3 head (arXiv 2503.01840) that others publish, for Llama- and Qwen-like models.
+
+        Args:
+            checkpoint: the folder or Hub repository, in the original format (``midlayer.*``) or that of speculators.
+            state_layers: the layers of the model whose entering states the head reads; by default those that its
+                configuration names, else 2, ``L // 2`` and ``L - 3``.
+
+        Raises:
+            SettingError, SettingTypeError: there is no such head, it is damaged, or a variant that is not served. One
+                of another model is refused by ``generate``.
+        """
+        return cls(load_eagle3(checkpoint, state_layers))
 
     def start(self, session: Session) -> Drafter:
         target = session.target
@@ -84,7 +103,7 @@ class MtpDraft(PartialDraft):
         self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
         self._counts = [0] * rows
         self._depth = 0
-        target.observe_prefill(head.read_layers(session.anatomy), self._see_prompt, keeps_verified=True)
+        target.observe_prefill(head.read_layers(target.model), self._see_prompt, keeps_verified=True)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._depth = 0
@@ -127,6 +146,12 @@ class MtpDraft(PartialDraft):
             places += range(width, width + len(new))
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
+        if self._mtp.output is not None:
+            states = self._predicted(text, feed)
+            own = self._mtp.on(states.device, states.dtype).output
+            assert own is not None
+            with within(self.target.autocast):
+                return DraftStep(own(states)[:, -1], states[:, -1], None)
         # All layers pass on what they get: the model's own code brings the head's states to the logits.
         run = ForwardPass(
             self.plan,
@@ -190,7 +215,9 @@ class MtpDraft(PartialDraft):
         positions = slots + RowNumbers(shifts).on(device)
         if (limit := target.anatomy.position_limit) is not None:
             positions = positions.clamp(max=limit - 1)
-        head, embedded = self._mtp.on(device, states.dtype), target.model.get_input_embeddings()(tokens)
+        head = self._mtp.on(device, states.dtype)
+        own = head.embedding
+        embedded = target.model.get_input_embeddings()(tokens) if own is None else own(tokens.to(device))
         with torch.no_grad(), within(target.autocast), at_positions(spec):
             states = states if self._depth else head.fuse(states)
             self._states = head(embedded.to(device), states, target.following.positions(positions, None), cache, layer)

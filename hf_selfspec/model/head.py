@@ -24,6 +24,12 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return found
 
 
+def spread(logits: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Returns logits ``[..., v]`` of a whole vocabulary, of those ``[..., r]`` of some tokens ``[r]``."""
+    found = logits.new_full((*logits.shape[:-1], vocabulary), NOTHING)
+    return found.index_copy_(-1, tokens, logits)
+
+
 class HeadRows:
     """The rows of a model's head for some tokens ``[r]``, in order, copied when the first states arrive."""
 
@@ -59,9 +65,7 @@ class HeadRows:
         """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
         if self._rows is None:
             self._rows = self._cut()
-        found: torch.Tensor = self._rows(states.to(self.tokens.device))
-        logits = found.new_full((*found.shape[:-1], self._vocabulary), NOTHING)
-        return logits.index_copy_(-1, self.tokens, found)
+        return spread(self._rows(states.to(self.tokens.device)), self.tokens, self._vocabulary)
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
         """Changes logits ``[..., v]`` of the whole head to those that this head would return."""

@@ -131,7 +131,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             SettingError: see :meth:`load`.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        config_file, weights_file = (_file(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
+        config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
         try:
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 module = cls(**read_json(config_file))
@@ -188,7 +188,8 @@ def _object(name: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
+def file_of(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
+    """Returns the path of a file in a folder or a repository of the Hub; raises if there is none."""
     if os.path.isdir(folder := path_of(name)):
         if not (folder / file).is_file():
             raise SettingError(f"{name} has no {file}: give a folder that holds a saved {kind}.")

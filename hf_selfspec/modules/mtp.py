@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..errors import SettingError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
+from ..model.head import spread
+from ..model.linear import FewTokenLinear
 from ..model.modules import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name
@@ -49,9 +51,8 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        width = config.hidden_size
-        decoder: Any = Anatomy.of(AutoModelForCausalLM.from_config(config)).stack
-        decoder.set_input_embeddings(nn.Identity())
+        self.width = width = config.hidden_size
+        decoder = _decoder(config)
         norm: Any = next(filter(partial(_is_norm, width), decoder.children()), nn.RMSNorm(width, 1e-6))
         self.embedding_norm, self.state_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.projection, self.decoder = nn.Linear(2 * width, width, bias=False), decoder
@@ -61,9 +62,7 @@ class MtpLayer(nn.Module):
     ) -> torch.Tensor:
         """See :meth:`MtpHead.forward`."""
         both = torch.cat([self.embedding_norm(embeddings), self.state_norm(states)], dim=-1)
-        given = {"position_ids": positions, cache_name(self.decoder): cache, "use_cache": cache is not None}
-        known = {name: value for name, value in given.items() if name in forward_parameters(self.decoder)}
-        return states_of(self.decoder(inputs_embeds=self.projection(both), **known))
+        return _through(self.decoder, self.projection(both), positions, cache)
 
     def begin_like(self, model: PreTrainedModel, anatomy: Anatomy, index: int) -> None:
         """Copies a layer of a model and its final norm; the projection is the mean of embedding and state."""
@@ -81,6 +80,71 @@ class MtpLayer(nn.Module):
             # Those of some models have weights around zero.
             if not norm(torch.linspace(-1, 1, self.projection.out_features, device="cpu", dtype=torch.float32)).any():
                 nn.init.ones_(norm.weight)
+
+
+class EagleLayer(nn.Module):
+    """The layer of an EAGLE-3 head (arXiv 2503.01840): a decoder layer whose attention reads ``[norm(embedding);
+    norm(h)]``, and whose residual is ``h``, before or after its norm."""
+
+    def __init__(self, config: PreTrainedConfig, norm_before_residual: bool, norm_output: bool) -> None:
+        super().__init__()
+        self.width, self.decoder = config.hidden_size, _decoder(config)
+        self.decoder.layers[0] = _EagleBlock(self.decoder.layers[0], self.width, norm_before_residual)
+        if not norm_output:
+            self.decoder.norm = nn.Identity()
+
+    def forward(
+        self, embeddings: torch.Tensor, states: torch.Tensor, positions: torch.Tensor | None = None, cache: Any = None
+    ) -> torch.Tensor:
+        """See :meth:`MtpHead.forward`."""
+        return _through(self.decoder, torch.cat([embeddings, states], dim=-1), positions, cache)
+
+
+class _EagleBlock(nn.Module):
+    def __init__(self, layer: Any, width: int, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.input_layernorm = layer.self_attn, layer.mlp, layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
+        self.norm_before_residual = norm_before_residual
+        for name in ("q_proj", "k_proj", "v_proj"):
+            known = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * width, known.out_features, known.bias is not None))
+
+    def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        embeddings, states = hidden_states.chunk(2, dim=-1)
+        normed = self.hidden_norm(states)
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        states = (normed if self.norm_before_residual else states) + self.self_attn(hidden_states=both, **given)[0]
+        found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return found
+
+
+class EagleOutput(nn.Module):
+    """The norm and output head of an EAGLE-3 head, which has some tokens ``[r]`` of the vocabulary."""
+
+    def __init__(self, norm: nn.Module, width: int, size: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm, self.vocabulary = norm, vocabulary
+        self.head = FewTokenLinear(width, size, bias=False)
+        self.tokens = nn.Parameter(torch.arange(size), requires_grad=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns logits ``[..., v]`` of states ``[..., d]``."""
+        return spread(self.head(self.norm(states)), self.tokens, self.vocabulary)
+
+
+def _decoder(config: PreTrainedConfig) -> Any:
+    """A decoder of the model's own class, which takes embeddings."""
+    decoder: Any = Anatomy.of(AutoModelForCausalLM.from_config(config)).stack
+    decoder.set_input_embeddings(nn.Identity())
+    return decoder
+
+
+def _through(decoder: Any, entered: torch.Tensor, positions: torch.Tensor | None, cache: Any) -> torch.Tensor:
+    given = {"position_ids": positions, cache_name(decoder): cache, "use_cache": cache is not None}
+    known = {name: value for name, value in given.items() if name in forward_parameters(decoder)}
+    return states_of(decoder(inputs_embeds=entered, **known))
 
 
 def _compute_buffers(decoder: PreTrainedModel) -> None:
@@ -109,7 +173,10 @@ class MtpHead(DraftModule):
         about: see :class:`DraftModule`.
         state_layers: the layers of the model whose entering states are read, in increasing order, with ``L`` for what
             leaves its final norm; a projection makes one state of theirs (EAGLE-3, arXiv 2503.01840). By default what
-            leaves the final norm is read as it is.
+            leaves the final norm is read as it is, by an EAGLE-3 head the layers 2, ``L // 2`` and ``L - 3``.
+        eagle3: settings of an EAGLE-3 head, which :meth:`hf_selfspec.MTP.from_eagle3` makes: ``vocabulary`` and
+            ``draft_vocabulary``, ``target_width`` of the model, ``norm_before_residual``, ``norm_output``, and
+            ``own_embedding``.
 
     Raises:
         SettingError: these are no configs of a causal LM that transformers knows.
@@ -122,8 +189,12 @@ class MtpHead(DraftModule):
         configs: list[dict[str, Any]],
         about: dict[str, Any] | None = None,
         state_layers: Sequence[int] = (),
+        eagle3: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.eagle3 = eagle3
+        self.output: EagleOutput | None = None
+        self.embedding: nn.Embedding | None = None
         self.about, self.configs, self.state_layers = about, configs, tuple(state_layers)
         for layer in self.state_layers:
             check_count("MtpHead(state_layers): a layer", layer, least=0, most=MOST_LAYERS)
@@ -132,10 +203,15 @@ class MtpHead(DraftModule):
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
-                self.layers = nn.ModuleList(MtpLayer(AutoConfig.for_model(**config)) for config in configs)
-                width = self.parts[0].projection.out_features
-                self.state_width = width * max(len(self.state_layers), 1)
-                self.fuse = nn.Linear(self.state_width, width, bias=False) if self.state_layers else nn.Identity()
+                layer_configs = [AutoConfig.for_model(**config) for config in configs]
+                if eagle3 is None:
+                    self.layers = nn.ModuleList(map(MtpLayer, layer_configs))
+                    self.state_width = self.parts[0].width * max(len(self.state_layers), 1)
+                else:
+                    self._be_eagle(layer_configs[0], **eagle3)
+                is_fused = self.state_layers or eagle3 is not None
+                width = self.parts[0].width
+                self.fuse = nn.Linear(self.state_width, width, bias=False) if is_fused else nn.Identity()
             with torch.device("cpu"), torch.no_grad():
                 for layer in self.parts:
                     _compute_buffers(layer.decoder)
@@ -147,19 +223,43 @@ class MtpHead(DraftModule):
         """The layers, each an :class:`MtpLayer`."""
         return list(self.layers)
 
-    def read_layers(self, anatomy: Anatomy) -> tuple[int, ...]:
+    def _be_eagle(
+        self,
+        config: PreTrainedConfig,
+        vocabulary: int,
+        draft_vocabulary: int,
+        target_width: int,
+        norm_before_residual: bool,
+        norm_output: bool,
+        own_embedding: bool,
+    ) -> None:
+        layer = EagleLayer(config, norm_before_residual, norm_output)
+        norm = nn.Identity() if norm_output else copy.deepcopy(layer.decoder.layers[0].hidden_norm)
+        self.layers, self.state_width = nn.ModuleList([layer]), target_width * (len(self.state_layers) or 3)
+        self.output = EagleOutput(norm, layer.width, draft_vocabulary, vocabulary)
+        self.embedding = nn.Embedding(vocabulary, layer.width) if own_embedding else None
+
+    def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The layers of a model whose entering states are read, ``L`` for what leaves its final norm.
 
         Raises:
-            SettingError: the model has too few layers.
+            SettingError: the head belongs to a model of another width, vocabulary or number of layers.
         """
-        found = self.state_layers or (anatomy.num_layers,)
-        if found[-1] > anatomy.num_layers:
+        config, n = model.config.get_text_config(decoder=True), Anatomy.of(model).num_layers
+        layers, last, trouble = self.state_layers or (n,), n, ""
+        if self.eagle3 is not None:
+            layers, last = self.state_layers or (2, n // 2, n - 3), n - 1
+            if self.eagle3["vocabulary"] != config.vocab_size:
+                trouble = f"has a vocabulary of {self.eagle3['vocabulary']} tokens, the model of {config.vocab_size}"
+        if self.state_width != len(layers) * config.hidden_size:
+            trouble = f"reads states of width {self.state_width}, the model's have {len(layers)} x {config.hidden_size}"
+        elif layers[-1] > last or list(layers) != sorted(set(layers)):
+            trouble = f"reads the states that enter the layers {list(layers)}, the model has {n} layers"
+        if trouble:
             raise SettingError(
-                f"this {self.kind} reads the state that enters layer {found[-1]}, but {anatomy.model_name} has "
-                f"{anatomy.num_layers} layers. Use a head that was made for this model."
+                f"this {self.kind} was not made for {type(model).__name__}: it {trouble}. Use one that was."
             )
-        return found
+        return layers
 
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"
@@ -204,7 +304,7 @@ class MtpHead(DraftModule):
         index = layer_of_kind(config, anatomy.num_layers)
         try:
             head = cls([config_of_layer(config, index)], state_layers=state_layers)
-            head.read_layers(anatomy)
+            head.read_layers(model)
             head.parts[0].begin_like(model, anatomy, index)
             if state_layers:
                 none, one = torch.zeros(2, config.hidden_size, config.hidden_size, device="cpu", dtype=torch.float32)
@@ -224,5 +324,5 @@ class MtpHead(DraftModule):
     def try_out(self) -> None:
         """Runs each layer over two tokens, with keys and values alone in its cache."""
         for layer in self.parts:
-            states = layer.projection.weight.new_zeros(1, 2, layer.projection.out_features)
+            states = next(layer.parameters()).new_zeros(1, 2, layer.width)
             layer(states, states, torch.arange(2, device=states.device)[None], SpeculativeCache(1, 1, 2))

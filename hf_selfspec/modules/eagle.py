@@ -1,0 +1,114 @@
+"""EAGLE-3 heads (arXiv 2503.01840) as others publish them: in the original format, and in that of speculators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
+from ..learned.files import read_json
+from .draft_module import CONFIG, WEIGHTS, file_of
+from .mtp import MtpHead, config_of_layer
+
+_KIND, _OLD_WEIGHTS = "EAGLE-3 head", "pytorch_model.bin"
+# What else there may be: which draft tokens the vocabulary has, and parts of the model that training needed.
+_UNUSED = ("t2d", "verifier_")
+
+
+def load_eagle3(checkpoint: str | os.PathLike[str], state_layers: Sequence[int] = ()) -> MtpHead:
+    """Loads a head; see :meth:`hf_selfspec.MTP.from_eagle3`."""
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        raise SettingTypeError(f"MTP.from_eagle3 takes a folder or a name on the Hub, got {checkpoint!r}.")
+    name = os.fspath(checkpoint)
+    try:
+        config, tensors = read_json(file_of(_KIND, name, CONFIG, {})), _tensors(name)
+        return _head(name, config, tensors, state_layers)
+    except SelfSpecError:
+        raise
+    except (
+        SafetensorError,
+        UnpicklingError,
+        OSError,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise SettingError(
+            f"{name} holds no {_KIND}, or one whose {CONFIG} or weights were cut short or changed ({brief(error)})."
+        ) from error
+
+
+def _tensors(name: str) -> dict[str, torch.Tensor]:
+    try:
+        file = file_of(_KIND, name, WEIGHTS, {})
+    except SettingError:
+        return dict(torch.load(file_of(_KIND, name, _OLD_WEIGHTS, {}), map_location="cpu", weights_only=True))
+    return {key: value.clone() for key, value in load_file(file).items()}
+
+
+def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], state_layers: Sequence[int]) -> MtpHead:
+    is_original = "speculators_model_type" not in config
+    layer = config if is_original else config["transformer_layer_config"]
+    known = [place[key] for place in (config, config.get("eagle_config") or {}) for key in _IDS if place.get(key)]
+    refused = {
+        "no midlayer.* or layers.0.* of its kind": config.get("speculators_model_type", "eagle3") != "eagle3",
+        f"layers of {layer.get('model_type')}": layer.get("model_type") not in ("llama", "qwen3"),
+        f"{layer.get('num_hidden_layers')} layers": layer.get("num_hidden_layers", 1) != 1,
+        "sliding attention": "sliding_attention" in (layer.get("layer_types") or ()),
+        **{setting: bool(config.get(setting)) for setting in ("fc_norm", "norm_before_fc", "parallel_drafting")},
+    }
+    if variants := [variant for variant, is_there in refused.items() if is_there]:
+        raise SettingError(f"MTP.from_eagle3: {name} is a variant that is not served: {', '.join(variants)}.")
+    if known and is_original and not state_layers:
+        raise SettingError(
+            f"MTP.from_eagle3: {name} reads the layers {known[0]}, which engines count in two ways. Give those whose "
+            "entering states it reads, MTP.from_eagle3(..., state_layers=[...]): these numbers, or each plus 1."
+        )
+    vocabulary, size = layer["vocab_size"], len(tensors["lm_head.weight"])
+    offsets = tensors.pop("d2t", None if size < vocabulary else torch.zeros(size, dtype=torch.long))
+    if offsets is None:
+        raise ValueError("there is no d2t for its reduced vocabulary")
+    tokens = torch.arange(size) + offsets
+    if len(tokens.unique()) < size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError("d2t names no distinct tokens of the vocabulary")
+    settings = {
+        "vocabulary": vocabulary,
+        "draft_vocabulary": size,
+        "target_width": config.get("target_hidden_size") or layer["hidden_size"],
+        "norm_before_residual": bool(config.get("norm_before_residual")),
+        "norm_output": bool(config.get("norm_output")),
+        "own_embedding": "embed_tokens.weight" in tensors,
+    }
+    of_layer = config_of_layer(AutoConfig.for_model(**layer), 0)
+    layers = state_layers or (known[0] if known else ())
+    head = MtpHead([of_layer], {"recipe": {"published as": name}}, layers, settings)
+    begins = {
+        "midlayer.": "layers.0.decoder.layers.0.",
+        "layers.0.": "layers.0.decoder.layers.0.",
+        "norm.": "layers.0.decoder.norm." if settings["norm_output"] else "output.norm.",
+        "lm_head.": "output.head.",
+        "embed_tokens.": "embedding.",
+        "fc.": "fuse.",
+    }
+    state = {"output.tokens": tokens}
+    for key, value in tensors.items():
+        if not key.startswith(_UNUSED):
+            begin = next((begin for begin in begins if key.startswith(begin)), "")
+            if not torch.isfinite(value).all():
+                raise ValueError(f"{key} is not finite")
+            state[begins.get(begin, "") + key[len(begin) :]] = value.to(tensors["fc.weight"].dtype)
+    head.load_state_dict(state, assign=True)
+    return head.eval().requires_grad_(False)
+
+
+# How configurations name the layers that are read.
+_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
