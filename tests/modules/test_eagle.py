@@ -1,0 +1,266 @@
+"""EAGLE-3 heads as others publish them: their logits by hand and by the package of the format, and drafts with them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+
+from helpers.architectures import build
+from helpers.calls import check_lossless, unchanged
+from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
+from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as tiny_vocabulary
+from helpers.watched import watched
+from hf_selfspec import MTP, FixedLength, SelfSpec, SettingError, TopKTree
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.draft import Cascade, Lookup
+from hf_selfspec.modules.mtp import MtpHead
+
+LAYERS, HEADS, KV_HEADS = (2, 4, 5), 4, 2
+THETA = 5000.0
+
+
+def published(folder: Path, model: PreTrainedModel, size: int = 40, **changed: Any) -> dict[str, torch.Tensor]:
+    """Writes a random head for a model, with ``size`` draft tokens, in the original format; returns its tensors."""
+    torch.manual_seed(1)
+    width, vocabulary, inner = model.config.hidden_size, model.config.vocab_size, 48
+    shapes = {"fc": (width, 3 * width), "norm": (width,), "lm_head": (size, width)}
+    block = {"q_proj": width, "k_proj": width // 2, "v_proj": width // 2}
+    shapes |= {f"midlayer.self_attn.{name}": (rows, 2 * width) for name, rows in block.items()}
+    shapes |= {f"midlayer.mlp.{name}": (inner, width) for name in ("gate_proj", "up_proj")}
+    shapes |= {"midlayer.self_attn.o_proj": (width, width), "midlayer.mlp.down_proj": (width, inner)}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes |= {f"midlayer.{name}": (width,) for name in norms}
+    tensors = {
+        f"{name}.weight": torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) / 4
+        for name, shape in shapes.items()
+    }
+    tokens = torch.randperm(vocabulary)[:size].sort().values
+    tensors["d2t"] = tokens - torch.arange(size)
+    tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "vocab_size": vocabulary, "draft_vocab_size": size, "hidden_size": width, "intermediate_size": inner,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "rope_theta": THETA,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | changed), encoding="utf-8")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return tensors
+
+
+@torch.no_grad()
+def by_hand(tensors: dict[str, torch.Tensor], embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """States ``[s, d]`` that leave the layer for embeddings and states ``[s, d]``, by the paper's definition."""
+    weights = {name.removeprefix("midlayer.").removesuffix(".weight"): value for name, value in tensors.items()}
+
+    def normed(name: str, values: torch.Tensor) -> torch.Tensor:
+        return weights[name] * values * (values.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    s, width = states.shape
+    size = width // HEADS
+    both = torch.cat([normed("input_layernorm", embedded), normed("hidden_norm", states)], dim=-1)
+    q, k, v = (
+        (both @ weights[f"self_attn.{name}_proj"].T).view(s, -1, size).transpose(0, 1) for name in ("q", "k", "v")
+    )
+    angles = torch.arange(s)[:, None] / THETA ** (torch.arange(0, size, 2) / size)
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(values: torch.Tensor) -> torch.Tensor:
+        moved = torch.complex(*values.chunk(2, dim=-1)) * turn
+        return torch.cat([moved.real, moved.imag], dim=-1)
+
+    k, v = (values.repeat_interleave(HEADS // KV_HEADS, 0) for values in (turned(k), v))
+    seen = scaled_dot_product_attention(turned(q), k, v, is_causal=True).transpose(0, 1).reshape(s, width)
+    states = states + seen @ weights["self_attn.o_proj"].T
+    inner = normed("post_attention_layernorm", states)
+    gate = silu(inner @ weights["mlp.gate_proj"].T) * (inner @ weights["mlp.up_proj"].T)
+    return states + gate @ weights["mlp.down_proj"].T
+
+
+@torch.no_grad()
+def drafted_by_hand(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], text: torch.Tensor, count: int, layers: Any = LAYERS
+) -> list[int]:
+    """The tokens that a head drafts after a text ``[s]``, without caches."""
+    known = model.model(text[None, :-1], output_hidden_states=True).hidden_states
+    entered = torch.cat([known[layer][0] for layer in layers], dim=-1) @ tensors["fc.weight"].T
+    tokens = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    for _ in range(count):
+        left = by_hand(tensors, model.get_input_embeddings()(text[1:]), entered)
+        last = left[-1] * (left[-1].square().mean() + 1e-5).rsqrt() * tensors["norm.weight"]
+        text = torch.cat([text, tokens[(tensors["lm_head.weight"] @ last).argmax()][None]])
+        entered = torch.cat([entered, left[-1:]])
+    return text[-count:].tolist()
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+def test_drafts_are_those_of_the_original_head(inputs: Any, tmp_path: Path) -> None:
+    model = tiny_llama(8, factor=0.5)
+    tensors, seen = published(tmp_path, model), []
+
+    def check(text: Text, draft: Draft) -> None:
+        for row, length in enumerate(draft.lengths):
+            known = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
+            expected = drafted_by_hand(model, tensors, known, 3)[:length]
+            assert draft.tokens[row, :length].tolist() == expected
+            seen.append(length)
+
+    plain = model.generate(**inputs, max_new_tokens=20)
+    spec = SelfSpec(watched(MTP.from_eagle3(tmp_path), check), FixedLength(3))
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, assistant=spec), plain)
+    assert max(seen) == 3
+
+
+def test_ids_are_plains_and_the_model_is_left_alone(tmp_path: Path) -> None:
+    model = tiny_llama(8)
+    published(tmp_path, model)
+    source = MTP.from_eagle3(str(tmp_path))
+    for spec in (
+        SelfSpec(source, FixedLength(4), TopKTree(((0.9999, 3), (1.0, 2)))),
+        SelfSpec(Cascade([Lookup(), source])),
+    ):
+        with unchanged(model):
+            check_lossless(model, spec)
+
+
+def test_drawn_tokens_have_the_models_distribution(tmp_path: Path) -> None:
+    model = tiny_vocabulary()
+    published(tmp_path, model, size=model.config.vocab_size - 1)
+    changed_weights(tmp_path, lambda tensors: tensors["lm_head.weight"].mul_(0.1))  # else few are accepted
+    spec = SelfSpec(MTP.from_eagle3(tmp_path, [1, 2, 3]), FixedLength(3))
+    check_exact(sample(spec, model), exact_joint(model, []))
+
+
+def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
+    """In our own format it keeps its vocabulary, its settings and the layers that it reads."""
+    model = tiny_llama(8, factor=0.5)
+    published(tmp_path, model)
+    source = MTP.from_eagle3(tmp_path, (1, 2, 6))
+    assert isinstance(source.head, MtpHead)
+    source.head.save_pretrained(tmp_path / "saved")
+    found: list[list[Any]] = []
+    for one in (source, MTP(tmp_path / "saved")):
+        drafts: list[Any] = []
+        spec = SelfSpec(watched(one, lambda _, draft, kept=drafts: kept.append(draft.tokens.tolist())), FixedLength(3))
+        model.generate(**BATCH, max_new_tokens=12, assistant=spec)
+        found.append(drafts)
+    assert found[0] == found[1]
+
+
+def changed_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    change(tensors)
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "two layers": ({"num_hidden_layers": 2}, "not served: 2 layers"),
+    "other layers": ({"model_type": "gemma2"}, "not served: layers of gemma2"),
+    "norms before fc": ({"fc_norm": True, "norm_before_fc": True}, "not served: fc_norm, norm_before_fc"),
+    "layers in two ways": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, "in two ways"),
+    "other widths": ({"hidden_size": 32}, "size mismatch"),
+    "no widths": ({"hidden_size": "wide"}, "holds no EAGLE-3 head"),
+}
+WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a tensor is missing": (lambda tensors: tensors.pop("fc.weight"), "fc.weight"),
+    "a tensor is of another format": (lambda tensors: tensors.update(extra=torch.ones(1)), "extra"),
+    "no d2t": (lambda tensors: tensors.pop("d2t"), "no d2t"),
+    "tokens outside": (lambda tensors: tensors["d2t"].add_(VOCABULARY), "distinct tokens"),
+    "not finite": (lambda tensors: tensors["norm.weight"].mul_(float("nan")), "not finite"),
+}
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama(8)
+    for config, message in CONFIGS.values():
+        published(tmp_path, model, **config)
+        with pytest.raises(SettingError, match=message):
+            MTP.from_eagle3(tmp_path)
+    for change, message in WEIGHTS.values():
+        published(tmp_path, model)
+        changed_weights(tmp_path, change)
+        with pytest.raises(SettingError, match=message):
+            MTP.from_eagle3(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"junk")
+    with pytest.raises(SettingError, match="cut short"):
+        MTP.from_eagle3(tmp_path)
+    with pytest.raises(SettingError, match=r"has no config\.json"):
+        MTP.from_eagle3(tmp_path / "..")
+
+
+def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
+    published(tmp_path, tiny_llama(8))
+    source = MTP.from_eagle3(tmp_path)
+    others = {"a vocabulary of 97": tiny_llama(8, vocabulary=90), r"layers \[2, 3, 3\]": tiny_llama(6)}
+    others["width 192, the model's have 3 x 32"] = build("llama", num_hidden_layers=8)
+    for message, model in others.items():
+        with unchanged(model), pytest.raises(SettingError, match=message):
+            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("settings", [{}, {"norm_before_residual": True}, {"norm_output": True}], ids=str)
+@pytest.mark.parametrize("size", [40, VOCABULARY], ids=["reduced", "whole"])
+def test_logits_are_those_of_speculators(kind: Any, settings: dict[str, bool], size: int, tmp_path: Path) -> None:
+    """A head that the package has saved, at two depths; the same in the original format."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eagle3 = pytest.importorskip(
+            "speculators.models.eagle3",
+            reason="speculators is not there, or not for this transformers",
+            exc_type=ImportError,
+        )
+    layer = kind(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, head_dim=16, attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    layer._attn_implementation = "eager"
+    config = eagle3.Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=size, eagle_aux_hidden_state_layer_ids=[1, 3, 5], **settings
+    )
+    theirs = eagle3.Eagle3DraftModel(config).eval()
+    torch.manual_seed(2)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    if size < VOCABULARY:
+        tokens = torch.randperm(VOCABULARY)[:size].sort().values
+        mask = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, tokens, True)
+        theirs.load_vocab_mappings(mask, tokens - torch.arange(size))
+    else:
+        tokens = torch.arange(size)
+    theirs.save_pretrained(tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    old = {key.replace("layers.0.", "midlayer."): value for key, value in tensors.items()}
+    save_file(old, tmp_path / "old" / "model.safetensors")
+    (tmp_path / "old" / "config.json").write_text(json.dumps(layer.to_dict() | settings | {"draft_vocab_size": size}))
+
+    ids, states, logits = torch.randint(0, VOCABULARY, (1, 9)), torch.randn(1, 9, 192), []
+    theirs.lm_head.register_forward_hook(lambda module, given, output: logits.append(output))
+    with torch.no_grad():
+        theirs(states, torch.cat([ids[:, :-1], ids[:, -1:]], dim=1), torch.zeros(1, 9, dtype=torch.long), ttt_steps=2)
+    for folder in ("new", "old"):
+        head = MTP.from_eagle3(tmp_path / folder).head
+        assert isinstance(head, MtpHead)
+        assert head.state_layers == ((1, 3, 5) if folder == "new" else ())
+        assert head.embedding is not None
+        assert head.output is not None
+        with torch.no_grad():
+            places = torch.arange(10)[None] + 1
+            first = head(head.embedding(ids), head.fuse(states), places[:, :9])
+            # The package feeds zeros as tokens after the last one.
+            entered = torch.cat([head.fuse(states), first[:, -1:]], dim=1)
+            second = head(head.embedding(torch.cat([ids, ids.new_zeros(1, 1)], dim=1)), entered, places)
+            found = [head.output(first), head.output(second)[:, -1:]]
+        torch.testing.assert_close(found[0][..., tokens], logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found[1][..., tokens], logits[1][:, -1:], atol=1e-4, rtol=1e-4)
+        assert (found[0] < -1e4).sum() == 9 * (VOCABULARY - size)
