@@ -58,7 +58,9 @@ def published(folder: Path, model: PreTrainedModel, size: int = 40, **changed: A
 
 
 @torch.no_grad()
-def by_hand(tensors: dict[str, torch.Tensor], embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def by_hand(
+    tensors: dict[str, torch.Tensor], embedded: torch.Tensor, states: torch.Tensor, norm_before_residual: bool
+) -> torch.Tensor:
     """States ``[s, d]`` that leave the layer for embeddings and states ``[s, d]``, by the paper's definition."""
     weights = {name.removeprefix("midlayer.").removesuffix(".weight"): value for name, value in tensors.items()}
 
@@ -80,7 +82,7 @@ def by_hand(tensors: dict[str, torch.Tensor], embedded: torch.Tensor, states: to
 
     k, v = (values.repeat_interleave(HEADS // KV_HEADS, 0) for values in (turned(k), v))
     seen = scaled_dot_product_attention(turned(q), k, v, is_causal=True).transpose(0, 1).reshape(s, width)
-    states = states + seen @ weights["self_attn.o_proj"].T
+    states = (normed("hidden_norm", states) if norm_before_residual else states) + seen @ weights["self_attn.o_proj"].T
     inner = normed("post_attention_layernorm", states)
     gate = silu(inner @ weights["mlp.gate_proj"].T) * (inner @ weights["mlp.up_proj"].T)
     return states + gate @ weights["mlp.down_proj"].T
@@ -88,29 +90,39 @@ def by_hand(tensors: dict[str, torch.Tensor], embedded: torch.Tensor, states: to
 
 @torch.no_grad()
 def drafted_by_hand(
-    model: PreTrainedModel, tensors: dict[str, torch.Tensor], text: torch.Tensor, count: int, layers: Any = LAYERS
+    model: PreTrainedModel,
+    tensors: dict[str, torch.Tensor],
+    text: torch.Tensor,
+    count: int,
+    norm_before_residual: bool = False,
+    norm_output: bool = False,
 ) -> list[int]:
     """The tokens that a head drafts after a text ``[s]``, without caches."""
     known = model.model(text[None, :-1], output_hidden_states=True).hidden_states
-    entered = torch.cat([known[layer][0] for layer in layers], dim=-1) @ tensors["fc.weight"].T
+    entered = torch.cat([known[layer][0] for layer in LAYERS], dim=-1) @ tensors["fc.weight"].T
     tokens = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
     for _ in range(count):
-        left = by_hand(tensors, model.get_input_embeddings()(text[1:]), entered)
-        last = left[-1] * (left[-1].square().mean() + 1e-5).rsqrt() * tensors["norm.weight"]
+        embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
+        left = by_hand(tensors, embeddings[text[1:]], entered, norm_before_residual)[-1]
+        last = left * (left.square().mean() + 1e-5).rsqrt() * tensors["norm.weight"]
         text = torch.cat([text, tokens[(tensors["lm_head.weight"] @ last).argmax()][None]])
-        entered = torch.cat([entered, left[-1:]])
+        entered = torch.cat([entered, (last if norm_output else left)[None]])
     return text[-count:].tolist()
 
 
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
-def test_drafts_are_those_of_the_original_head(inputs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"norm_before_residual": True}, {"norm_output": True}], ids=str)
+def test_drafts_are_those_of_the_original_head(settings: dict[str, bool], inputs: Any, tmp_path: Path) -> None:
     model = tiny_llama(8, factor=0.5)
-    tensors, seen = published(tmp_path, model), []
+    tensors, seen = published(tmp_path, model, **settings), []
+    if settings:  # these heads have embeddings of their own
+        tensors["embed_tokens.weight"] = torch.randn(VOCABULARY, model.config.hidden_size)
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
 
     def check(text: Text, draft: Draft) -> None:
         for row, length in enumerate(draft.lengths):
             known = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
-            expected = drafted_by_hand(model, tensors, known, 3)[:length]
+            expected = drafted_by_hand(model, tensors, known, 3, **settings)[:length]
             assert draft.tokens[row, :length].tolist() == expected
             seen.append(length)
 
