@@ -208,7 +208,7 @@ class MtpHead(DraftModule):
                     self.layers = nn.ModuleList(map(MtpLayer, layer_configs))
                     self.state_width = self.parts[0].width * max(len(self.state_layers), 1)
                 else:
-                    self._be_eagle(layer_configs[0], **eagle3)
+                    self._be_eagle(layer_configs[0], eagle3)
                 is_fused = self.state_layers or eagle3 is not None
                 width = self.parts[0].width
                 self.fuse = nn.Linear(self.state_width, width, bias=False) if is_fused else nn.Identity()
@@ -223,21 +223,13 @@ class MtpHead(DraftModule):
         """The layers, each an :class:`MtpLayer`."""
         return list(self.layers)
 
-    def _be_eagle(
-        self,
-        config: PreTrainedConfig,
-        vocabulary: int,
-        draft_vocabulary: int,
-        target_width: int,
-        norm_before_residual: bool,
-        norm_output: bool,
-        own_embedding: bool,
-    ) -> None:
-        layer = EagleLayer(config, norm_before_residual, norm_output)
-        norm = nn.Identity() if norm_output else copy.deepcopy(layer.decoder.layers[0].hidden_norm)
-        self.layers, self.state_width = nn.ModuleList([layer]), target_width * (len(self.state_layers) or 3)
-        self.output = EagleOutput(norm, layer.width, draft_vocabulary, vocabulary)
-        self.embedding = nn.Embedding(vocabulary, layer.width) if own_embedding else None
+    def _be_eagle(self, config: PreTrainedConfig, known: dict[str, Any]) -> None:
+        layer = EagleLayer(config, known["norm_before_residual"], known["norm_output"])
+        norm = nn.Identity() if known["norm_output"] else copy.deepcopy(layer.decoder.layers[0].hidden_norm)
+        self.layers, self.state_width = nn.ModuleList([layer]), known["target_width"] * (len(self.state_layers) or 3)
+        self.output = EagleOutput(norm, layer.width, known["draft_vocabulary"], known["vocabulary"])
+        if known["own_embedding"]:
+            self.embedding = nn.Embedding(known["vocabulary"], layer.width)
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The layers of a model whose entering states are read, ``L`` for what leaves its final norm.
