@@ -56,8 +56,8 @@ class MTP(DraftSource):
         target = session.target
         head: MtpHead = load_mtp(target.model) if self.head is None else self.__dict__["_head"]
         head.check(session.knowledge.fingerprint)
-        reduced = None if self.head_rows is None else self.__dict__["_head_rows"].tokens
-        rows = None if reduced is None else HeadRows(target.model, reduced)
+        tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
+        rows = HeadRows(target.model, tokens) if len(tokens) else None
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
 
 

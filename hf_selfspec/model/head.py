@@ -57,11 +57,16 @@ class HeadRows:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
+        found = self.of_tokens(states)
+        logits = found.new_full((*found.shape[:-1], self._vocabulary), NOTHING)
+        return logits.index_copy_(-1, self.tokens, found)
+
+    def of_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the logits ``[..., r]`` of its tokens."""
         if self._rows is None:
             self._rows = self._cut()
         found: torch.Tensor = self._rows(states.to(self.tokens.device))
-        logits = found.new_full((*found.shape[:-1], self._vocabulary), NOTHING)
-        return logits.index_copy_(-1, self.tokens, found)
+        return found
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
         """Changes logits ``[..., v]`` of the whole head to those that this head would return."""

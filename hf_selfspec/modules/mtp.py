@@ -105,16 +105,19 @@ class MtpHead(DraftModule):
     Args:
         configs: for each layer the config of a model of one such layer, without vocabulary, as ``to_dict`` returns it.
         about: see :class:`DraftModule`.
+        size: how many tokens it can draft, those of ``tokens`` ``[size]``; 0 for all of the vocabulary.
 
     Raises:
         SettingError: these are no configs of a causal LM that transformers knows.
     """
 
     kind = "MTP head"
+    tokens: torch.Tensor
 
-    def __init__(self, configs: list[dict[str, Any]], about: dict[str, Any] | None = None) -> None:
+    def __init__(self, configs: list[dict[str, Any]], about: dict[str, Any] | None = None, size: int = 0) -> None:
         super().__init__()
         self.about, self.configs = about, configs
+        self.register_buffer("tokens", torch.arange(size, device="cpu"))
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
@@ -158,8 +161,9 @@ class MtpHead(DraftModule):
         return module(embeddings.to(dtype), states.to(dtype), positions, cache)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> MtpHead:
-        """Returns a head of one layer that begins as a copy of the model's last layer with full attention.
+    def of(cls, model: PreTrainedModel, tokens: torch.Tensor | None = None) -> MtpHead:
+        """Returns a head of one layer that begins as a copy of the model's last layer with full attention, and drafts
+        some tokens ``[size]`` or all.
 
         Raises:
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
@@ -167,7 +171,9 @@ class MtpHead(DraftModule):
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
         index = layer_of_kind(config, anatomy.num_layers)
         try:
-            head = cls([config_of_layer(config, index)])
+            head = cls([config_of_layer(config, index)], size=0 if tokens is None else len(tokens))
+            if tokens is not None:
+                head.load_state_dict({"tokens": tokens.detach().clone()}, strict=False, assign=True)
             head.parts[0].begin_like(model, anatomy, index)
             head.eval().try_out()
         except Exception as error:  # of the code of any model
