@@ -13,7 +13,8 @@ Device = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")]
 _DATA = typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")
-Data, OptionalData = Annotated[str, _DATA], Annotated[str | None, _DATA]
+Data = Annotated[str, _DATA]
+OptionalData = Annotated[str | None, _DATA]
 Field = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
 PROMPT_DATA = "A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub"
 PromptField = Annotated[
