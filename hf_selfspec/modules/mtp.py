@@ -36,6 +36,8 @@ def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
             setattr(found, name, [values[index]])
     if (dense := getattr(config, "first_k_dense_replace", None)) is not None:
         found.first_k_dense_replace = int(index < dense)
+    if hasattr(found, "quantization_config"):
+        del found.quantization_config
     found.num_hidden_layers = found.vocab_size = 1
     found.pad_token_id = found.bos_token_id = found.eos_token_id = None
     return found.to_dict()
@@ -115,6 +117,12 @@ class MtpHead(DraftModule):
     def __init__(self, configs: list[dict[str, Any]], about: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.about, self.configs = about, configs
+        are_configs = isinstance(configs, list) and all(isinstance(c, dict) and "model_type" in c for c in configs)
+        if not configs or not are_configs:
+            raise SettingError(
+                "MtpHead(configs) must be a list with the config of each layer as `to_dict` returns it, its model_type "
+                f"included, got {brief(repr(configs))}. MtpHead.of(model) makes a head for a model."
+            )
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
@@ -132,6 +140,15 @@ class MtpHead(DraftModule):
 
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"
+
+    def check_parts(self, width: int) -> None:
+        """Raises if a layer takes states of another width."""
+        for number, part in enumerate(self.parts):
+            if (own := part.projection.out_features) != width:
+                raise SettingError(
+                    f"layer {number} of this MTP head takes states of width {own}, and the model has {width}: it was "
+                    "made for another model. Give the head of this one, or make one by MtpHead.of(model)."
+                )
 
     def forward(
         self,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError, brief
+from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
 from ..learned.files import path_of
 from ..model.anatomy import Anatomy, causal_lm
 from .mtp import MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
+# Why nothing was found for models that have been looked at.
+_lacking = weakref.WeakKeyDictionary[PreTrainedModel, tuple[type[SelfSpecError], str]]()
 _loading = threading.Lock()
 
 
@@ -68,11 +72,25 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
         names: the names; replaces an earlier registration.
 
     Raises:
-        SettingError: ``model_type`` is not a non-empty string or ``names`` is not an :class:`MtpFormat`.
+        SettingError: ``model_type`` is not a non-empty string or ``names`` is not an :class:`MtpFormat`, or one with
+            other placeholders, without any in ``block``, or with an unknown kind of attention.
     """
     if not isinstance(model_type, str) or not model_type or not isinstance(names, MtpFormat):
         raise SettingError(f"register_mtp_format takes a model type and an MtpFormat, got {model_type!r}, {names!r}.")
+    for field in _NAMES:
+        name = getattr(names, field)
+        if not isinstance(name, str) or re.search(r"[{}]", re.sub(r"\{[nl]\}", "", name)):
+            raise SettingError(
+                f"MtpFormat({field}) must be a name with no placeholders but {{n}} and {{l}}, got {name!r}."
+            )
+    if not re.search(r"\{[nl]\}.*\.$", names.block):
+        raise SettingError(
+            f'MtpFormat(block) must have {{n}} or {{l}} and end with a dot, "mtp.{{n}}.", got {names.block!r}.'
+        )
+    if names.kind not in ALLOWED_LAYER_TYPES:
+        raise SettingError(f"MtpFormat(kind) must be one of {', '.join(ALLOWED_LAYER_TYPES)}, got {names.kind!r}.")
     _FORMATS[model_type] = names
+    _lacking.clear()
 
 
 def attached_mtp(model: PreTrainedModel) -> MtpHead | None:
@@ -112,6 +130,18 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
         return head
 
 
+def shipped_mtp(model: PreTrainedModel) -> MtpHead:
+    """As :func:`load_mtp`, but looks for the layers of a model only once."""
+    if model not in _attached and (known := _lacking.get(model)) is not None:
+        kind, message = known
+        raise kind(message)
+    try:
+        return load_mtp(model)
+    except SelfSpecError as error:
+        _lacking[model] = type(error), str(error)
+        raise
+
+
 def _load(model: PreTrainedModel, name: str) -> MtpHead:
     anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
     types = (model.config.model_type, config.model_type)
@@ -132,10 +162,12 @@ def _load(model: PreTrainedModel, name: str) -> MtpHead:
     try:
         for part, layer in zip(head.parts, found, strict=True):
             for field in ("embedding_norm", "state_norm", "projection"):
-                weight = files.read(f"{layer[field]}.weight").to(device, model.dtype)
+                weight, module = files.read(f"{layer[field]}.weight").to(device, model.dtype), getattr(part, field)
+                if weight.shape != module.weight.shape:
+                    raise files.misfit(f"{layer[field]}.weight", weight.shape, module.weight.shape)
                 if field == "projection" and names.state_first:
                     weight = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
-                getattr(part, field).load_state_dict({"weight": weight}, assign=True)
+                module.load_state_dict({"weight": weight}, assign=True)
             part.decoder.load_state_dict(_decoder(settings, layer, files, model, device), assign=True)
         head.eval().requires_grad_(False).try_out()
     except SettingError:
@@ -163,10 +195,22 @@ def _decoder(
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     loaded, info = kind.from_pretrained(
-        None, config=config, state_dict=state, dtype=model.dtype, output_loading_info=True
+        None,
+        config=config,
+        state_dict=state,
+        dtype=model.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    for key, own, wanted in sorted(info["mismatched_keys"]):
+        raise files.misfit(key.replace("model.layers.0.", begin), own, wanted)
     if missing := sorted(info["missing_keys"]):
         raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
+    if unexpected := sorted(info["unexpected_keys"]):
+        raise SettingError(
+            f"{files.name} has {unexpected[0].replace('model.layers.0.', begin)}, for which {kind.__name__} has no "
+            "place: its MTP layers are of another kind than the model's own, which is not supported."
+        )
     stack = Anatomy.of(loaded).stack.to(device)
     return {name: value for name, value in stack.state_dict().items() if not name.startswith("embed_tokens.")}
 
@@ -216,7 +260,20 @@ class _Files:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
         with _opened(self._files[key]) as file:
             found: torch.Tensor = file.get_tensor(key)
+        if found.itemsize < 2 or not found.is_floating_point():
+            raise SettingError(
+                f"{self.name} has {key} in {str(found.dtype).removeprefix('torch.')}, whose scales are not read. Give "
+                "a checkpoint with the layers in 16 or 32 bits: load_mtp(model, checkpoint)."
+            )
+        if not found.isfinite().all():
+            raise SettingError(f"{self.name} has {key} with values that are not finite. Load the checkpoint again.")
         return found
+
+    def misfit(self, key: str, own: Sequence[int], wanted: Sequence[int]) -> SettingError:
+        return SettingError(
+            f"{self.name} has {key} of shape {list(own)}, and the model takes {list(wanted)}: it has the MTP layers of "
+            "another model. Give the checkpoint of this one."
+        )
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)

@@ -203,6 +203,56 @@ def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:
         load_mtp(model, tmp_path.parent)
 
 
+def test_a_model_without_layers_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    model, loads = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), []
+    load = shipped._load
+    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    for _ in range(2):
+        with pytest.raises(SettingError, match="has no MTP layers of LlamaForCausalLM"):
+            model.generate(**ROW, max_new_tokens=4, assistant=SelfSpec(MTP()))
+    assert len(loads) == 1
+    freed = weakref.ref(model)
+    loads.clear()
+    del model
+    gc.collect()
+    assert freed() is None
+
+
+_NAME = "model.layers.4.mlp.up_proj"
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({f"{_NAME}.bias": torch.ones(64)}, r"layers\.4\.mlp\.up_proj\.bias, for which LlamaForCausalLM has no"),
+    "not finite": ({f"{_NAME}.weight": torch.full((2, 2), torch.nan)}, r"up_proj\.weight with values that are not"),
+    "8 bits": ({f"{_NAME}.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, r"up_proj\.weight in float8_e4m3fn"),
+    "another shape": ({f"{_NAME}.weight": torch.ones(2, 2)}, r"up_proj\.weight of shape \[2, 2\], and the model takes"),
+    "another width": ({"model.layers.4.enorm.weight": torch.ones(3)}, r"enorm\.weight of shape \[3\], and the model"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_weights_are_refused(case: str, tmp_path: Path) -> None:
+    model, (changes, message) = llama_with_layer(tmp_path), WRONG[case]
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | changes, file, metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=message):
+        load_mtp(model)
+
+
+FORMATS = {
+    r"MtpFormat\(norm\).*got 'mtp\.\{k\}\.norm'": {"norm": "mtp.{k}.norm"},
+    r"MtpFormat\(norm\).*got 'mtp\.\{n\.norm'": {"norm": "mtp.{n.norm"},
+    r"MtpFormat\(block\) must have": {"block": "mtp.block."},
+    r"MtpFormat\(block\) must have .* end with a dot": {"block": "mtp.{n}"},
+    r"MtpFormat\(kind\) must be one of .*full_attention.*got 'full'": {"kind": "full"},
+}
+
+
+@pytest.mark.parametrize("message", FORMATS)
+def test_wrong_formats_are_refused(message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        hf_selfspec.register_mtp_format("llama", MtpFormat(**FORMATS[message]))
+
+
 DAMAGED = {
     "{": r"index\.json was cut short",
     "{}": r"index\.json has no weight_map",
