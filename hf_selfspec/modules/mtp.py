@@ -19,7 +19,7 @@ from ..model.prompt import cache_name
 from .draft_module import DraftModule
 
 # Entries of a config that have a value for each layer.
-_PER_LAYER = ("layer_types", "mlp_layer_types")
+PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
 def layer_of_kind(config: PreTrainedConfig, num_layers: int, kind: str = "full_attention") -> int:
@@ -31,7 +31,7 @@ def layer_of_kind(config: PreTrainedConfig, num_layers: int, kind: str = "full_a
 def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
     """Returns the config of a model that has only this layer of another one, and no vocabulary."""
     found = copy.deepcopy(config)
-    for name in _PER_LAYER:
+    for name in PER_LAYER:
         if (values := getattr(config, name, None)) is not None:
             setattr(found, name, [values[index]])
     if (dense := getattr(config, "first_k_dense_replace", None)) is not None:

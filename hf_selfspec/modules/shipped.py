@@ -9,20 +9,20 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
 from ..learned.files import path_of
 from ..model.anatomy import Anatomy, causal_lm
-from .mtp import MtpHead, config_of_layer, layer_of_kind
+from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
 # Why nothing was found for models that have been looked at.
@@ -40,7 +40,9 @@ class MtpFormat:
         embedding_norm, state_norm, projection, norm: what is in front of ``.weight`` in the names of a layer's norms of
             embedding and state, the projection of both, and the norm before the model's output head.
         block: the beginning of the names in the decoder layer, which go on as in the model's own layers.
-        kind: its attention, as in ``config.layer_types``.
+        kind, mlp: its attention and MLP, as in ``config.layer_types`` and ``config.mlp_layer_types``, where the config
+            has no ``mtp_layer_types`` and ``mtp_mlp_layer_types``; by default the MLP of the model's own last layer
+            with this attention.
         state_first: whether the projection takes the state before the embedding.
     """
 
@@ -50,18 +52,32 @@ class MtpFormat:
     norm: str = "model.layers.{l}.shared_head.norm"
     block: str = "model.layers.{l}."
     kind: str = "full_attention"
+    mlp: str | None = None
     state_first: bool = False
 
     def of_layer(self, number: int, num_layers: int) -> dict[str, str]:
         """The names of one layer, by the names of the fields."""
         return {name: getattr(self, name).format(n=number, l=num_layers + number) for name in _NAMES}
 
+    def settings(self, config: PreTrainedConfig, number: int, num_layers: int) -> dict[str, Any]:
+        """The config of a model that has only this layer."""
+        found = config_of_layer(config, layer_of_kind(config, num_layers, self.kind))
+        if self.mlp is not None:
+            found["mlp_layer_types"] = [self.mlp]
+        own = {name: getattr(config, f"mtp_{name}", None) for name in PER_LAYER}
+        return found | {name: [values[number]] for name, values in own.items() if values}
+
 
 _NAMES = ("embedding_norm", "state_norm", "projection", "norm", "block")
 # What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
-_COPIES = ("embed_tokens.", "shared_head.head.")
+_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
-_FORMATS: dict[str, MtpFormat] = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN)
+_FINAL = MtpFormat(norm="model.layers.{l}.final_layernorm")
+_FORMATS: dict[str, MtpFormat] = {
+    **dict.fromkeys(("mellum", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    **dict.fromkeys(("bailing_hybrid", "hy_v3"), _FINAL),
+    "exaone_moe": replace(_QWEN, mlp="dense"),
+}
 
 
 def register_mtp_format(model_type: str, names: MtpFormat) -> None:
@@ -156,11 +172,10 @@ def _load(model: PreTrainedModel, name: str) -> MtpHead:
             f"{name} has no MTP layers of {anatomy.model_name}: there is no {wanted}.weight. If they have other names, "
             f'register these: register_mtp_format("{model.config.model_type}", MtpFormat(...)).'
         )
-    settings = config_of_layer(config, layer_of_kind(config, anatomy.num_layers, names.kind))
-    head = MtpHead([settings] * len(found))
+    head = MtpHead([names.settings(config, number, anatomy.num_layers) for number in range(len(found))])
     device = next(anatomy.layers[-1].parameters()).device
     try:
-        for part, layer in zip(head.parts, found, strict=True):
+        for part, layer, settings in zip(head.parts, found, head.configs, strict=True):
             for field in ("embedding_norm", "state_norm", "projection"):
                 weight, module = files.read(f"{layer[field]}.weight").to(device, model.dtype), getattr(part, field)
                 if weight.shape != module.weight.shape:
