@@ -192,7 +192,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
 ARCHITECTURES |= STATEFUL
 
 # Types that the oldest transformers we support does not have.
-_NEWER = ("bailing_hybrid", "inkling2_text", "lara_mini", "lfm3")
+_NEWER = ("bailing_hybrid", "inkling2_text", "lara_mini", "lfm3", "sarvam_mla", "sarvam_moe")
 # And those whose states are kept there in a way that is refused.
 _REFUSED_IN_OLDEST = ("nemotron_h", "qwen4_exp_text")
 
