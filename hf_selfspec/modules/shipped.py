@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
 # Why nothing was found for models that have been looked at.
-_lacking = weakref.WeakKeyDictionary[PreTrainedModel, tuple[type[SelfSpecError], str]]()
+_lacking = weakref.WeakKeyDictionary[PreTrainedModel, SelfSpecError]()
 _loading = threading.Lock()
 
 
@@ -68,7 +69,11 @@ class MtpFormat:
         return found | {name: [values[number]] for name, values in own.items() if values}
 
 
-_NAMES = ("embedding_norm", "state_norm", "projection", "norm", "block")
+# The fields that are names, and what they may be.
+_NAMES = dict.fromkeys(("embedding_norm", "state_norm", "projection", "norm"), r"([^{}]|\{[nl]\})+")
+_NAMES["block"] = r"[^{}]*\{[nl]\}[^{}]*\."
+# The block of a model that has one layer alone.
+_FIRST = "model.layers.0."
 # What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
 _COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
@@ -93,16 +98,12 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
     """
     if not isinstance(model_type, str) or not model_type or not isinstance(names, MtpFormat):
         raise SettingError(f"register_mtp_format takes a model type and an MtpFormat, got {model_type!r}, {names!r}.")
-    for field in _NAMES:
-        name = getattr(names, field)
-        if not isinstance(name, str) or re.search(r"[{}]", re.sub(r"\{[nl]\}", "", name)):
+    for field, pattern in _NAMES.items():
+        if not re.fullmatch(pattern, name := str(getattr(names, field))):
             raise SettingError(
-                f"MtpFormat({field}) must be a name with no placeholders but {{n}} and {{l}}, got {name!r}."
+                f"MtpFormat({field}) must be a name with no placeholders but {{n}} and {{l}}, and block one that has "
+                f'one of these and ends with a dot, such as "mtp.{{n}}.", got {name!r}.'
             )
-    if not re.search(r"\{[nl]\}.*\.$", names.block):
-        raise SettingError(
-            f'MtpFormat(block) must have {{n}} or {{l}} and end with a dot, "mtp.{{n}}.", got {names.block!r}.'
-        )
     if names.kind not in ALLOWED_LAYER_TYPES:
         raise SettingError(f"MtpFormat(kind) must be one of {', '.join(ALLOWED_LAYER_TYPES)}, got {names.kind!r}.")
     _FORMATS[model_type] = names
@@ -149,12 +150,11 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
 def shipped_mtp(model: PreTrainedModel) -> MtpHead:
     """As :func:`load_mtp`, but looks for the layers of a model only once."""
     if model not in _attached and (known := _lacking.get(model)) is not None:
-        kind, message = known
-        raise kind(message)
+        raise copy.copy(known)
     try:
         return load_mtp(model)
     except SelfSpecError as error:
-        _lacking[model] = type(error), str(error)
+        _lacking[model] = copy.copy(error)  # without the traceback, which holds the model
         raise
 
 
@@ -201,9 +201,9 @@ def _decoder(
     """The weights of a decoder with the layer's block and norm, as transformers loads them for the model's class."""
     config, begin = AutoConfig.for_model(**settings), layer["block"]
     others = tuple(f"{name}." for field, name in layer.items() if field != "block")
+    others += tuple(f"{begin}{name}" for name in _COPIES)
     keys = [key for key in files.names if key.startswith(begin) and not key.startswith(others)]
-    state = {f"model.layers.0.{key[len(begin) :]}": files.read(key) for key in keys}
-    state = {key: value for key, value in state.items() if not key.startswith(_COPIES_OF_FIRST)}
+    state = {f"{_FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(1, config.hidden_size, device="cpu", dtype=torch.float32)
@@ -218,19 +218,16 @@ def _decoder(
         ignore_mismatched_sizes=True,
     )
     for key, own, wanted in sorted(info["mismatched_keys"]):
-        raise files.misfit(key.replace("model.layers.0.", begin), own, wanted)
+        raise files.misfit(key.replace(_FIRST, begin), own, wanted)
     if missing := sorted(info["missing_keys"]):
         raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
     if unexpected := sorted(info["unexpected_keys"]):
         raise SettingError(
-            f"{files.name} has {unexpected[0].replace('model.layers.0.', begin)}, for which {kind.__name__} has no "
+            f"{files.name} has {unexpected[0].replace(_FIRST, begin)}, for which {kind.__name__} has no "
             "place: its MTP layers are of another kind than the model's own, which is not supported."
         )
     stack = Anatomy.of(loaded).stack.to(device)
     return {name: value for name, value in stack.state_dict().items() if not name.startswith("embed_tokens.")}
-
-
-_COPIES_OF_FIRST = tuple(f"model.layers.0.{name}" for name in _COPIES)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
 from helpers.fitted import adapter_of, mtp_of
 from helpers.models import BATCH, ROW, tiny_llama
-from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import VOCABULARY, check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.watched import watched
 from hf_selfspec import Architecture, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
@@ -127,13 +127,24 @@ def test_rounds_of_others_are_taken_in(layers: int) -> None:
     assert len(seen) > 3
 
 
-PROCESSED: dict[str, dict[str, Any]] = {"plain": {}, "top k": {"top_k": 3}, "temperature": {"temperature": 0.7}}
+@torch.no_grad()
+def recurrent_vocabulary() -> PreTrainedModel:
+    """A model with few tokens and recurrent states, whose distributions are far from uniform."""
+    model = build("qwen3_next", vocab_size=VOCABULARY)
+    model.lm_head.weight.mul_(3.0)
+    return model
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("tree", [None, TopKTree(((0.6, 3), (1.0, 2)))], ids=["line", "tree"])
-def test_drawn_tokens_have_the_models_distribution(layers: int, tree: TopKTree | None) -> None:
-    model = tiny_vocabulary()
+@pytest.mark.parametrize(
+    ("family", "tree"),
+    [(tiny_vocabulary, None), (tiny_vocabulary, TopKTree(((0.6, 3), (1.0, 2)))), (recurrent_vocabulary, None)],
+    ids=["llama", "llama tree", "qwen3_next"],
+)
+def test_drawn_tokens_have_the_models_distribution(
+    family: Callable[[], PreTrainedModel], layers: int, tree: TopKTree | None
+) -> None:
+    model = family()
     spec = SelfSpec(MTP(mtp_of(model, layers)), FixedLength(3), tree)
     check_exact(sample(spec, model), exact_joint(model, []))
 

@@ -293,8 +293,8 @@ def test_wrong_weights_are_refused(case: str, tmp_path: Path) -> None:
 FORMATS = {
     r"MtpFormat\(norm\).*got 'mtp\.\{k\}\.norm'": {"norm": "mtp.{k}.norm"},
     r"MtpFormat\(norm\).*got 'mtp\.\{n\.norm'": {"norm": "mtp.{n.norm"},
-    r"MtpFormat\(block\) must have": {"block": "mtp.block."},
-    r"MtpFormat\(block\) must have .* end with a dot": {"block": "mtp.{n}"},
+    r"MtpFormat\(block\) must .*got 'mtp\.block\.'": {"block": "mtp.block."},
+    r"MtpFormat\(block\) must .* ends with a dot.*got 'mtp\.\{n\}'": {"block": "mtp.{n}"},
     r"MtpFormat\(kind\) must be one of .*full_attention.*got 'full'": {"kind": "full"},
 }
 
