@@ -18,7 +18,7 @@ PRESETS: dict[str, Callable[[], SelfSpec]] = {"selfspec": SelfSpec} | {
     name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "mtp", "quantized", "swift")
 }
 # Methods of SelfSpec that an expression may call.
-_CONSTRUCTORS = (*(set(PRESETS) - {"selfspec"}), "dssd", "early_exit_only", "from_pretrained", "kangaroo")
+_CONSTRUCTORS = sorted({*PRESETS, "dssd", "early_exit_only", "from_pretrained", "kangaroo"} - {"selfspec"})
 # For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
 _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "configs": SelfSpec.mtp,
@@ -119,8 +119,8 @@ def _called(function: ast.expr, args: list[Any], keywords: dict[str, Any]) -> An
             make = getattr(SelfSpec, known)
     if make is None:
         raise SettingError(
-            f"`{name}` cannot be called in it: only SelfSpec, SelfSpec.{', SelfSpec.'.join(sorted(_CONSTRUCTORS))} and "
-            "classes of settings such as EarlyExit can."
+            f"`{name}` cannot be called in it: only SelfSpec, SelfSpec.{', SelfSpec.'.join(_CONSTRUCTORS)} and classes "
+            "of settings such as EarlyExit can."
         )
     try:
         return make(*args, **keywords)
