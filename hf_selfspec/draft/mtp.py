@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..errors import UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError
 from ..learned.saving import register
 from ..model.attention import MaskSpec, at_positions
 from ..model.cache import SpeculativeCache
@@ -21,11 +21,14 @@ from ..model.transfer import RowNumbers, at_places, upload
 from ..modules.draft_module import module_of
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
-from ..modules.shipped import load_mtp
+from ..modules.shipped import shipped_mtp
 from ..stop.rules import ProductThreshold
 from .growing import DraftStep
 from .partial import PartialDraft
 from .source import Drafter, DraftSource, Session
+
+# So many states of the model wait at most until the head takes them in, where others draft.
+_WAITING = 512
 
 
 @register("draft")
@@ -51,11 +54,17 @@ class MTP(DraftSource):
                 kept, module = module_of(f"MTP({name})", given, kind)
                 object.__setattr__(self, name, kept)
                 object.__setattr__(self, f"_{name}", module)
+        if self.head is not None and any(part.is_meta for part in self.__dict__["_head"].parameters()):
+            raise SettingError(
+                "MTP(head) has no weights yet: load them with MtpHead.load(folder) or load_state_dict(..., "
+                "assign=True), or make a head by MtpHead.of(model)."
+            )
 
     def start(self, session: Session) -> Drafter:
         target = session.target
-        head: MtpHead = load_mtp(target.model) if self.head is None else self.__dict__["_head"]
+        head: MtpHead = shipped_mtp(target.model) if self.head is None else self.__dict__["_head"]
         head.check(session.knowledge.fingerprint)
+        head.check_parts(target.model.get_input_embeddings().embedding_dim)
         tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
         rows = HeadRows(target.model, tokens) if len(tokens) else None
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
@@ -90,7 +99,7 @@ class MtpDraft(PartialDraft):
         self._depth = 0
         draft = super().propose(text, max_new)
         if self._depth:
-            self._end(draft.tokens)
+            self._end()
         return draft
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
@@ -104,6 +113,10 @@ class MtpDraft(PartialDraft):
         begun = [first - 1 + taken + len(places) for first, taken, places in known]
         ends = zip(verdicts, text.last_slots(), begun, strict=True)
         self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
+        if sum(piece.shape[1] for piece in self._waiting) > _WAITING:
+            self._depth = 0
+            self._begin(text)
+            self._end()
 
     def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
         if states.dim() != 3:
@@ -196,23 +209,23 @@ class MtpDraft(PartialDraft):
         if self._depth == 1:
             self._entered = self._counts
 
-    def _end(self, drafted: torch.Tensor) -> None:
+    def _end(self) -> None:
         """Runs the layers that a short draft has not come to, since all have to know the text; then what is known of
         the text stays, except for entries in which a later layer has a drafted token."""
         while self._depth <= self._last:
             self._follow(self._tokens[:, -1:])
         self._counts = self._entered
-        self._places = [list(range(max(count - self._last, 0), count)) for count in self._counts]
-        ends = zip(self._taken, self._counts, self._places, strict=True)
-        self._taken = [taken + count - len(places) for taken, count, places in ends]
-        if not self._last:
-            self._waiting = []
+        late = [list(range(max(count - self._last, 0), count)) for count in self._counts]
+        ends = zip(self._taken, self._counts, late, strict=True)
+        self._taken = [taken + count - len(columns) for taken, count, columns in ends]
+        self._places = [list(range(len(columns))) for columns in late]
+        self._waiting = [_picked(self._waiting[0], late)] if self._last else []
 
 
 def _picked(values: torch.Tensor, columns: Sequence[Sequence[int]]) -> torch.Tensor:
     """Of values ``[b, s, d]`` those at each row's columns, ``[b, n, d]``, with junk after short rows."""
     most = max(map(len, columns))
     if all(list(row) == list(range(len(row))) for row in columns):
-        return values[:, :most]
+        return values if most == values.shape[1] else values[:, :most].clone()  # a view would keep all of them
     index = upload([[*row, *[0] * (most - len(row))] for row in columns], values.device)
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))

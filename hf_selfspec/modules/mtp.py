@@ -19,7 +19,7 @@ from ..model.prompt import cache_name
 from .draft_module import DraftModule
 
 # Entries of a config that have a value for each layer.
-_PER_LAYER = ("layer_types", "mlp_layer_types")
+PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
 def layer_of_kind(config: PreTrainedConfig, num_layers: int, kind: str = "full_attention") -> int:
@@ -31,11 +31,13 @@ def layer_of_kind(config: PreTrainedConfig, num_layers: int, kind: str = "full_a
 def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
     """Returns the config of a model that has only this layer of another one, and no vocabulary."""
     found = copy.deepcopy(config)
-    for name in _PER_LAYER:
+    for name in PER_LAYER:
         if (values := getattr(config, name, None)) is not None:
             setattr(found, name, [values[index]])
     if (dense := getattr(config, "first_k_dense_replace", None)) is not None:
         found.first_k_dense_replace = int(index < dense)
+    if hasattr(found, "quantization_config"):
+        del found.quantization_config
     found.num_hidden_layers = found.vocab_size = 1
     found.pad_token_id = found.bos_token_id = found.eos_token_id = None
     return found.to_dict()
@@ -117,6 +119,12 @@ class MtpHead(DraftModule):
     def __init__(self, configs: list[dict[str, Any]], about: dict[str, Any] | None = None, size: int = 0) -> None:
         super().__init__()
         self.about, self.configs = about, configs
+        are_configs = isinstance(configs, list) and all(isinstance(c, dict) and "model_type" in c for c in configs)
+        if not configs or not are_configs:
+            raise SettingError(
+                "MtpHead(configs) must be a list with the config of each layer as `to_dict` returns it, its model_type "
+                f"included, got {brief(repr(configs))}. MtpHead.of(model) makes a head for a model."
+            )
         self.register_buffer("tokens", torch.arange(size, device="cpu"))
         try:
             # Weights come from a file or from a model.
@@ -135,6 +143,15 @@ class MtpHead(DraftModule):
 
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"
+
+    def check_parts(self, width: int) -> None:
+        """Raises if a layer takes states of another width."""
+        for number, part in enumerate(self.parts):
+            if (own := part.projection.out_features) != width:
+                raise SettingError(
+                    f"layer {number} of this MTP head takes states of width {own}, and the model has {width}: it was "
+                    "made for another model. Give the head of this one, or make one by MtpHead.of(model)."
+                )
 
     def forward(
         self,
