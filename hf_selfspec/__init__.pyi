@@ -78,6 +78,7 @@ from .train.heads import calibrate_exit_heads as calibrate_exit_heads
 from .train.heads import fit_exit_heads as fit_exit_heads
 from .train.layer_dropout import LayerDropout as LayerDropout
 from .train.lora import fit_draft_lora as fit_draft_lora
+from .train.mtp import fit_mtp as fit_mtp
 from .train.probe import fit_probe as fit_probe
 from .train.reduced_head import fit_reduced_head as fit_reduced_head
 from .verify.stateless import register_stateless as register_stateless

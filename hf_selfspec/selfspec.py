@@ -53,9 +53,10 @@ class SelfSpec(Settings):
 
     Args:
         draft: what drafts: :class:`Lookup`, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter`,
-            :class:`EarlyExitLora`, :class:`DynamicExit`, several in a :class:`Cascade`, a :class:`DraftSource` of your
-            own, or any ``CandidateGenerator`` of transformers that needs ids alone (in a batch each row after the first
-            has a deep copy of it, which shares its modules). By default free drafts, and layers to skip that are found
+            :class:`EarlyExitLora`, :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
+            :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
+            needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
+            default free drafts, and layers to skip that are found
             while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone,
             which changes the output (and returns no cache).
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,

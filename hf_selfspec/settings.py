@@ -299,7 +299,7 @@ def _check_types(draft: Any, stop: Any, tree: Any) -> None:
     if not isinstance(draft, (DraftSource, CandidateGenerator)):
         raise SettingTypeError(
             "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
-            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
+            f"Quantized(...), MTP(...), DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
         )
     is_rule = callable(stop) or isinstance(stop, RememberingRule)
     if stop is not None and (not is_rule or isinstance(stop, type)):

@@ -10,7 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..cli.spec_text import read_spec
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
-from ..model.anatomy import Anatomy
+from ..modules.shipped import attached_mtp
 from ..selfspec import SelfSpec, begun_anew
 from .request import Batch
 
@@ -76,6 +76,7 @@ def _static() -> Method:
 
 _FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"
 _ON_CPU = "it compiles, which transformers does on a CPU only when told to; name it in --methods to measure it"
+_ATTACHES = "it attaches the model's MTP layers, with which SelfSpec() drafts, too; name it in --methods to measure it"
 _WITH_PARTS = {
     "SelfSpec.kangaroo(adapter)": _FIT.format("adapter"),
     "SelfSpec.dssd(heads)": _FIT.format("heads"),
@@ -83,7 +84,7 @@ _WITH_PARTS = {
     "SelfSpec.early_exit_only(layer)": "its text is not the model's own",
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
-_NAMES = ("lookup", "quantized", "layerskip", "swift", "adaspeed")
+_NAMES = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
 _PRESETS = {"SelfSpec(compile=True)": COMPILED_GROUP} | dict.fromkeys(
     ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))"),
     OURS_GROUP,
@@ -152,8 +153,7 @@ def fitting(
     """Returns the methods, or of all known ones those that fit by calls of a few tokens, and others with reasons."""
     found, left_out = [], dict(_WITH_PARTS) if given is None else {}
     for method in KNOWN.values() if given is None else given:
-        unasked = given is None and method.group == COMPILED_GROUP and model.device.type == "cpu"
-        why = _ON_CPU if unasked else _why_not(model, method, batch)
+        why = (_unasked(model, method) if given is None else "") or _why_not(model, method, batch)
         if why and given is not None:
             raise SettingError(f"methods: {method.name} does not fit this model: {why}. Leave it out.")
         if why:
@@ -163,6 +163,13 @@ def fitting(
     return found, left_out
 
 
+def _unasked(model: PreTrainedModel, method: Method) -> str:
+    """Why a method is not measured unless it is named."""
+    if method.group == COMPILED_GROUP and model.device.type == "cpu":
+        return _ON_CPU
+    return _ATTACHES if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None else ""
+
+
 def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
     if method.name == PLAIN:
         return ""
@@ -170,12 +177,13 @@ def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
     if method.is_static:
         given["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
     ids, mask = batch.ids[:1], batch.mask[:1]
+    sources = getattr(getattr(given.get("assistant"), "draft", None), "sources", ())
+    # A cascade leaves out silently what does not fit.
+    alone = [{"assistant": SelfSpec(source)} for source in sources if not source.is_optional]
     try:
         with muted():
-            for source in getattr(getattr(given.get("assistant"), "draft", None), "sources", ()):
-                if not source.is_optional:  # otherwise it would be left out silently
-                    source.check(Anatomy.of(model), None)
-            model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **given)
+            for options in (*alone, given):
+                model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **options)
     except _REFUSALS as error:
         return brief(error).removesuffix(".")
     return ""

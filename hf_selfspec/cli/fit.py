@@ -81,6 +81,8 @@ def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
             _fit(kind(output_dir=out, **found), model, data, out, field, dtype)
 
     own = list(signature(command, eval_str=True).parameters.values())[:-1]
+    if "prompts" in settings:  # in place of data
+        own[1] = own[1].replace(default=None, annotation=options.OptionalData)
     if issubclass(kind, TrainedFit):
         own += list(signature(_training, eval_str=True).parameters.values())[2:]
     own += [_parameter(hints[name], *setting) for name, setting in settings.items()]
@@ -153,7 +155,7 @@ def _training(
     return {"args": resumable_arguments(out, device, **chosen), "cache_bytes": room}
 
 
-def _fit(settings: Fit[Any], model: str, data: str, out: str, field: str | None, dtype: str) -> None:
+def _fit(settings: Fit[Any], model: str, data: str | None, out: str, field: str | None, dtype: str) -> None:
     """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
     import torch
 
@@ -164,7 +166,7 @@ def _fit(settings: Fit[Any], model: str, data: str, out: str, field: str | None,
 
     settings.check()
     check_folder("--out", out, FILES)
-    given, named = texts(data, field), NamedModel(model)
+    given, named = [] if data is None else texts(data, field), NamedModel(model)
     config = named.config.get_text_config(decoder=True)
     if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
         settings.check_config(config)

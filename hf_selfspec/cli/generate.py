@@ -30,8 +30,8 @@ def generate(
     spec: Annotated[
         str,
         typer.Option(
-            help="selfspec, lookup, quantized, layerskip, swift or adaspeed; a folder that was saved or fitted; or an "
-            'expression such as "SelfSpec.layerskip(8)".'
+            help="selfspec, lookup, quantized, mtp, layerskip, swift or adaspeed; a folder that was saved or fitted; "
+            'or an expression such as "SelfSpec.layerskip(8)".'
         ),
     ] = "selfspec",
     max_new_tokens: options.MaxNewTokens = 256,

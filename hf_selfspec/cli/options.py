@@ -12,7 +12,9 @@ Device = Annotated[
     str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")]
-Data = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
+_DATA = typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")
+Data = Annotated[str, _DATA]
+OptionalData = Annotated[str | None, _DATA]
 Field = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
 PROMPT_DATA = "A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub"
 PromptField = Annotated[

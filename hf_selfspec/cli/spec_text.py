@@ -15,14 +15,13 @@ from ..selfspec import SelfSpec
 
 # The presets that need no further argument, by their names in the table of methods.
 PRESETS: dict[str, Callable[[], SelfSpec]] = {"selfspec": SelfSpec} | {
-    name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "quantized", "swift")
+    name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "mtp", "quantized", "swift")
 }
 # Methods of SelfSpec that an expression may call.
-_CONSTRUCTORS = (
-    "adaspeed", "dssd", "early_exit_only", "from_pretrained", "kangaroo", "layerskip", "lookup", "quantized", "swift",
-)  # fmt: skip
+_CONSTRUCTORS = sorted({*PRESETS, "dssd", "early_exit_only", "from_pretrained", "kangaroo"} - {"selfspec"})
 # For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
 _PARTS: dict[str, Callable[[str], SelfSpec]] = {
+    "configs": SelfSpec.mtp,
     "layers": SelfSpec.dssd,
     "num_heads": SelfSpec.kangaroo,
     "shapes": lambda folder: SelfSpec(EarlyExitLora(folder)),
@@ -73,7 +72,7 @@ def _of_folder(folder: str) -> SelfSpec:
             "the exit layer that is meant."
         )
     raise SettingError(
-        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads or a probe. {_what()}"
+        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads, an MTP head or a probe. {_what()}"
     )
 
 

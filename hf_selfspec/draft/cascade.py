@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -70,10 +71,12 @@ class Cascade(DraftSource):
         for source in self.sources:
             source.save(folder, model)
 
-    def _attached(self, session: Session) -> tuple[DraftSource, ...]:
-        """What drafts with the MTP layers that are attached to the model, unless a source has some already."""
-        has_own = any(isinstance(source, MTP) for source in self.sources)
-        return () if has_own or attached_mtp(session.target.model) is None else (MTP(),)
+    def _attached(self, session: Session) -> Iterator[DraftSource]:
+        """What drafts with the MTP layers that are attached to the model, unless a source that has begun has some
+        already, or reads the prompt's states, as adapters do."""
+        is_free = session.target.prefill_observer is None and not any(isinstance(one, MTP) for one in self.sources)
+        if is_free and attached_mtp(session.target.model) is not None:
+            yield MTP()
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
@@ -82,7 +85,7 @@ class Cascade(DraftSource):
         drafts = free.free_drafts(session, controller)
         within = replace(session, in_cascade=True, round_seconds=controller.round_seconds)
         others: dict[str, FixedDrafter] = {}
-        for source in (*self.sources, *self._attached(session)):
+        for source in chain(self.sources, self._attached(session)):
             if source is free:
                 continue
             try:

@@ -23,11 +23,14 @@ from ..modules.draft_module import module_of
 from ..modules.eagle import load_eagle3
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
-from ..modules.shipped import load_mtp
+from ..modules.shipped import shipped_mtp
 from ..stop.rules import ProductThreshold
 from .growing import DraftStep
 from .partial import PartialDraft
 from .source import Drafter, DraftSource, Session
+
+# So many states of the model wait at most until the head takes them in, where others draft.
+_WAITING = 512
 
 
 @register("draft")
@@ -53,6 +56,11 @@ class MTP(DraftSource):
                 kept, module = module_of(f"MTP({name})", given, kind)
                 object.__setattr__(self, name, kept)
                 object.__setattr__(self, f"_{name}", module)
+        if self.head is not None and any(part.is_meta for part in self.__dict__["_head"].parameters()):
+            raise SettingError(
+                "MTP(head) has no weights yet: load them with MtpHead.load(folder) or load_state_dict(..., "
+                "assign=True), or make a head by MtpHead.of(model)."
+            )
         if self.head_rows is not None and self.head is not None and self.__dict__["_head"].output is not None:
             raise SettingError("MTP(head_rows): this head has an output head of its own. Leave `head_rows` out.")
 
@@ -73,10 +81,10 @@ class MTP(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         target = session.target
-        head: MtpHead = load_mtp(target.model) if self.head is None else self.__dict__["_head"]
+        head: MtpHead = shipped_mtp(target.model) if self.head is None else self.__dict__["_head"]
         head.check(session.knowledge.fingerprint)
-        reduced = None if self.head_rows is None else self.__dict__["_head_rows"].tokens
-        rows = None if reduced is None else HeadRows(target.model, reduced)
+        tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
+        rows = HeadRows(target.model, tokens) if len(tokens) and head.output is None else None
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
 
 
@@ -109,7 +117,7 @@ class MtpDraft(PartialDraft):
         self._depth = 0
         draft = super().propose(text, max_new)
         if self._depth:
-            self._end(draft.tokens)
+            self._end()
         return draft
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
@@ -123,12 +131,15 @@ class MtpDraft(PartialDraft):
         begun = [first - 1 + taken + len(places) for first, taken, places in known]
         ends = zip(verdicts, text.last_slots(), begun, strict=True)
         self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
+        if sum(piece.shape[1] for piece in self._waiting) > _WAITING:
+            self._depth = 0
+            self._begin(text)
+            self._end()
 
     def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
-        if states.dim() != 3 or states.shape[-1] != self._mtp.state_width:
+        if states.dim() != 3:
             raise UnsupportedModelError(
-                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which this {self._mtp.kind} "
-                f"cannot take: it reads [b, s, {self._mtp.state_width}]."
+                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which MTP layers cannot take."
             )
         if not self._waiting:
             self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
@@ -148,10 +159,9 @@ class MtpDraft(PartialDraft):
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         if self._mtp.output is not None:
             states = self._predicted(text, feed)
-            own = self._mtp.on(states.device, states.dtype).output
-            assert own is not None
             with within(self.target.autocast):
-                return DraftStep(own(states)[:, -1], states[:, -1], None)
+                logits = self._mtp.on(states.device, states.dtype).own_logits(states)
+            return DraftStep(logits[:, -1], states[:, -1], None)
         # All layers pass on what they get: the model's own code brings the head's states to the logits.
         run = ForwardPass(
             self.plan,
@@ -225,23 +235,23 @@ class MtpDraft(PartialDraft):
         if self._depth == 1:
             self._entered = self._counts
 
-    def _end(self, drafted: torch.Tensor) -> None:
+    def _end(self) -> None:
         """Runs the layers that a short draft has not come to, since all have to know the text; then what is known of
         the text stays, except for entries in which a later layer has a drafted token."""
         while self._depth <= self._last:
             self._follow(self._tokens[:, -1:])
         self._counts = self._entered
-        self._places = [list(range(max(count - self._last, 0), count)) for count in self._counts]
-        ends = zip(self._taken, self._counts, self._places, strict=True)
-        self._taken = [taken + count - len(places) for taken, count, places in ends]
-        if not self._last:
-            self._waiting = []
+        late = [list(range(max(count - self._last, 0), count)) for count in self._counts]
+        ends = zip(self._taken, self._counts, late, strict=True)
+        self._taken = [taken + count - len(columns) for taken, count, columns in ends]
+        self._places = [list(range(len(columns))) for columns in late]
+        self._waiting = [_picked(self._waiting[0], late)] if self._last else []
 
 
 def _picked(values: torch.Tensor, columns: Sequence[Sequence[int]]) -> torch.Tensor:
     """Of values ``[b, s, d]`` those at each row's columns, ``[b, n, d]``, with junk after short rows."""
     most = max(map(len, columns))
     if all(list(row) == list(range(len(row))) for row in columns):
-        return values[:, :most]
+        return values if most == values.shape[1] else values[:, :most].clone()  # a view would keep all of them
     index = upload([[*row, *[0] * (most - len(row))] for row in columns], values.device)
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))

@@ -64,6 +64,7 @@ class Exits:
         self.model = model
         self.anatomy = Anatomy.of(model)
         self.chosen: tuple[int, ...] = ()
+        self.is_watching = False  # forwards for which no exit is chosen, too
         self.states: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
         self.left: dict[int, torch.Tensor] = {}
@@ -121,25 +122,22 @@ class Exits:
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits, by the model's own forward, in
         the precision of the last observed one. Others' hooks on the stack run as well, with ids of zeros."""
-        output, chosen, stack = self._output, self.chosen, self.anatomy.stack
+        output, stack = self._output, self.anatomy.stack
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         change = _returns_given.of(stack, partial(_return_given, stack))
-        self.chosen = ()
-        try:
-            with within(self._autocast), change, _given.during(with_states(output, batch)):
-                # The forward of the class, without what others have wrapped around the instance's.
-                result = type(self.model).forward(self.model, input_ids=ids)
-        finally:
-            self.chosen = chosen
+        with within(self._autocast), change, _given.during(with_states(output, batch)):
+            # The forward of the class, without what others have wrapped around the instance's.
+            result = type(self.model).forward(self.model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         logits = logits.to(states.device)
         return logits[0] if states.dim() == 2 else logits
 
     def _is_wanted(self) -> bool:
         """Whether the hooks apply: other threads' forwards of the same model are not affected."""
-        return bool(self.chosen) and threading.get_ident() == self._thread
+        is_meant = (self.chosen or self.is_watching) and _given.now is None
+        return bool(is_meant) and threading.get_ident() == self._thread
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:

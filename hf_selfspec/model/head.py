@@ -63,9 +63,14 @@ class HeadRows:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
+        return spread(self.of_tokens(states), self.tokens, self._vocabulary)
+
+    def of_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the logits ``[..., r]`` of its tokens."""
         if self._rows is None:
             self._rows = self._cut()
-        return spread(self._rows(states.to(self.tokens.device)), self.tokens, self._vocabulary)
+        found: torch.Tensor = self._rows(states.to(self.tokens.device))
+        return found
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
         """Changes logits ``[..., v]`` of the whole head to those that this head would return."""

@@ -69,7 +69,7 @@ class Target:
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     # The layers whose entering states are observed in prefills (`L` for what leaves the stack), and by whom.
     prefill_observer: tuple[tuple[int, ...], Observer] | None = field(init=False, default=None)
-    verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, n d] those of the last verification, if
+    verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, n d] of the last verification
     keeps_verified: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class Target:
 
     @property
     def verified_layers(self) -> tuple[int, ...]:
-        """The layers whose states are kept in verifications, which start below them all."""
+        """The layers whose entering states are kept in verifications, which have to start at the first or below."""
         return self.prefill_observer[0] if self.prefill_observer is not None and self.keeps_verified else ()
 
     def verification(self, **settings: Any) -> ForwardPass:

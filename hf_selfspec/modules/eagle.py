@@ -49,10 +49,11 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
     layer = config if is_original else config["transformer_layer_config"]
     known = [place[key] for place in (config, config.get("eagle_config") or {}) for key in _IDS if place.get(key)]
     refused = {
-        "no midlayer.* or layers.0.* of its kind": config.get("speculators_model_type", "eagle3") != "eagle3",
+        f"{config.get('speculators_model_type')}": config.get("speculators_model_type", "eagle3") != "eagle3",
         f"layers of {layer.get('model_type')}": layer.get("model_type") not in ("llama", "qwen3"),
         f"{layer.get('num_hidden_layers')} layers": layer.get("num_hidden_layers", 1) != 1,
         "sliding attention": "sliding_attention" in (layer.get("layer_types") or ()),
+        "target_hidden_size": config.get("target_hidden_size") not in (None, layer["hidden_size"]),
         **{setting: bool(config.get(setting)) for setting in ("fc_norm", "norm_before_fc", "parallel_drafting")},
     }
     if variants := [variant for variant, is_there in refused.items() if is_there]:
@@ -63,32 +64,30 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
             "entering states it reads, MTP.from_eagle3(..., state_layers=[...]): these numbers, or each plus 1."
         )
     vocabulary, size = layer["vocab_size"], len(tensors["lm_head.weight"])
-    offsets = tensors.pop("d2t", None if size < vocabulary else torch.zeros(size, dtype=torch.long))
+    offsets = tensors.pop("d2t", None if size < vocabulary else torch.zeros(size, device="cpu", dtype=torch.long))
     if offsets is None:
         raise ValueError("there is no d2t for its reduced vocabulary")
-    tokens = torch.arange(size) + offsets
+    tokens = torch.arange(size, device="cpu") + offsets
     if len(tokens.unique()) < size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise ValueError("d2t names no distinct tokens of the vocabulary")
     settings = {
         "vocabulary": vocabulary,
-        "draft_vocabulary": size,
-        "target_width": config.get("target_hidden_size") or layer["hidden_size"],
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_output": bool(config.get("norm_output")),
         "own_embedding": "embed_tokens.weight" in tensors,
     }
     of_layer = config_of_layer(AutoConfig.for_model(**layer), 0)
     layers = state_layers or (known[0] if known else ())
-    head = MtpHead([of_layer], {"recipe": {"published as": name}}, layers, settings)
+    head = MtpHead([of_layer], {"recipe": {"published as": name}}, size, layers, settings)
     begins = {
         "midlayer.": "layers.0.decoder.layers.0.",
         "layers.0.": "layers.0.decoder.layers.0.",
-        "norm.": "layers.0.decoder.norm." if settings["norm_output"] else "output.norm.",
-        "lm_head.": "output.head.",
+        "norm.": "layers.0.decoder.norm." if settings["norm_output"] else "output.0.",
+        "lm_head.": "output.1.",
         "embed_tokens.": "embedding.",
         "fc.": "fuse.",
     }
-    state = {"output.tokens": tokens}
+    state = {"tokens": tokens}
     for key, value in tensors.items():
         if not key.startswith(_UNUSED):
             begin = next((begin for begin in begins if key.startswith(begin)), "")

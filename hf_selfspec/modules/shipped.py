@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError, brief
+from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
 from ..learned.files import path_of
 from ..model.anatomy import Anatomy, causal_lm
-from .mtp import MtpHead, config_of_layer, layer_of_kind
+from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
+# Why nothing was found for models that have been looked at.
+_lacking = weakref.WeakKeyDictionary[PreTrainedModel, SelfSpecError]()
 _loading = threading.Lock()
 
 
@@ -36,7 +41,9 @@ class MtpFormat:
         embedding_norm, state_norm, projection, norm: what is in front of ``.weight`` in the names of a layer's norms of
             embedding and state, the projection of both, and the norm before the model's output head.
         block: the beginning of the names in the decoder layer, which go on as in the model's own layers.
-        kind: its attention, as in ``config.layer_types``.
+        kind, mlp: its attention and MLP, as in ``config.layer_types`` and ``config.mlp_layer_types``, where the config
+            has no ``mtp_layer_types`` and ``mtp_mlp_layer_types``; by default the MLP of the model's own last layer
+            with this attention.
         state_first: whether the projection takes the state before the embedding.
     """
 
@@ -46,18 +53,36 @@ class MtpFormat:
     norm: str = "model.layers.{l}.shared_head.norm"
     block: str = "model.layers.{l}."
     kind: str = "full_attention"
+    mlp: str | None = None
     state_first: bool = False
 
     def of_layer(self, number: int, num_layers: int) -> dict[str, str]:
         """The names of one layer, by the names of the fields."""
         return {name: getattr(self, name).format(n=number, l=num_layers + number) for name in _NAMES}
 
+    def settings(self, config: PreTrainedConfig, number: int, num_layers: int) -> dict[str, Any]:
+        """The config of a model that has only this layer."""
+        found = config_of_layer(config, layer_of_kind(config, num_layers, self.kind))
+        if self.mlp is not None:
+            found["mlp_layer_types"] = [self.mlp]
+        own = {name: getattr(config, f"mtp_{name}", None) for name in PER_LAYER}
+        return found | {name: [values[number]] for name, values in own.items() if values}
 
-_NAMES = ("embedding_norm", "state_norm", "projection", "norm", "block")
+
+# The fields that are names, and what they may be.
+_NAMES = dict.fromkeys(("embedding_norm", "state_norm", "projection", "norm"), r"([^{}]|\{[nl]\})+")
+_NAMES["block"] = r"[^{}]*\{[nl]\}[^{}]*\."
+# The block of a model that has one layer alone.
+_FIRST = "model.layers.0."
 # What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
-_COPIES = ("embed_tokens.", "shared_head.head.")
+_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
-_FORMATS: dict[str, MtpFormat] = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN)
+_FINAL = MtpFormat(norm="model.layers.{l}.final_layernorm")
+_FORMATS: dict[str, MtpFormat] = {
+    **dict.fromkeys(("mellum", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    **dict.fromkeys(("bailing_hybrid", "hy_v3"), _FINAL),
+    "exaone_moe": replace(_QWEN, mlp="dense"),
+}
 
 
 def register_mtp_format(model_type: str, names: MtpFormat) -> None:
@@ -68,11 +93,21 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
         names: the names; replaces an earlier registration.
 
     Raises:
-        SettingError: ``model_type`` is not a non-empty string or ``names`` is not an :class:`MtpFormat`.
+        SettingError: ``model_type`` is not a non-empty string or ``names`` is not an :class:`MtpFormat`, or one with
+            other placeholders, without any in ``block``, or with an unknown kind of attention.
     """
     if not isinstance(model_type, str) or not model_type or not isinstance(names, MtpFormat):
         raise SettingError(f"register_mtp_format takes a model type and an MtpFormat, got {model_type!r}, {names!r}.")
+    for field, pattern in _NAMES.items():
+        if not re.fullmatch(pattern, name := str(getattr(names, field))):
+            raise SettingError(
+                f"MtpFormat({field}) must be a name with no placeholders but {{n}} and {{l}}, and block one that has "
+                f'one of these and ends with a dot, such as "mtp.{{n}}.", got {name!r}.'
+            )
+    if names.kind not in ALLOWED_LAYER_TYPES:
+        raise SettingError(f"MtpFormat(kind) must be one of {', '.join(ALLOWED_LAYER_TYPES)}, got {names.kind!r}.")
     _FORMATS[model_type] = names
+    _lacking.clear()
 
 
 def attached_mtp(model: PreTrainedModel) -> MtpHead | None:
@@ -112,6 +147,17 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
         return head
 
 
+def shipped_mtp(model: PreTrainedModel) -> MtpHead:
+    """As :func:`load_mtp`, but looks for the layers of a model only once."""
+    if model not in _attached and (known := _lacking.get(model)) is not None:
+        raise copy.copy(known)
+    try:
+        return load_mtp(model)
+    except SelfSpecError as error:
+        _lacking[model] = copy.copy(error)  # without the traceback, which holds the model
+        raise
+
+
 def _load(model: PreTrainedModel, name: str) -> MtpHead:
     anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
     types = (model.config.model_type, config.model_type)
@@ -126,16 +172,17 @@ def _load(model: PreTrainedModel, name: str) -> MtpHead:
             f"{name} has no MTP layers of {anatomy.model_name}: there is no {wanted}.weight. If they have other names, "
             f'register these: register_mtp_format("{model.config.model_type}", MtpFormat(...)).'
         )
-    settings = config_of_layer(config, layer_of_kind(config, anatomy.num_layers, names.kind))
-    head = MtpHead([settings] * len(found))
+    head = MtpHead([names.settings(config, number, anatomy.num_layers) for number in range(len(found))])
     device = next(anatomy.layers[-1].parameters()).device
     try:
-        for part, layer in zip(head.parts, found, strict=True):
+        for part, layer, settings in zip(head.parts, found, head.configs, strict=True):
             for field in ("embedding_norm", "state_norm", "projection"):
-                weight = files.read(f"{layer[field]}.weight").to(device, model.dtype)
+                weight, module = files.read(f"{layer[field]}.weight").to(device, model.dtype), getattr(part, field)
+                if weight.shape != module.weight.shape:
+                    raise files.misfit(f"{layer[field]}.weight", weight.shape, module.weight.shape)
                 if field == "projection" and names.state_first:
                     weight = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
-                getattr(part, field).load_state_dict({"weight": weight}, assign=True)
+                module.load_state_dict({"weight": weight}, assign=True)
             part.decoder.load_state_dict(_decoder(settings, layer, files, model, device), assign=True)
         head.eval().requires_grad_(False).try_out()
     except SettingError:
@@ -154,24 +201,33 @@ def _decoder(
     """The weights of a decoder with the layer's block and norm, as transformers loads them for the model's class."""
     config, begin = AutoConfig.for_model(**settings), layer["block"]
     others = tuple(f"{name}." for field, name in layer.items() if field != "block")
+    others += tuple(f"{begin}{name}" for name in _COPIES)
     keys = [key for key in files.names if key.startswith(begin) and not key.startswith(others)]
-    state = {f"model.layers.0.{key[len(begin) :]}": files.read(key) for key in keys}
-    state = {key: value for key, value in state.items() if not key.startswith(_COPIES_OF_FIRST)}
+    state = {f"{_FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(1, config.hidden_size, device="cpu", dtype=torch.float32)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     loaded, info = kind.from_pretrained(
-        None, config=config, state_dict=state, dtype=model.dtype, output_loading_info=True
+        None,
+        config=config,
+        state_dict=state,
+        dtype=model.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    for key, own, wanted in sorted(info["mismatched_keys"]):
+        raise files.misfit(key.replace(_FIRST, begin), own, wanted)
     if missing := sorted(info["missing_keys"]):
         raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
+    if unexpected := sorted(info["unexpected_keys"]):
+        raise SettingError(
+            f"{files.name} has {unexpected[0].replace(_FIRST, begin)}, for which {kind.__name__} has no "
+            "place: its MTP layers are of another kind than the model's own, which is not supported."
+        )
     stack = Anatomy.of(loaded).stack.to(device)
     return {name: value for name, value in stack.state_dict().items() if not name.startswith("embed_tokens.")}
-
-
-_COPIES_OF_FIRST = tuple(f"model.layers.0.{name}" for name in _COPIES)
 
 
 @contextmanager
@@ -216,7 +272,20 @@ class _Files:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
         with _opened(self._files[key]) as file:
             found: torch.Tensor = file.get_tensor(key)
+        if found.itemsize < 2 or not found.is_floating_point():
+            raise SettingError(
+                f"{self.name} has {key} in {str(found.dtype).removeprefix('torch.')}, whose scales are not read. Give "
+                "a checkpoint with the layers in 16 or 32 bits: load_mtp(model, checkpoint)."
+            )
+        if not found.isfinite().all():
+            raise SettingError(f"{self.name} has {key} with values that are not finite. Load the checkpoint again.")
         return found
+
+    def misfit(self, key: str, own: Sequence[int], wanted: Sequence[int]) -> SettingError:
+        return SettingError(
+            f"{self.name} has {key} of shape {list(own)}, and the model takes {list(wanted)}: it has the MTP layers of "
+            "another model. Give the checkpoint of this one."
+        )
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)

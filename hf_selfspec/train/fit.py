@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
+import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
@@ -254,7 +255,7 @@ class FitModule(nn.Module):
         return output
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
-        means = evaluated.predictions.mean((0, 1))
+        means = np.nanmean(evaluated.predictions, (0, 1))
         return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
 
 

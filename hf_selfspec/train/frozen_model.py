@@ -120,27 +120,36 @@ class FrozenModel:
             self.run(ids[:1, :1])
         return {name: torch.stack([row[name].to(self.device) for row in rows]) for name in rows[0]}
 
-    def per_token(self, metric: Metric, head: Head, states: torch.Tensor, seen: HiddenStates) -> torch.Tensor:
-        """``[b s]`` values of ``metric`` from the logits of ``head`` and the whole model's, in chunks of tokens."""
+    def per_token(
+        self,
+        metric: Metric,
+        head: Head,
+        states: torch.Tensor,
+        seen: HiddenStates,
+        teacher: Head | None = None,
+        vocabulary: int | None = None,
+    ) -> torch.Tensor:
+        """``[b s]`` values of ``metric`` from the logits of ``head`` and those of a teacher, by default the whole
+        model's, in chunks of tokens."""
 
         def of(some: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                teacher_logits = self.own_head(final).float()
+                teacher_logits = (teacher or self.own_head)(final).float()
             return metric(head(some).float(), teacher_logits)
 
-        chunk = max(1, LOGIT_ELEMENTS // self.vocabulary)
-        pairs = zip(*(rows.flatten(0, 1).split(chunk) for rows in (states, seen["final"])), strict=True)
-        is_kept = not torch.is_grad_enabled()
+        chunk = max(1, LOGIT_ELEMENTS // (vocabulary or self.vocabulary))
+        pairs = list(zip(*(rows.flatten(0, 1).split(chunk) for rows in (states, seen["final"])), strict=True))
+        is_kept = not torch.is_grad_enabled() or len(pairs) == 1
         return torch.cat([of(*pair) if is_kept else checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor) -> HiddenStates:
         exits, ids = self.exits, ids.to(self.device)
-        exits.chosen = self.layers
+        exits.chosen, exits.is_watching = self.layers, True
         try:
             self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
         finally:
-            exits.chosen = ()
+            exits.chosen, exits.is_watching = (), False
         if any(state.dim() != 3 for state in exits.left.values()):
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "

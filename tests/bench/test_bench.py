@@ -237,19 +237,20 @@ def test_methods_that_do_not_fit_are_left_out_with_reasons(
     assert {"plain", "prompt-lookup(3)", "SelfSpec()", "SelfSpec.layerskip()", "SelfSpec.swift()"} <= set(names)
     assert "fitted" in found["left_out"]["SelfSpec.kangaroo(adapter)"]
     assert "only when told to" in found["left_out"]["static-compiled"]
+    assert "name it in --methods" in found["left_out"]["SelfSpec.mtp()"]
     left_out = compare(mamba, tokenizer, TEXTS[:2], max_new_tokens=33, progress=False).results["left_out"]
     assert "not supported with stateful models" in left_out["prompt-lookup(2)"]
     assert "SelfSpec.layerskip()" in left_out
 
 
-@pytest.mark.parametrize("name", ["deep", "prompt-lookup(2)"])
+@pytest.mark.parametrize("name", ["deep", "mtp", "prompt-lookup(2)"])
 def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
     model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
 ) -> None:
     """Whether transformers refuses them or we do."""
     methods: Any = {"deep": SelfSpec.layerskip(99)} if name == "deep" else [name]
     with pytest.raises(SettingError, match=r"^methods: .* does not fit this model: .*Leave it out") as raised:
-        compare(model if name == "deep" else mamba, tokenizer, TEXTS, methods, out=tmp_path, progress=False)
+        compare(mamba if "lookup" in name else model, tokenizer, TEXTS, methods, out=tmp_path, progress=False)
     assert name in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 

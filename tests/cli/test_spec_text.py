@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.fitted import mtp_of
 from helpers.models import tiny_llama
 from hf_selfspec import Adapter, ConfidenceThreshold, ExitHeads, SelfSpec, TopKTree
 from hf_selfspec.cli.spec_text import PRESETS, read_spec, split
@@ -39,6 +40,7 @@ def test_folders(tmp_path: Path) -> None:
     assert read_spec(str(tmp_path / "spec")) == SelfSpec.layerskip(2, 3)
     hidden = tiny_llama().config.hidden_size
     for name, part, preset in (
+        ("mtp", mtp_of(tiny_llama()), SelfSpec.mtp),
         ("adapter", Adapter(2, hidden, 4), SelfSpec.kangaroo),
         ("heads", ExitHeads([1, 3], hidden, 97), None),
         ("probe", LinearProbe(2, hidden), SelfSpec.adaspeed),
@@ -55,7 +57,7 @@ def test_folders(tmp_path: Path) -> None:
     [
         (
             "lokup",
-            "--spec lokup: there is no such folder or preset. Give one of adaspeed, layerskip, lookup, quantized, s",
+            "--spec lokup: there is no such folder or preset. Give one of adaspeed, layerskip, lookup, mtp, quantized",
         ),
         ("", "there is no such folder or preset"),
         ("(" * 100_000, "there is no such folder or preset"),

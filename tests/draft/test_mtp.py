@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
-from helpers.fitted import mtp_of
+from helpers.fitted import adapter_of, mtp_of
 from helpers.models import BATCH, ROW, tiny_llama
-from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import VOCABULARY, check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.watched import watched
 from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.draft import MTP, Drafter, Session
+from hf_selfspec.draft import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session, mtp
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model import anatomy
+from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
 
 _WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
@@ -163,13 +164,24 @@ def test_rounds_of_others_are_taken_in(kind: type[MTP], layers: int, states: tup
     assert len(seen) > 3
 
 
-PROCESSED: dict[str, dict[str, Any]] = {"plain": {}, "top k": {"top_k": 3}, "temperature": {"temperature": 0.7}}
+@torch.no_grad()
+def recurrent_vocabulary() -> PreTrainedModel:
+    """A model with few tokens and recurrent states, whose distributions are far from uniform."""
+    model = build("qwen3_next", vocab_size=VOCABULARY)
+    model.lm_head.weight.mul_(3.0)
+    return model
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("tree", [None, TopKTree(((0.6, 3), (1.0, 2)))], ids=["line", "tree"])
-def test_drawn_tokens_have_the_models_distribution(layers: int, tree: TopKTree | None) -> None:
-    model = tiny_vocabulary()
+@pytest.mark.parametrize(
+    ("family", "tree"),
+    [(tiny_vocabulary, None), (tiny_vocabulary, TopKTree(((0.6, 3), (1.0, 2)))), (recurrent_vocabulary, None)],
+    ids=["llama", "llama tree", "qwen3_next"],
+)
+def test_drawn_tokens_have_the_models_distribution(
+    family: Callable[[], PreTrainedModel], layers: int, tree: TopKTree | None
+) -> None:
+    model = family()
     spec = SelfSpec(MTP(mtp_of(model, layers)), FixedLength(3), tree)
     check_exact(sample(spec, model), exact_joint(model, []))
 
@@ -177,9 +189,16 @@ def test_drawn_tokens_have_the_models_distribution(layers: int, tree: TopKTree |
 REFUSALS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing there": (lambda folder: MTP(folder / "none"), SettingError, "there is no saved MTP head at"),
     "something else": (lambda folder: MTP(tiny_llama()), SettingTypeError, "must be MtpHead or the path"),  # type: ignore[arg-type]
+    "no layers": (lambda folder: MtpHead([]), SettingError, r"a list with the config of each layer.*got \[\]"),
+    "no settings": (lambda folder: MtpHead([{}]), SettingError, r"a list with the config of each layer.*got \[\{\}\]"),
+    "no weights": (lambda folder: MTP(MtpHead(MtpHead.of(tiny_llama()).configs)), SettingError, "has no weights yet"),
     "no configs": (lambda folder: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
-    "no order": (lambda folder: MtpHead([], state_layers=[3, 1]), SettingError, "in increasing order"),
-    "too few layers": (lambda folder: MtpHead.of(tiny_llama(2), (1, 3)), SettingError, "has 2 layers"),
+    "no order": (
+        lambda folder: MtpHead([{"model_type": "llama"}], state_layers=[3, 1]),
+        SettingError,
+        "in increasing order",
+    ),
+    "too few layers": (lambda folder: MtpHead.of(tiny_llama(2), state_layers=(1, 3)), SettingError, "the model has 2"),
     "no layer": (lambda folder: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),
 }
 
@@ -189,6 +208,36 @@ def test_what_is_no_head_is_refused(case: str, tmp_path: Path) -> None:
     make, kind, message = REFUSALS[case]
     with pytest.raises(kind, match=message):
         make(tmp_path)
+
+
+def test_heads_of_another_width_are_refused() -> None:
+    spec = SelfSpec(MTP(mtp_of(build("qwen3"))))
+    with pytest.raises(SettingError, match="takes states of width 32, and the model has 64"):
+        tiny_llama().generate(**ROW, max_new_tokens=4, assistant=spec)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_states_that_wait_are_bounded(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others draft, the head takes in the text in pieces; its drafts are the same afterwards."""
+    monkeypatch.setattr(mtp, "_WAITING", 8)
+    waiting: list[int] = []
+    observe = mtp.MtpDraft.observe
+
+    def observed(drafter: mtp.MtpDraft, *given: Any) -> None:
+        observe(drafter, *given)
+        waiting.append(sum(piece.untyped_storage().nbytes() // (4 * 64) for piece in drafter._waiting))
+
+    monkeypatch.setattr(mtp.MtpDraft, "observe", observed)
+    test_rounds_of_others_are_taken_in(Sometimes, layers, ())
+    assert max(waiting) <= 3 * (8 + layers)
+
+
+@pytest.mark.filterwarnings("error")
+def test_attached_layers_leave_the_states_to_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(factor=0.5)
+    monkeypatch.setitem(shipped._attached, model, mtp_of(model))
+    spec = SelfSpec(Cascade([Lookup(), EarlyExitAdapter(adapter_of(model))]), FixedLength(3))
+    model.generate(**ROW, max_new_tokens=4, assistant=spec)
 
 
 def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
 ARCHITECTURES |= STATEFUL
 
 # Types that the oldest transformers we support does not have.
-_NEWER = ("bailing_hybrid", "inkling2_text", "lara_mini", "lfm3")
+_NEWER = ("bailing_hybrid", "inkling2_text", "lara_mini", "lfm3", "sarvam_mla", "sarvam_moe")
 # And those whose states are kept there in a way that is refused.
 _REFUSED_IN_OLDEST = ("nemotron_h", "qwen4_exp_text")
 
@@ -213,13 +213,13 @@ _CHOSEN: dict[str, tuple[int, float]] = {
 
 def build(name: str, seed: int | None = None, factor: float | None = None, **changes: Any) -> PreTrainedModel:
     """A random model of the architecture whose layers from 1 on are damped, so that drafts are right now and then."""
-    entry = dict(ARCHITECTURES[name])
+    entry = ARCHITECTURES[name] | changes
     model_type = entry.pop("model_type", name)
     if model_type in _NEWER and model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type} yet")
     skip_if_refused(model_type)
     chosen_seed, chosen_factor = _CHOSEN.get(name, (0, 0.5))
-    settings = {key: value for key, value in (_COMMON | entry | changes).items() if value is not None}
+    settings = {key: value for key, value in (_COMMON | entry).items() if value is not None}
     torch.manual_seed(chosen_seed if seed is None else seed)
     config = AutoConfig.for_model(model_type, **settings)
     if model_type in _EAGER_ONLY:

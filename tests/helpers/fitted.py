@@ -97,12 +97,13 @@ def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size:
 def mtp_of(model: PreTrainedModel, layers: int = 1, seed: int = 0, state_layers: tuple[int, ...] = ()) -> MtpHead:
     """Layers that differ, and look more at the state than at the token."""
     torch.manual_seed(seed)
-    one = MtpHead.of(model, state_layers)
+    one = MtpHead.of(model, state_layers=state_layers)
     weights = {
         f"layers.{layer}.{name}": value + 0.03 * torch.randn_like(value)
         for layer in range(layers)
         for name, value in one.layers[0].state_dict().items()
     }
+    weights["tokens"] = one.tokens
     weights |= {f"fuse.{name}": value + 0.03 * torch.randn_like(value) for name, value in one.fuse.state_dict().items()}
     head = MtpHead(one.configs * layers, state_layers=state_layers)
     head.load_state_dict(weights, assign=True)

@@ -212,8 +212,11 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
 def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
     published(tmp_path, tiny_llama(8))
     source = MTP.from_eagle3(tmp_path)
-    others = {"a vocabulary of 97": tiny_llama(8, vocabulary=90), r"layers \[2, 3, 3\]": tiny_llama(6)}
-    others["width 192, the model's have 3 x 32"] = build("llama", num_hidden_layers=8)
+    others = {
+        "a vocabulary of 97": tiny_llama(8, vocabulary=90),
+        r"layers \[2, 3, 3\], and the model has 6": tiny_llama(6),
+    }
+    others["width 64, and the model has 32"] = build("llama", num_hidden_layers=8)
     for message, model in others.items():
         with unchanged(model), pytest.raises(SettingError, match=message):
             model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
@@ -265,14 +268,13 @@ def test_logits_are_those_of_speculators(kind: Any, settings: dict[str, bool], s
         assert isinstance(head, MtpHead)
         assert head.state_layers == ((1, 3, 5) if folder == "new" else ())
         assert head.embedding is not None
-        assert head.output is not None
         with torch.no_grad():
             places = torch.arange(10)[None] + 1
             first = head(head.embedding(ids), head.fuse(states), places[:, :9])
             # The package feeds zeros as tokens after the last one.
             entered = torch.cat([head.fuse(states), first[:, -1:]], dim=1)
             second = head(head.embedding(torch.cat([ids, ids.new_zeros(1, 1)], dim=1)), entered, places)
-            found = [head.output(first), head.output(second)[:, -1:]]
+            found = [head.own_logits(first), head.own_logits(second)[:, -1:]]
         torch.testing.assert_close(found[0][..., tokens], logits[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found[1][..., tokens], logits[1][:, -1:], atol=1e-4, rtol=1e-4)
         assert (found[0] < -1e4).sum() == 9 * (VOCABULARY - size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +31,53 @@ _QWEN = {
     "embedding_norm": "mtp.pre_fc_norm_embedding", "state_norm": "mtp.pre_fc_norm_hidden", "projection": "mtp.fc",
     "norm": "mtp.norm", "block": "mtp.layers.0",
 }  # fmt: skip
-FAMILIES = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "qwen3_next": _QWEN, "qwen3_5_text": _QWEN}
-FAMILIES["qwen3_5_moe_text"] = _QWEN
+_FINAL = _DEEPSEEK | {"norm": "model.layers.4.final_layernorm"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's checkpoints name the parts, and what makes a tiny model of it from one of the architectures."""
+
+    names: dict[str, str]
+    like: str = ""  # its architecture; the family's own by default
+    kinds: tuple[str, ...] = ()  # the model's own layers, and that of the MTP layer
+    own: str = "full_attention"
+    changes: dict[str, Any] = field(default_factory=dict)
+    is_known: bool = False  # whether transformers' generator loads the layers
+
+
+_HYBRID = ("linear_attention", "full_attention") * 2
+_WINDOWED = ("full_attention", "sliding_attention") * 2
+_SPARSE = {"mlp_layer_types": ["dense", *["sparse"] * 4]}
+_MTP_TYPES = {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["sparse"], "sliding_window": 8}
+FAMILIES = {
+    "deepseek_v3": Family(_DEEPSEEK, is_known=True),
+    "deepseek_v32": Family(_DEEPSEEK),
+    "glm_moe_dsa": Family(_DEEPSEEK, changes={"indexer_types": ["full", "shared", *["full"] * 3]}),
+    "glm4_moe": Family(_DEEPSEEK, is_known=True),
+    "glm4_moe_lite": Family(_DEEPSEEK, "deepseek_v3", changes=_SPARSE),
+    "sarvam_moe": Family(_DEEPSEEK, "glm4_moe", is_known=True),
+    "sarvam_mla": Family(_DEEPSEEK, "deepseek_v3", is_known=True),
+    "hy_v3": Family(_FINAL, "qwen3_moe", changes=_SPARSE | {"num_shared_experts": 1}),
+    "bailing_hybrid": Family(_FINAL, kinds=_HYBRID, changes=_SPARSE, is_known=True),
+    "mellum": Family(_QWEN, "qwen3_moe", _WINDOWED, "sliding_attention", _SPARSE | _MTP_TYPES, is_known=True),
+    "exaone_moe": Family(
+        _QWEN, "qwen3_moe", _WINDOWED, changes={"mlp_layer_types": [*["sparse"] * 4, "dense"], "sliding_window": 8}
+    ),
+    "qwen3_next": Family(_QWEN, kinds=_HYBRID),
+    "qwen3_5_text": Family(_QWEN, kinds=_HYBRID),
+    "qwen3_5_moe_text": Family(_QWEN, kinds=_HYBRID),
+}
 
 
 def with_layer(name: str, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A checkpoint of four layers with an MTP layer, loaded, and the model whose fifth layer the MTP layer's block is,
     of which it was made: so expert weights and all else are saved as the model's own are."""
-    kinds = ["linear_attention", "full_attention"] * 2
-    changes = {"layer_types": [*kinds, "full_attention"]} if FAMILIES[name] is _QWEN else {}
-    whole = build(name, num_hidden_layers=LAYERS + 1, **changes)
+    family = FAMILIES[name]
+    changes = family.changes | ({"layer_types": [*family.kinds, family.own]} if family.kinds else {})
+    whole = build(family.like or name, num_hidden_layers=LAYERS + 1, model_type=name, **changes)
     whole.save_pretrained(folder)
-    names, tensors = FAMILIES[name], {}
+    names, tensors = family.names, {}
     for key, value in load_file(folder / "model.safetensors").items():
         tensors[key.replace(f"model.layers.{LAYERS}.", f"{names['block']}.")] = value
     torch.manual_seed(3)
@@ -48,10 +85,11 @@ def with_layer(name: str, folder: Path) -> tuple[PreTrainedModel, PreTrainedMode
         tensors[f"{names[part]}.weight"] = torch.rand(WIDTH) + 0.5
     tensors[f"{names['projection']}.weight"] = torch.randn(WIDTH, 2 * WIDTH) / 8
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = whole.config
-    if changes:
-        config.layer_types = kinds
-    config.num_hidden_layers = LAYERS
+    config = copy.deepcopy(whole.config)
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(config, kinds, None) is not None:
+            setattr(config, kinds, getattr(config, kinds)[:LAYERS])
+    config.num_hidden_layers, config.num_nextn_predict_layers = LAYERS, 1
     config.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.generation_config.eos_token_id = None
@@ -69,7 +107,7 @@ def own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: str, ids: torch.Tensor) -> torch.Tensor:
     """The same logits from the file's norms and projection and the larger model's last layer."""
-    names, weights = FAMILIES[name], load_file(folder / "model.safetensors")
+    names, weights = FAMILIES[name].names, load_file(folder / "model.safetensors")
 
     def normed(part: str, values: torch.Tensor) -> torch.Tensor:
         norm = type(model.model.norm)(WIDTH, eps=model.config.rms_norm_eps)
@@ -82,15 +120,36 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
     entered = torch.cat([embedded, states], -1) @ weights[f"{names['projection']}.weight"].T
     places = torch.arange(1, ids.shape[1])[None]
     s = entered.shape[1]
-    causal = torch.full((s, s), torch.finfo(torch.float32).min).triu(1)[None, None]
-    rotary = whole.model.rotary_emb(entered, places.expand(3, 1, s) if name.startswith("qwen3_5") else places)
-    left = whole.model.layers[LAYERS](entered, attention_mask=causal, position_ids=places, position_embeddings=rotary)
+    ahead = torch.arange(s)[None] - torch.arange(s)[:, None]
+    seen = (ahead <= 0) & (ahead > -(8 if FAMILIES[name].own == "sliding_attention" else s))
+    mask = torch.zeros(s, s).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    more = (FAMILIES[name].own,) if name == "mellum" else ()
+    rotary = whole.model.rotary_emb(entered, places.expand(3, 1, s) if name.startswith("qwen3_5") else places, *more)
+    left = whole.model.layers[LAYERS](entered, attention_mask=mask, position_ids=places, position_embeddings=rotary)
     logits: torch.Tensor = model.lm_head(normed("norm", left[0] if isinstance(left, tuple) else left))
     return logits
 
 
+@torch.no_grad()
+def by_transformers(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """The last of these logits from the layers of transformers' own generator, which knows fewer names."""
+    tensors = load_file(folder / "model.safetensors")
+    known = {key.replace("final_layernorm", "shared_head.norm"): value for key, value in tensors.items()}
+    save_file(known, folder / "model.safetensors", metadata={"format": "pt"})
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\.|^mtp\."]  # not the published numbers
+    for kinds, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if hasattr(model.config, kinds) and not getattr(model.config, f"mtp_{kinds}", None):
+            setattr(model.config, f"mtp_{kinds}", [kind])
+    theirs: Any = modeling_layers.MtpModel.from_pretrained(model)
+    states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
+    cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
+    found: torch.Tensor = theirs(ids[:, 1:], states, torch.ones_like(places), places, cache)[1][0, 0]
+    return found
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("deepseek_v3", "qwen3_next") else pytest.mark.slow) for n in FAMILIES]
+    "name",
+    [pytest.param(n, marks=() if n in ("deepseek_v3", "mellum", "qwen3_next") else pytest.mark.slow) for n in FAMILIES],
 )
 def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
     """Logits are those of the definition, and of transformers' own generator where that can load the layers."""
@@ -98,15 +157,8 @@ def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
     ids = ROW["input_ids"]
     logits = own_logits(model, ids)
     assert torch.allclose(logits, by_hand(model, whole, tmp_path, name, ids), atol=1e-5)
-    if FAMILIES[name] is _DEEPSEEK:
-        theirs: Any = model
-        theirs._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]  # not the published model's number
-        theirs = modeling_layers.MtpModel.from_pretrained(theirs)
-        with torch.no_grad():
-            states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
-            cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
-            found = theirs(ids[:, 1:], states, torch.ones_like(places), places, cache)
-        assert torch.allclose(found[1][0, 0], logits[0, -1], atol=1e-5)
+    if FAMILIES[name].is_known and hasattr(model.config, "num_mtp_layers"):  # older versions know fewer
+        assert torch.allclose(by_transformers(model, tmp_path, ids), logits[0, -1], atol=1e-5)
     with unchanged(model):
         check_lossless(model, SelfSpec(MTP(), FixedLength(3)))
 
@@ -201,6 +253,56 @@ def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:
         load_mtp(model, tmp_path)
     with pytest.raises(SettingError, match=r"there is no model\.safetensors"):
         load_mtp(model, tmp_path.parent)
+
+
+def test_a_model_without_layers_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    model, loads = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), []
+    load = shipped._load
+    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    for _ in range(2):
+        with pytest.raises(SettingError, match="has no MTP layers of LlamaForCausalLM"):
+            model.generate(**ROW, max_new_tokens=4, assistant=SelfSpec(MTP()))
+    assert len(loads) == 1
+    freed = weakref.ref(model)
+    loads.clear()
+    del model
+    gc.collect()
+    assert freed() is None
+
+
+_NAME = "model.layers.4.mlp.up_proj"
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({f"{_NAME}.bias": torch.ones(64)}, r"layers\.4\.mlp\.up_proj\.bias, for which LlamaForCausalLM has no"),
+    "not finite": ({f"{_NAME}.weight": torch.full((2, 2), torch.nan)}, r"up_proj\.weight with values that are not"),
+    "8 bits": ({f"{_NAME}.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, r"up_proj\.weight in float8_e4m3fn"),
+    "another shape": ({f"{_NAME}.weight": torch.ones(2, 2)}, r"up_proj\.weight of shape \[2, 2\], and the model takes"),
+    "another width": ({"model.layers.4.enorm.weight": torch.ones(3)}, r"enorm\.weight of shape \[3\], and the model"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_weights_are_refused(case: str, tmp_path: Path) -> None:
+    model, (changes, message) = llama_with_layer(tmp_path), WRONG[case]
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | changes, file, metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=message):
+        load_mtp(model)
+
+
+FORMATS = {
+    r"MtpFormat\(norm\).*got 'mtp\.\{k\}\.norm'": {"norm": "mtp.{k}.norm"},
+    r"MtpFormat\(norm\).*got 'mtp\.\{n\.norm'": {"norm": "mtp.{n.norm"},
+    r"MtpFormat\(block\) must .*got 'mtp\.block\.'": {"block": "mtp.block."},
+    r"MtpFormat\(block\) must .* ends with a dot.*got 'mtp\.\{n\}'": {"block": "mtp.{n}"},
+    r"MtpFormat\(kind\) must be one of .*full_attention.*got 'full'": {"kind": "full"},
+}
+
+
+@pytest.mark.parametrize("message", FORMATS)
+def test_wrong_formats_are_refused(message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        hf_selfspec.register_mtp_format("llama", MtpFormat(**FORMATS[message]))
 
 
 DAMAGED = {

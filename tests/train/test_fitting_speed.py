@@ -10,7 +10,16 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from helpers.fitted import EXIT, arguments, rows
 from helpers.models import tiny_llama
-from hf_selfspec import EarlyExitAdapter, SelfSpec, attach, fit_adapter, fit_draft_lora, fit_exit_heads, fit_probe
+from hf_selfspec import (
+    EarlyExitAdapter,
+    SelfSpec,
+    attach,
+    fit_adapter,
+    fit_draft_lora,
+    fit_exit_heads,
+    fit_mtp,
+    fit_probe,
+)
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.draft_module import DraftModule
@@ -74,6 +83,7 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatc
     assert adapter.about["recipe"]["steps"] == 12
 
 
+@pytest.mark.filterwarnings("ignore:this MTP head does not pay")
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [
@@ -81,6 +91,7 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatc
         (fit_probe, {"exit_layer": EXIT}),
         (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
         (fit_draft_lora, {"exit_layer": EXIT}),
+        (fit_mtp, {"steps": 2, "head_rows": 20}),
     ],
 )
 def test_parts_have_a_speed(kind: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerBase
+
+from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
+from ..data.texts import read_prompts
+from ..draft.mtp import MTP
+from ..errors import SettingError
+from ..model.head import HeadRows, output_head
+from ..model.patching import InstanceForwards
+from ..modules.mtp import MtpHead
+from ..modules.reduced_head import ReducedHead
+from ..selfspec import SelfSpec
+from ..validation import Option, check_count
+from .fit import TrainedFit, as_function
+from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
+from .packing import PackedDataset
+from .reduced_head import ReducedHeadFit
+from .writing import answered
+
+# What the loss of a step weighs next to that of the step before.
+_DECAY = 0.8
+_MOST_STEPS = 8
+
+
+def _read_prompts(file: str) -> list[Prompt]:
+    try:
+        return read_prompts(file)
+    except SettingError as error:
+        raise SettingError(str(error).replace("--data", "--prompts")) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpFit(TrainedFit[MtpHead]):
+    """Fits an MTP layer: one decoder layer of the model's own class, which begins as a copy of its last one.
+
+    It reads the model's last states, and learns the model's distribution over frequent tokens (cross entropy, no labels
+    needed), some steps one after another on its own states, as it will draft.
+
+    Args:
+        model, tokenizer, args, cache_dir, cache_bytes, patience, output_dir: see :func:`fit_adapter`.
+        dataset: see :func:`fit_adapter`; best is what the model itself writes. It may be empty if there are prompts.
+        prompts: texts or chats that the model answers first, in batches and every second time drawn at 0.7; the fit
+            learns from prompts and answers. With an ``output_dir`` they are kept beside it, and writing is resumed.
+        answer_tokens: the most tokens of an answer.
+        steps: how many tokens are drafted one after another in the fit.
+        head_rows: how many tokens the head can draft, the most frequent ones of the text; or those of a reduced head.
+        block_size: tokens of a row.
+
+    Returns:
+        The head, for ``SelfSpec(MTP(head))``, or with free drafts ``SelfSpec.mtp(head)``.
+
+    Raises:
+        SettingError, SettingTypeError: there is no text, or a setting is not allowed.
+        UnsupportedModelError: the model's last layer cannot stand alone, or its head cannot be cut.
+    """
+
+    command: ClassVar[str] = "mtp"
+    function: ClassVar[str] = "fit_mtp"
+
+    prompts: Annotated[
+        Iterable[Prompt] | None, Option("A file with prompts that the model answers first.", parse=_read_prompts)
+    ] = None
+    answer_tokens: Annotated[int, Option("The most tokens of an answer to a prompt.")] = 256
+    steps: Annotated[int, Option("Tokens that are drafted one after another in the fit.")] = 3
+    head_rows: Annotated[int | ReducedHead, Option("How many tokens the head can draft.", parse=int)] = 8192
+    block_size: Annotated[int, Option("Tokens of a row.")] = 512
+
+    def check(self) -> None:
+        super().check()
+        check_count("fit_mtp(answer_tokens)", self.answer_tokens)
+        check_count("fit_mtp(steps)", self.steps, most=_MOST_STEPS)
+        if not isinstance(self.head_rows, ReducedHead):
+            check_count("fit_mtp(head_rows)", self.head_rows)
+        if self.block_size <= self.steps + 1:
+            raise SettingError(f"fit_mtp(block_size={self.block_size}) must be more than steps + 1.")
+
+    def exit_layers(self, config: Any) -> Sequence[int]:
+        return ()
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> Any:
+        if self.prompts is None:
+            return super().read(tokenizer, dataset)
+        if tokenizer is None:
+            raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
+        given = as_prompts(tokenizer, checked_texts("fit_mtp(prompts)", self.prompts, chats=True))
+        return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in given]
+
+    def fit(self, model: Any, text: Any) -> MtpHead:
+        if not isinstance(text, PackedDataset):
+            tokenizer, dataset, prompts = text
+            file = None if self.output_dir is None else f"{self.output_dir}-text.json"
+            written = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
+            text = super().read(tokenizer, [*dataset, *written])
+        if isinstance(self.head_rows, ReducedHead):
+            return super().fit(model, text)
+        reduced = ReducedHeadFit(size=self.head_rows).fit(model, text)
+        return TrainedFit.fit(replace(self, head_rows=reduced), model, text)
+
+    def module(self, frozen: FrozenModel) -> MtpHead:
+        assert isinstance(self.head_rows, ReducedHead)
+        return MtpHead.of(frozen.model, self.head_rows.tokens)
+
+    def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+        head = _as_head(frozen, HeadRows(frozen.model, module.tokens).of_tokens)
+        size = len(module.tokens)
+        found = [
+            _DECAY**step * frozen.per_token(cross_entropy, head, drafted, {"final": final}, head, size).mean()
+            for step, (drafted, final) in enumerate(self._steps(module, frozen, states))
+        ]
+        return torch.stack(found).sum()
+
+    def metrics(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
+        head, found = _as_head(frozen, HeadRows(frozen.model, module.tokens)), {}
+        for step, (drafted, final) in enumerate(self._steps(module, frozen, states), start=1):
+            agreeing = frozen.per_token(agreement, head, drafted, {"final": final}).view(len(final), -1)
+            # The last tokens of a row have nothing to be compared with.
+            found[f"agreement_at_step_{step}"] = F.pad(agreeing, (0, step), value=torch.nan)
+        return found
+
+    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[MtpHead], SelfSpec]:
+        return lambda head: SelfSpec(MTP(head))
+
+    def recipe(self, module: MtpHead) -> dict[str, Any]:
+        return {"steps one after another": self.steps, "tokens that can be drafted": len(module.tokens)}
+
+    def _steps(
+        self, module: MtpHead, frozen: FrozenModel, states: HiddenStates
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each step, what goes into the model's head ``[b, n, d]``, and the states that it should be like."""
+        (b, s), final = states["ids"].shape, states["final"]
+        embeddings, device = frozen.model.get_input_embeddings()(states["ids"]), final.device
+        hidden, dtype = final, frozen.model.dtype
+        for step in range(1, self.steps + 1):
+            positions = torch.arange(step, s, device=device).expand(b, -1)
+            with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+                hidden = module(embeddings[:, step:], hidden[:, : s - step], positions)
+            yield hidden.to(final.dtype), final[:, step:]
+
+
+def _as_head(frozen: FrozenModel, rows: Head) -> Head:
+    """The model's output head with some of its rows, and all that the model does behind it."""
+    head: Any = output_head(frozen.model)
+
+    def run(states: torch.Tensor) -> torch.Tensor:
+        with InstanceForwards() as changes:
+            changes.replace(head, rows)
+            return frozen.own_head(states)
+
+    return run
+
+
+fit_mtp = as_function(MtpFit)

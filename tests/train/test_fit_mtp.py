@@ -1,0 +1,108 @@
+"""Fitting an MTP layer, to text and to what the model writes itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers.calls import check_lossless
+from helpers.fitted import arguments, rows, weights
+from helpers.models import character_tokenizer, ragged_batch, tiny_llama
+from hf_selfspec import MTP, SelfSpec, fit_mtp
+from hf_selfspec.errors import SettingError
+from hf_selfspec.modules.mtp import MtpHead
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:this MTP head does not pay")
+PROMPTS = ["abcabcab", "what is this?", "one more prompt"] * 7
+
+
+@torch.no_grad()
+def losses(model: Any, head: MtpHead, ids: torch.Tensor, steps: int) -> list[float]:
+    """By hand: cross entropy of chained drafts against the model's distribution over the head's tokens."""
+    output, found = model(ids, output_hidden_states=True), []
+    states, embeddings, s = output.hidden_states[-1], model.get_input_embeddings()(ids), ids.shape[1]
+    for step in range(1, steps + 1):
+        states = head(embeddings[:, step:], states[:, : s - step], torch.arange(step, s).expand(len(ids), -1))
+        drafted, wanted = (logits[..., head.tokens] for logits in (model.lm_head(states), output.logits[:, step:]))
+        found.append(F.cross_entropy(drafted.flatten(0, 1), wanted.flatten(0, 1).softmax(-1)).item())
+    return found
+
+
+def test_a_head_learns_to_draft_on_its_own_states(tmp_path: Path) -> None:
+    model, text = tiny_llama(factor=2.0), rows()
+    before, ids = weights(model), torch.tensor([row["input_ids"] for row in text[:30]])
+    options: dict[str, Any] = {"block_size": 32, "steps": 3, "head_rows": 40}
+    few, more = (arguments(tmp_path, **how) for how in ({"max_steps": 1}, {"num_train_epochs": 3}))
+    begun = fit_mtp(model, None, text, args=few, **options)
+    head = fit_mtp(model, None, text, args=more, output_dir=tmp_path / "out", **options)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    first, last = losses(model, begun, ids, 3), losses(model, head, ids, 3)
+    assert all(end < begin for begin, end in zip(first, last, strict=True))
+    assert head.about["figures"]["last loss"] == pytest.approx(last[0] + 0.8 * last[1] + 0.64 * last[2], rel=0.05)
+    # What a folder holds drafts these tokens alone.
+    loaded, drafted = MTP(tmp_path / "out"), MtpHead.load(tmp_path / "out").tokens
+    assert torch.equal(drafted, head.tokens)
+    assert len(drafted) == 40
+    (stats,) = check_lossless(model, SelfSpec(loaded), prompts=[ragged_batch()])
+    assert stats.accepted
+
+
+def test_figures_are_those_of_text_that_is_held_out(tmp_path: Path) -> None:
+    model, text = tiny_llama(factor=2.0), rows()
+    head = fit_mtp(model, None, text, args=arguments(tmp_path, max_steps=4), block_size=32, steps=2)
+    ids = torch.tensor([row["input_ids"] for row in text[-3:]])
+    with torch.no_grad():
+        wanted = model(ids, output_hidden_states=True)
+        states, embeddings = wanted.hidden_states[-1], model.model.embed_tokens(ids)
+        for step in (1, 2):
+            states = head(
+                embeddings[:, step:],
+                states[:, :-1],
+                torch.arange(step, 32).expand(3, -1),
+            )
+            right = (model.lm_head(states).argmax(-1) == wanted.logits[:, step:].argmax(-1)).float().mean().item()
+            assert head.about["figures"][f"agreement at step {step}"] == pytest.approx(right, abs=1e-3)
+
+
+def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches, every second one drawn; a fit that was stopped goes on, and other prompts are refused."""
+    model, tokenizer = tiny_llama(), character_tokenizer()
+    options: dict[str, Any] = {"block_size": 16, "answer_tokens": 24, "args": arguments(tmp_path, max_steps=1)}
+    batches, generate = list[int](), type(model).generate
+
+    def stopping(self: Any, ids: torch.Tensor, **given: Any) -> Any:
+        batches.append(len(ids))
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return generate(self, ids, **given)
+
+    monkeypatch.setattr(type(model), "generate", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
+    fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
+    assert batches[:3] == [16, 5, 5]
+    texts = json.loads((tmp_path / "out-text.json").read_text())["texts"]
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        given = tokenizer(prompt)["input_ids"]
+        assert text[: len(given)] == given
+    ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    alone = generate(model, ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
+    assert texts[0] == alone[: len(texts[0])]
+    assert len(texts[0]) == len(alone) or texts[0][-1] == model.generation_config.eos_token_id
+    with pytest.raises(SettingError, match=r"out-text\.json has answers to other prompts"):
+        fit_mtp(model, tokenizer, (), prompts=PROMPTS[1:], output_dir=tmp_path / "out", **options)
+
+
+def test_wrong_settings(tmp_path: Path) -> None:
+    model = tiny_llama()
+    for changed, words in (
+        ({"steps": 0}, r"fit_mtp\(steps\) must be"),
+        ({"head_rows": 0}, r"fit_mtp\(head_rows\) must be"),
+        ({"block_size": 4}, "block_size=4"),
+        ({"prompts": ["a"]}, "tokenizer"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            fit_mtp(model, None, rows(4), **changed)
