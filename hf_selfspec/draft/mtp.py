@@ -66,7 +66,7 @@ class MTP(DraftSource):
         head.check(session.knowledge.fingerprint)
         head.check_parts(target.model.get_input_embeddings().embedding_dim)
         tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
-        rows = HeadRows(target.model, tokens) if len(tokens) else None
+        rows = None if tokens is None else HeadRows(target.model, tokens)
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
 
 

@@ -114,7 +114,7 @@ class MtpHead(DraftModule):
     """
 
     kind = "MTP head"
-    tokens: torch.Tensor
+    tokens: torch.Tensor | None
 
     def __init__(self, configs: list[dict[str, Any]], about: dict[str, Any] | None = None, size: int = 0) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class MtpHead(DraftModule):
                 "MtpHead(configs) must be a list with the config of each layer as `to_dict` returns it, its model_type "
                 f"included, got {brief(repr(configs))}. MtpHead.of(model) makes a head for a model."
             )
-        self.register_buffer("tokens", torch.arange(size, device="cpu"))
+        self.register_buffer("tokens", torch.arange(size, device="cpu") if size else None)
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
