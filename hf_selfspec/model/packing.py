@@ -112,6 +112,9 @@ def why_not(
     anatomy: Anatomy, layers: Mapping[int, nn.Module], form: Form, fits: Callable[[nn.Module, Form], bool] = fits
 ) -> str:
     """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
+    if (given := getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)) is not None:
+        method = (given if isinstance(given, dict) else given.to_dict()).get("quant_method")
+        return f"its weights are quantised already ({getattr(method, 'value', method)}). Load it in bfloat16."
     left = {weight for layer in layers.values() for weight in layer.parameters()}
     total = sum(weight.numel() for weight in left)
     left -= {module.weight for _, module in linear_layers(layers) if fits(module, form)}
@@ -120,11 +123,8 @@ def why_not(
     weight = max(left, key=lambda one: one.numel())
     if hasattr(weight, "device_mesh") or weight.device.type == "meta":
         return "its weights are spread over processes or offloaded. Load it on one device of one process."
-    given = getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)
-    if given is not None or type(weight) is not nn.Parameter or weight.element_size() < 2:
-        method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
-        how = "" if method is None else f" ({getattr(method, 'value', method)})"
-        return f"its weights are quantised already{how}. Load it in bfloat16."
+    if type(weight) is not nn.Parameter or weight.element_size() < 2:
+        return "its weights are quantised already. Load it in bfloat16."
     if kernel_for(form.bits, weight.device, weight.dtype) is None:
         return (
             f"torch has no kernel for {form.bits} bits that is faster than its layers in {weight.dtype} on this "
