@@ -21,16 +21,13 @@ from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.head import output_head
 from ..model.linear import linear_layers
-from ..model.packing import GROUP_SIZES, Form, Rounded, Wanted, fits, is_rounded, packed, rounded, why_not
+from ..model.packing import GROUP_SIZES, Form, Rounded, Wanted, fits, packed, rounded, shapes, why_not
 from ..model.plan import LayerPlan
 from ..stop.rules import ProductThreshold
 from .early_exit import EarlyExit
 from .partial import PartialDraft
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, Session
-
-# The name of the output head among packed layers.
-_HEAD = "head"
 
 
 @register("draft")
@@ -106,7 +103,7 @@ class Quantized(DraftSource):
         found = {name: (module, self.form) for name, module in linears if fits(module, self.form)}
         head, form = output_head(model), self.form._replace(bits=self.head)
         if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head, form):
-            found[_HEAD] = head, form
+            found["head"] = head, form
         return found
 
     @property
@@ -139,7 +136,7 @@ class Quantized(DraftSource):
                 for name, pair in wanted.items():
                     if f"{name}.numbers" in names:
                         given = file.get_tensor(f"{name}.numbers"), file.get_tensor(f"{name}.scales")
-                        if not is_rounded(*pair, given):
+                        if tuple(tuple(one.shape) for one in given) != shapes(*pair):
                             raise ValueError(f"{name} has other shapes")
                         yield name, given
         except (SafetensorError, OSError, ValueError) as error:

@@ -120,7 +120,7 @@ class Inspection:
 
     def _in_four_bits(self) -> str:
         if self.packed_bytes is None:
-            return "no: most weights are not in linear layers, or of widths that no kernel takes"
+            return "no: most weights are quantised already, not in linear layers, or of widths that no kernel takes"
         share = self.packed_bytes / (2 * max(self.parameters, 1))
         return f"{self.packed_bytes / _MIB:,.1f} MiB more, {share:.0%} of the model in bfloat16, which a step reads"
 
