@@ -301,7 +301,8 @@ def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any]
 def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = tiny_llama().to(torch.bfloat16)
     quantize_(quantised, Int8WeightOnlyConfig())
-    narrow, gptq = (tiny_llama().to(torch.bfloat16) for _ in range(2))
+    narrow, gptq, offloaded = (tiny_llama().to(torch.bfloat16) for _ in range(3))
+    offloaded.model.layers.to("meta")
     gptq.config.quantization_config = GPTQConfig(bits=4)  # whose layers hold whole numbers in buffers
     for layer in gptq.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -325,6 +326,7 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
         (lambda: Quantized(layers=EarlyExit()), SettingError, "nothing looks for layers"),
         (lambda: draft(tiny_llama()), UnsupportedModelError, "faster than its layers in torch.float32 on this cpu"),
         (lambda: draft(quantised), UnsupportedModelError, "quantised already"),
+        (lambda: draft(offloaded), UnsupportedModelError, "spread over processes or offloaded"),
         (lambda: draft(gptq), UnsupportedModelError, r"quantised already \(gptq\)\. Load it in bfloat16"),
         (lambda: draft(narrow, spec_of(Quantized(group_size=128))), UnsupportedModelError, "not of widths"),
         (lambda: draft(build("mixtral").to(torch.bfloat16)), UnsupportedModelError, r"experts\?"),
