@@ -35,7 +35,6 @@ DRAFTS = (
     Quantized(4, head=4),
     Quantized(4, head=16),
     Quantized(4, group_size=64),
-    Quantized(4, algorithm="hqq"),
     Quantized(8),
 )
 
@@ -45,7 +44,7 @@ class Draft:
 
     def __init__(self, model: PreTrainedModel, draft: Quantized, room: int) -> None:
         anatomy, begun = Anatomy.of(model), time.process_time()
-        substitutes = packed(model, draft.wanted(anatomy, model), lambda fingerprint: {})
+        substitutes = packed(model, draft.wanted(anatomy, model))
         self.seconds = time.process_time() - begun  # of packing
         self.plan = LayerPlan(anatomy.num_layers, substitutes=substitutes)
         self.target = Target(model, anatomy, cache_for(model, anatomy, 1, room, None))

@@ -84,7 +84,7 @@ class MTP(DraftSource):
         head: MtpHead = shipped_mtp(target.model) if self.head is None else self.__dict__["_head"]
         head.check(session.knowledge.fingerprint)
         tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
-        rows = HeadRows(target.model, tokens) if len(tokens) and head.output is None else None
+        rows = None if tokens is None or head.output is not None else HeadRows(target.model, tokens)
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
 
 

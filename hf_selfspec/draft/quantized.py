@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,18 +21,13 @@ from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.head import output_head
 from ..model.linear import linear_layers
-from ..model.packing import ALGORITHMS, GROUP_SIZES, Form, Rounded, Wanted, fits, is_rounded, packed, rounded, why_not
+from ..model.packing import GROUP_SIZES, Form, Rounded, Wanted, fits, packed, rounded, shapes, why_not
 from ..model.plan import LayerPlan
 from ..stop.rules import ProductThreshold
 from .early_exit import EarlyExit
 from .partial import PartialDraft
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, Session
-
-# The file with rounded weights, next to the settings.
-FILE_NAME = "packed.safetensors"
-# The name of the output head among packed layers.
-_HEAD = "head"
 
 
 @register("draft")
@@ -53,8 +49,6 @@ class Quantized(DraftSource):
         head: bits of the output head's weights: 4, 8, or 16 for the head as it is.
         layers: the layers that draft, as ``EarlyExit(layer)`` or ``SkipLayers(attention=[...], mlp=[...])``; ``None``
             for all.
-        algorithm: how weights are rounded to four bits: by ``"least squares"``, or ``"hqq"``, half-quadratic
-            quantisation, for which torchao has to be installed (``pip install hf_selfspec[quantized]``).
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -64,17 +58,12 @@ class Quantized(DraftSource):
     group_size: int = 32
     head: int = 8
     layers: EarlyExit | SkipLayers | None = None
-    algorithm: str = "least squares"
 
     def __post_init__(self) -> None:
-        allowed = {"bits": (4, 8), "group_size": GROUP_SIZES, "head": (4, 8, 16), "algorithm": tuple(ALGORITHMS)}
+        allowed = {"bits": (4, 8), "group_size": GROUP_SIZES, "head": (4, 8, 16)}
         for name, values in allowed.items():
             if (given := getattr(self, name)) not in values:
                 raise SettingError(f"Quantized({name}) must be one of {', '.join(map(repr, values))}, got {given!r}.")
-        if self.algorithm == "hqq" and find_spec("torchao") is None:
-            raise SettingError(
-                "Quantized(algorithm='hqq') needs torchao: pip install hf_selfspec[quantized], or leave it out."
-            )
         layers = self.layers
         if layers is not None and not isinstance(layers, (EarlyExit, SkipLayers)):
             raise SettingTypeError(f"Quantized(layers) must be EarlyExit, SkipLayers or None, got {layers!r}.")
@@ -87,45 +76,40 @@ class Quantized(DraftSource):
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         if self.layers is not None:
             self.layers.check(anatomy, max_new)
-        if why := why_not(self._layers(anatomy), self.form):
+        if why := why_not(anatomy, self._layers(anatomy), self.form):
             raise UnsupportedModelError(f"{anatomy.model_name} cannot draft in {self.bits} bits: {why}")
 
     def start(self, session: Session) -> Drafter:
         model, anatomy, folder = session.target.model, session.anatomy, session.knowledge.folder
-        wanted = self.wanted(anatomy, model)
-        substitutes = packed(model, wanted, partial(self._read, folder, wanted))
+        substitutes = packed(model, self.wanted(anatomy, model), partial(self._read, folder, model))
         session.target.substitutes.append(substitutes)
         head = self.layers.head_rows(model) if isinstance(self.layers, EarlyExit) else None
         plan = replace(self._plan(anatomy), substitutes=substitutes)
         return PartialDraft(session.limits(ProductThreshold()), plan, head)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
-        about, tensors = self._about(Fingerprint.of_decoder(model)), {}
-        for name, (module, form) in self.wanted(Anatomy.of(model), model).items():
-            numbers, scales = rounded(module, form)
-            # A byte has two numbers of four bits.
-            tensors[f"{name}.numbers"] = numbers[:, ::2] << 4 | numbers[:, 1::2] if form.bits == 4 else numbers
-            tensors[f"{name}.scales"] = scales
+        tensors = {}
+        for name, pair in self.wanted(Anatomy.of(model), model).items():
+            tensors[f"{name}.numbers"], tensors[f"{name}.scales"] = rounded(*pair)
         if tensors:  # none where this device has no kernel
-            with written_whole(folder / FILE_NAME) as beside:
-                save_file(tensors, beside, about)
+            with written_whole(self._path(folder)) as beside:
+                save_file(tensors, beside, _about(model))
 
-    def wanted(self, anatomy: Anatomy, model: PreTrainedModel) -> Wanted:
+    def wanted(
+        self, anatomy: Anatomy, model: PreTrainedModel, fits: Callable[[torch.nn.Module, Form], bool] = fits
+    ) -> Wanted:
         """The layers that are packed, by their names, and how."""
-        found = {
-            name: (module, self.form)
-            for name, module in linear_layers(self._layers(anatomy))
-            if fits(module, self.form)
-        }
+        linears = linear_layers(self._layers(anatomy))
+        found = {name: (module, self.form) for name, module in linears if fits(module, self.form)}
         head, form = output_head(model), self.form._replace(bits=self.head)
         if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head, form):
-            found[_HEAD] = head, form
+            found["head"] = head, form
         return found
 
     @property
     def form(self) -> Form:
         """How the weights of layers are rounded."""
-        return Form(self.bits, self.group_size, self.algorithm)
+        return Form(self.bits, self.group_size)
 
     def _plan(self, anatomy: Anatomy) -> LayerPlan:
         plan = None if self.layers is None else self.layers.plan(anatomy)
@@ -136,32 +120,31 @@ class Quantized(DraftSource):
         skipped = self._plan(anatomy).skipped_layers
         return {index: layer for index, layer in enumerate(anatomy.layers) if index not in skipped}
 
-    def _about(self, fingerprint: Fingerprint) -> dict[str, str]:
-        return {"settings": json.dumps(encode(self, "draft")), "fingerprint": json.dumps(asdict(fingerprint))}
+    def _path(self, folder: Path) -> Path:
+        """The file with rounded weights for these settings, next to those of other sources."""
+        settings = json.dumps(encode(self, "draft"))
+        return folder / f"packed-{hashlib.sha256(settings.encode()).hexdigest()[:8]}.safetensors"
 
-    def _read(self, folder: Path | None, wanted: Wanted, fingerprint: Fingerprint) -> dict[str, Rounded]:
-        """What :meth:`save` has written there, nothing if that was for other settings or weights."""
-        if folder is None or not (path := folder / FILE_NAME).exists():
-            return {}
+    def _read(self, folder: Path | None, model: PreTrainedModel, wanted: Wanted) -> Iterator[tuple[str, Rounded]]:
+        """Yields what :meth:`save` has written there, nothing if that was for other weights."""
+        if folder is None or not (path := self._path(folder)).exists():
+            return
         try:
             with safe_open(path, "pt") as file:
-                if file.metadata() != self._about(fingerprint):
-                    return {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            found = {}
-            # A file from a device with fewer kernels has fewer layers.
-            for name, (module, form) in wanted.items():
-                if f"{name}.numbers" not in tensors:
-                    continue
-                numbers, scales = tensors[f"{name}.numbers"], tensors[f"{name}.scales"]
-                if numbers.dtype is torch.uint8:
-                    numbers = torch.stack([numbers >> 4, numbers & 15], dim=-1).flatten(1)
-                if not is_rounded(module, form, (numbers, scales)):
-                    raise ValueError(f"{name} has other shapes")
-                found[name] = numbers, scales
-            return found
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+                # A file from a device with fewer kernels has fewer layers.
+                names = set(file.keys()) if file.metadata() == _about(model) else ()
+                for name, pair in wanted.items():
+                    if f"{name}.numbers" in names:
+                        given = file.get_tensor(f"{name}.numbers"), file.get_tensor(f"{name}.scales")
+                        if tuple(tuple(one.shape) for one in given) != shapes(*pair):
+                            raise ValueError(f"{name} has other shapes")
+                        yield name, given
+        except (SafetensorError, OSError, ValueError) as error:
             raise SettingError(
                 f"{path} holds no packed weights, or was cut short or changed ({brief(error)}). Save it again, or "
                 "delete it."
             ) from error
+
+
+def _about(model: PreTrainedModel) -> dict[str, str]:
+    return {"fingerprint": json.dumps(asdict(Fingerprint.of_decoder(model)))}

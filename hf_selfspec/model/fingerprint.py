@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,9 +49,8 @@ class Fingerprint:
         shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named)
         weights = None
         if all(_is_readable(parameter) for _, parameter in named):
-            samples = [_samples(parameter.detach().reshape(-1)) for _, parameter in named]
-            values = torch.cat([sample.to(samples[0].device) for sample in samples])  # a GPU is read once
-            weights = hashlib.sha256(values.to(torch.bfloat16).float().cpu().numpy().tobytes()).hexdigest()[:32]
+            values = samples([parameter for _, parameter in named])
+            weights = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:32]
         return cls(type(model).__name__, num_layers, hashlib.sha256(shapes.encode()).hexdigest()[:32], weights)
 
     def difference(self, other: Fingerprint) -> str:
@@ -70,8 +70,12 @@ class Fingerprint:
         return f"{self.model}-{self.num_layers}-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 
-def _samples(values: torch.Tensor) -> torch.Tensor:
-    return values[_places(len(values), values.device)]
+def samples(weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a few values of each weight, eight where it has as many, rounded to bfloat16, in CPU memory."""
+    flat = [weight.detach().reshape(-1) for weight in weights]
+    found = [values[_places(len(values), values.device)] for values in flat]
+    together = torch.cat([values.to(found[0].device) for values in found])  # a GPU is read once
+    return together.to(torch.bfloat16).float().cpu()
 
 
 @lru_cache(64)  # of the few sizes that a model's parameters have

@@ -76,7 +76,7 @@ class MtpHead(DraftModule):
     """
 
     kind = "MTP head"
-    tokens: torch.Tensor
+    tokens: torch.Tensor | None
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MtpHead(DraftModule):
             check_count("MtpHead(state_layers): a layer", number, least=0, most=MOST_LAYERS)
         if sorted(set(self.state_layers)) != list(self.state_layers):
             raise SettingError(f"MtpHead(state_layers) must be in increasing order, got {state_layers!r}.")
-        self.register_buffer("tokens", torch.arange(size, device="cpu"))
+        self.register_buffer("tokens", torch.arange(size, device="cpu") if size else None)
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
@@ -139,6 +139,7 @@ class MtpHead(DraftModule):
         """Returns logits ``[..., v]`` of states ``[..., d]`` by the head's own output head."""
         assert self.output is not None
         assert self.eagle3 is not None
+        assert self.tokens is not None
         return spread(self.output(states), self.tokens, self.eagle3["vocabulary"])
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:

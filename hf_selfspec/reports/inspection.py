@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..draft.quantized import Quantized
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
-from ..model.head import output_head
-from ..model.linear import linear_layers
 from ..model.packing import has_widths, packed_bytes, why_not
 from ..model.runner import why_no_graphs
 from ..search.proposers import SkipSpace
@@ -122,7 +120,7 @@ class Inspection:
 
     def _in_four_bits(self) -> str:
         if self.packed_bytes is None:
-            return "no: most weights are not in linear layers, or of widths that no kernel takes"
+            return "no: most weights are quantised already, not in linear layers, or of widths that no kernel takes"
         share = self.packed_bytes / (2 * max(self.parameters, 1))
         return f"{self.packed_bytes / _MIB:,.1f} MiB more, {share:.0%} of the model in bfloat16, which a step reads"
 
@@ -233,12 +231,10 @@ def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
 
 
 def _packed_bytes(model: PreTrainedModel, anatomy: Anatomy) -> int | None:
-    form, layers, head = Quantized().form, dict(enumerate(anatomy.layers)), output_head(model)
-    if why_not(layers, form, has_widths):
+    draft = Quantized()
+    if why_not(anatomy, dict(enumerate(anatomy.layers)), draft.form, has_widths):
         return None
-    linears = [module for _, module in linear_layers(layers) if has_widths(module, form)]
-    of_head = packed_bytes(head, form._replace(bits=8)) if type(head) is nn.Linear else 0
-    return sum(packed_bytes(module, form) for module in linears) + of_head
+    return sum(packed_bytes(*pair) for pair in draft.wanted(anatomy, model, has_widths).values())
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -104,12 +104,11 @@ class MtpFit(TrainedFit[MtpHead]):
         return TrainedFit.fit(replace(self, head_rows=reduced), model, text)
 
     def module(self, frozen: FrozenModel) -> MtpHead:
-        assert isinstance(self.head_rows, ReducedHead)
-        return MtpHead.of(frozen.model, self.head_rows.tokens)
+        return MtpHead.of(frozen.model, self._tokens)
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        head = _as_head(frozen, HeadRows(frozen.model, module.tokens).of_tokens)
-        size = len(module.tokens)
+        rows = HeadRows(frozen.model, self._tokens)
+        head, size = _as_head(frozen, rows.of_tokens), rows.size
         found = [
             _DECAY**step * frozen.per_token(cross_entropy, head, drafted, {"final": final}, head, size).mean()
             for step, (drafted, final) in enumerate(self._steps(module, frozen, states))
@@ -117,7 +116,7 @@ class MtpFit(TrainedFit[MtpHead]):
         return torch.stack(found).sum()
 
     def metrics(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        head, found = _as_head(frozen, HeadRows(frozen.model, module.tokens)), {}
+        head, found = _as_head(frozen, HeadRows(frozen.model, self._tokens)), {}
         for step, (drafted, final) in enumerate(self._steps(module, frozen, states), start=1):
             agreeing = frozen.per_token(agreement, head, drafted, {"final": final}).view(len(final), -1)
             # The last tokens of a row have nothing to be compared with.
@@ -128,7 +127,12 @@ class MtpFit(TrainedFit[MtpHead]):
         return lambda head: SelfSpec(MTP(head))
 
     def recipe(self, module: MtpHead) -> dict[str, Any]:
-        return {"steps one after another": self.steps, "tokens that can be drafted": len(module.tokens)}
+        return {"steps one after another": self.steps, "tokens that can be drafted": len(self._tokens)}
+
+    @property
+    def _tokens(self) -> torch.Tensor:
+        assert isinstance(self.head_rows, ReducedHead)
+        return self.head_rows.tokens
 
     def _steps(
         self, module: MtpHead, frozen: FrozenModel, states: HiddenStates

@@ -103,7 +103,6 @@ def mtp_of(model: PreTrainedModel, layers: int = 1, seed: int = 0, state_layers:
         for layer in range(layers)
         for name, value in one.layers[0].state_dict().items()
     }
-    weights["tokens"] = one.tokens
     weights |= {f"fuse.{name}": value + 0.03 * torch.randn_like(value) for name, value in one.fuse.state_dict().items()}
     head = MtpHead(one.configs * layers, state_layers=state_layers)
     head.load_state_dict(weights, assign=True)

@@ -8,7 +8,7 @@ from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.draft import probe
 from hf_selfspec.model import graphs, packing
 from hf_selfspec.model.graphs import Graph
-from hf_selfspec.model.packing import Kernel
+from hf_selfspec.model.packing import Kernel, one_a_byte
 from hf_selfspec.search import choice
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
@@ -55,7 +55,7 @@ class Machine:
 
     def packed_float32_is_fast(self) -> None:
         """Layers in float32 have a kernel for weights in fewer bits, as those in bfloat16 have."""
-        kernels = {4: Kernel(torch.clone, _in_four_bits, most=8), 8: Kernel(torch.clone, _in_eight_bits, most=8)}
+        kernels = {4: Kernel(one_a_byte, _in_four_bits, most=8), 8: Kernel(torch.clone, _in_eight_bits, most=8)}
         self._set(packing, "kernel_for", lambda bits, device, dtype: kernels.get(bits))
 
 
