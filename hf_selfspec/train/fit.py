@@ -47,6 +47,11 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
+def whole_numbers(text: str) -> list[int]:
+    """The whole numbers of an option that are separated by commas."""
+    return [int(word) for word in words(text)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit(ABC, Generic[M]):
     """The settings of a fit, of which its function and its command are made.

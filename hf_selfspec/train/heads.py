@@ -29,7 +29,7 @@ from ..modules.heads import (
 )
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, Option, check_count, check_exit, check_flag, check_share
-from .fit import TrainedFit, as_function, check_length, saved, words
+from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
 from .fit_trainer import SpeedupEvaluator, greedily, speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
@@ -44,10 +44,6 @@ _USUAL_HEADS = 4
 
 # Texts that the model has continued, and the length of what it was given.
 _Texts = Sequence[tuple[torch.Tensor, int]]
-
-
-def _whole_numbers(text: str) -> list[int]:
-    return [int(word) for word in words(text)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +79,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
 
     layers: Annotated[
         Sequence[int] | None,
-        Option("Exit layers separated by commas, spread over the depth by default.", parse=_whole_numbers),
+        Option("Exit layers separated by commas, spread over the depth by default.", parse=whole_numbers),
     ] = None
     num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
     rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None

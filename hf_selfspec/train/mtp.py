@@ -18,7 +18,7 @@ from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count
-from .fit import TrainedFit, as_function
+from .fit import TrainedFit, as_function, whole_numbers
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .packing import PackedDataset
 from .reduced_head import ReducedHeadFit
@@ -51,6 +51,7 @@ class MtpFit(TrainedFit[MtpHead]):
         answer_tokens: the most tokens of an answer.
         steps: how many tokens are drafted one after another in the fit.
         head_rows: how many tokens the head can draft, the most frequent ones of the text; or those of a reduced head.
+        state_layers: the layers whose states the head reads, see :class:`hf_selfspec.MtpHead`.
         block_size: tokens of a row.
 
     Returns:
@@ -70,6 +71,10 @@ class MtpFit(TrainedFit[MtpHead]):
     answer_tokens: Annotated[int, Option("The most tokens of an answer to a prompt.")] = 256
     steps: Annotated[int, Option("Tokens that are drafted one after another in the fit.")] = 3
     head_rows: Annotated[int | ReducedHead, Option("How many tokens the head can draft.", parse=int)] = 8192
+    state_layers: Annotated[
+        Sequence[int],
+        Option("Layers whose entering states are read, by default the state behind the last.", parse=whole_numbers),
+    ] = ()
     block_size: Annotated[int, Option("Tokens of a row.")] = 512
 
     def check(self) -> None:
@@ -82,7 +87,10 @@ class MtpFit(TrainedFit[MtpHead]):
             raise SettingError(f"fit_mtp(block_size={self.block_size}) must be more than steps + 1.")
 
     def exit_layers(self, config: Any) -> Sequence[int]:
-        return ()
+        count = config.num_hidden_layers
+        for layer in self.state_layers:
+            check_count("fit_mtp(state_layers)", layer, most=count)
+        return [layer for layer in self.state_layers if layer < count]
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> Any:
         if self.prompts is None:
@@ -104,7 +112,7 @@ class MtpFit(TrainedFit[MtpHead]):
         return TrainedFit.fit(replace(self, head_rows=reduced), model, text)
 
     def module(self, frozen: FrozenModel) -> MtpHead:
-        return MtpHead.of(frozen.model, self._tokens)
+        return MtpHead.of(frozen.model, self._tokens, self.state_layers)
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         rows = HeadRows(frozen.model, self._tokens)
@@ -140,10 +148,12 @@ class MtpFit(TrainedFit[MtpHead]):
         """For each step, what goes into the model's head ``[b, n, d]``, and the states that it should be like."""
         (b, s), final = states["ids"].shape, states["final"]
         embeddings, device = frozen.model.get_input_embeddings()(states["ids"]), final.device
-        hidden, dtype = final, frozen.model.dtype
+        read, dtype = [states.get(f"states_{layer}", final) for layer in module.state_layers], frozen.model.dtype
+        hidden = torch.cat(read, dim=-1) if read else final
         for step in range(1, self.steps + 1):
             positions = torch.arange(step, s, device=device).expand(b, -1)
             with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+                hidden = module.fuse(hidden) if step == 1 else hidden
                 hidden = module(embeddings[:, step:], hidden[:, : s - step], positions)
             yield hidden.to(final.dtype), final[:, step:]
 
