@@ -10,8 +10,9 @@ import torch
 from typing_extensions import Self
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..learned.saving import register
+from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions
 from ..model.cache import SpeculativeCache
 from ..model.head import HeadRows
@@ -27,7 +28,7 @@ from ..modules.shipped import shipped_mtp
 from ..stop.rules import ProductThreshold
 from .growing import DraftStep
 from .partial import PartialDraft
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 # So many states of the model wait at most until the head takes them in, where others draft.
 _WAITING = 512
@@ -78,6 +79,13 @@ class MTP(DraftSource):
                 of another model is refused by ``generate``.
         """
         return cls(load_eagle3(checkpoint, state_layers))
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        if self.head is None:
+            raise UnsupportedOptionError(
+                f"{anatomy.model_name}'s own MTP layers need no export: engines read them from its checkpoint."
+            )
+        return DraftBlocks(LayerPlan(anatomy.num_layers), mtp=self.__dict__["_head"])
 
     def start(self, session: Session) -> Drafter:
         target = session.target

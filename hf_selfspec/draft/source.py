@@ -21,6 +21,7 @@ from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.adapter import Adapter
+from ..modules.mtp import MtpHead
 from ..search.choice import Choice
 from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule, longest_draft
@@ -210,10 +211,12 @@ class Session:
 
 @dataclass(frozen=True)
 class DraftBlocks:
-    """A draft that needs nothing but the blocks of a plan, and perhaps an adapter in place of the final norm."""
+    """A draft that needs nothing but the blocks of a plan, and perhaps an adapter in place of the final norm, or MTP
+    layers."""
 
     plan: LayerPlan
     adapter: Adapter | None = None
+    mtp: MtpHead | None = None
 
     @classmethod
     def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:

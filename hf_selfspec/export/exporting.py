@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..draft.source import DraftBlocks, DraftSource
@@ -23,12 +24,13 @@ from ..search.choice import Choice, choice_of_state
 from .adapter_layer import AdapterLayer, adapter_layer
 from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
+from .mtp_layers import in_own_format
 
 # Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
 USUAL_TOKENS = 5
 
 _C = TypeVar("_C", bound=Choice)
-_README = "README.md"
+_README, _MTP = "README.md", "model-mtp.safetensors"
 # Files that show that a folder holds a model.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
@@ -57,12 +59,18 @@ def export_draft(
     _check_place(name, folder, at)
     _check_model(name, inner)
     anatomy = Anatomy.of(inner)
+    blocks = source.blocks(anatomy, partial(_choice, known))
+    if blocks.mtp is not None:
+        blocks.mtp.check(known.fingerprint)
+        tensors = in_own_format(inner, blocks.mtp)
+        with reported(at), folder_written_whole(at) as inside:
+            save_file(tensors, inside / _MTP)
+        return
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
             f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
         )
-    blocks = source.blocks(anatomy, partial(_choice, known))
     if blocks.adapter is not None:
         blocks.adapter.check(known.fingerprint)
     draft = draft_model(inner, anatomy, blocks)

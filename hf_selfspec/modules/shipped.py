@@ -73,7 +73,9 @@ class MtpFormat:
 _NAMES = dict.fromkeys(("embedding_norm", "state_norm", "projection", "norm"), r"([^{}]|\{[nl]\})+")
 _NAMES["block"] = r"[^{}]*\{[nl]\}[^{}]*\."
 # The block of a model that has one layer alone.
-_FIRST = "model.layers.0."
+FIRST = "model.layers.0."
+# How configs of models with DeepSeek's names count MTP layers.
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 # What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
 _COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
@@ -158,11 +160,21 @@ def shipped_mtp(model: PreTrainedModel) -> MtpHead:
         raise
 
 
+def format_of(model: PreTrainedModel) -> MtpFormat:
+    """How checkpoints of a model's type name their MTP layers, if they have any."""
+    types = (model.config.model_type, model.config.get_text_config(decoder=True).model_type)
+    return next((_FORMATS[kind] for kind in types if kind in _FORMATS), MtpFormat())
+
+
+def ships_layers(model: PreTrainedModel) -> bool:
+    """Whether models of this type may ship with MTP layers."""
+    config = model.config.get_text_config(decoder=True)
+    return format_of(model) != MtpFormat() or any(hasattr(config, count) for count in _COUNTS)
+
+
 def _load(model: PreTrainedModel, name: str) -> MtpHead:
     anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-    types = (model.config.model_type, config.model_type)
-    names = next((_FORMATS[kind] for kind in types if kind in _FORMATS), MtpFormat())
-    files = _Files(name)
+    names, files = format_of(model), _Files(name)
     found: list[dict[str, str]] = []
     while files.has(layer := names.of_layer(len(found), anatomy.num_layers)):
         found.append(layer)
@@ -203,7 +215,7 @@ def _decoder(
     others = tuple(f"{name}." for field, name in layer.items() if field != "block")
     others += tuple(f"{begin}{name}" for name in _COPIES)
     keys = [key for key in files.names if key.startswith(begin) and not key.startswith(others)]
-    state = {f"{_FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
+    state = {f"{FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(1, config.hidden_size, device="cpu", dtype=torch.float32)
@@ -218,12 +230,12 @@ def _decoder(
         ignore_mismatched_sizes=True,
     )
     for key, own, wanted in sorted(info["mismatched_keys"]):
-        raise files.misfit(key.replace(_FIRST, begin), own, wanted)
+        raise files.misfit(key.replace(FIRST, begin), own, wanted)
     if missing := sorted(info["missing_keys"]):
         raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
     if unexpected := sorted(info["unexpected_keys"]):
         raise SettingError(
-            f"{files.name} has {unexpected[0].replace(_FIRST, begin)}, for which {kind.__name__} has no "
+            f"{files.name} has {unexpected[0].replace(FIRST, begin)}, for which {kind.__name__} has no "
             "place: its MTP layers are of another kind than the model's own, which is not supported."
         )
     stack = Anatomy.of(loaded).stack.to(device)

@@ -19,7 +19,7 @@ import hf_selfspec
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
 from helpers.models import BATCH, ROW, tiny_llama
-from hf_selfspec import MTP, FixedLength, MtpFormat, SelfSpec, SettingError, load_mtp
+from hf_selfspec import MTP, FixedLength, MtpFormat, MtpHead, SelfSpec, SelfSpecError, SettingError, load_mtp
 from hf_selfspec.modules import mtp, shipped
 
 WIDTH, LAYERS = 32, 4
@@ -161,6 +161,29 @@ def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
         assert torch.allclose(by_transformers(model, tmp_path, ids), logits[0, -1], atol=1e-5)
     with unchanged(model):
         check_lossless(model, SelfSpec(MTP(), FixedLength(3)))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "exaone_moe"])
+def test_a_head_is_exported_as_the_models_own_checkpoint_has_it(name: str, tmp_path: Path) -> None:
+    model, _ = with_layer(name, tmp_path / "model")
+    SelfSpec.mtp(load_mtp(model)).export_draft(tmp_path / "out", model)
+    own = load_file(tmp_path / "model" / "model.safetensors")
+    names = tuple(f"{begin}." for begin in FAMILIES[name].names.values())
+    own = {key: value for key, value in own.items() if key.startswith(names)}
+    found = load_file(tmp_path / "out" / "model-mtp.safetensors")
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[key], value) for key, value in own.items())
+
+
+def test_other_heads_are_no_draft_of_engines(tmp_path: Path) -> None:
+    model = tiny_llama()
+    for spec, words in (
+        (SelfSpec.mtp(MtpHead.of(model)), "engines take MTP layers only in the format"),
+        (SelfSpec.mtp(), "need no export"),
+    ):
+        with pytest.raises(SelfSpecError, match=words):
+            spec.export_draft(tmp_path / "out", model)
+    assert not (tmp_path / "out").exists()
 
 
 def llama_with_layer(folder: Path, second: bool = False) -> PreTrainedModel:

@@ -67,6 +67,22 @@ def test_figures_are_those_of_text_that_is_held_out(tmp_path: Path) -> None:
             assert head.about["figures"][f"agreement at step {step}"] == pytest.approx(right, abs=1e-3)
 
 
+def test_a_head_may_read_several_layers(tmp_path: Path) -> None:
+    model, text = tiny_llama(factor=2.0), rows()
+    args = arguments(tmp_path, max_steps=12, learning_rate=3e-3)
+    head = fit_mtp(model, None, text, args=args, block_size=32, state_layers=[2, 4, 6], output_dir=tmp_path / "out")
+    assert head.about["figures"]["last loss"] < head.about["figures"]["first loss"]
+    ids = torch.tensor([row["input_ids"] for row in text[:2]])
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states  # the last one is normed
+        fused = head.fuse(torch.cat([states[layer] for layer in (2, 4, 6)], dim=-1))
+        found = head(model.model.embed_tokens(ids)[:, 1:], fused[:, :-1], torch.arange(1, 32).expand(2, -1))
+        assert not torch.allclose(fused, states[6], atol=1e-3)  # the others' weights begin at 0
+        assert torch.isfinite(model.lm_head(found)).all()
+    (stats,) = check_lossless(model, SelfSpec(MTP(tmp_path / "out")), prompts=[ragged_batch()])
+    assert stats.accepted
+
+
 def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches, every second one drawn; a fit that was stopped goes on, and other prompts are refused."""
     model, tokenizer = tiny_llama(), character_tokenizer()
@@ -101,6 +117,7 @@ def test_wrong_settings(tmp_path: Path) -> None:
     for changed, words in (
         ({"steps": 0}, r"fit_mtp\(steps\) must be"),
         ({"head_rows": 0}, r"fit_mtp\(head_rows\) must be"),
+        ({"state_layers": [7]}, r"fit_mtp\(state_layers\) must be"),
         ({"block_size": 4}, "block_size=4"),
         ({"prompts": ["a"]}, "tokenizer"),
     ):
