@@ -39,6 +39,11 @@ CASES: dict[str, tuple[str, str]] = {
     "searches": ("--model {model} --data {tasks} --prompts 1 --tokens 33", "| no search |"),
     "stops": (f"{FITTED} --files 2", "| AdaSPEED with the probe |"),
     "adapters": (f"{FITTED} --files 2", "| exit alone (LayerSkip) |"),
+    "parts": (
+        "--model {model} --text {folder}/text.json --data {tasks} --prompts 1 --tokens 8 --exit-layer 2 --ranks 4 4 "
+        "--block-size 32 --out {folder}/fitted",
+        "| mtp3 |",
+    ),
     "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", "| ε = 0.9 |"),
     "gpu": (
         "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
@@ -46,7 +51,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
 }
 # Those that take longer than a few seconds.
-SLOW = {"adapters", "compiled", "exits", "gpu", "heads", "known_answer", "searches", "stops"}
+SLOW = {"adapters", "compiled", "exits", "gpu", "heads", "known_answer", "parts", "searches", "stops"}
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +79,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     }
     for name, of_file in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_file)))
+    (tmp_path / "text.json").write_text(json.dumps({"texts": [list(range(2, 302))]}))
     return {"model": model, "folder": tmp_path, **{name: tmp_path / f"{name}.jsonl" for name in rows}}
 
 
