@@ -43,13 +43,15 @@ def as_prompts(tokenizer: PreTrainedTokenizerBase, given: Iterable[Prompt], chat
     return found
 
 
-def checked_texts(function: str, texts: object, chats: bool = False, empty: bool = False) -> list[Any]:
+def checked_texts(
+    function: str, texts: object, chats: bool = False, empty: bool = False, name: str = "texts"
+) -> list[Any]:
     """Returns the texts that a function was given, at least one, and chats and empty texts only if it takes them."""
     given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
     if not given or not all((isinstance(one, str) and (one or empty)) or (chats and is_chat(one)) for one in given):
         kinds = "strings or chats (lists of messages)" if chats else "strings"
         raise SettingTypeError(
-            f"{function}(texts) must be a list of {kinds}, at least one{'' if empty else ' and none of them empty'}, "
+            f"{function}({name}) must be a list of {kinds}, at least one{'' if empty else ' and none of them empty'}, "
             f"got {repr(texts)[:_SHOWN]}."
         )
     return given

@@ -59,7 +59,8 @@ class MtpLayer(_Layer):
     def begin_like(self, model: PreTrainedModel, anatomy: Anatomy, index: int) -> None:
         """Copies a layer of a model and its final norm; the projection is the mean of embedding and state."""
         inside = next(name for name, child in anatomy.stack.named_children() if anatomy.layers[0] in child.children())
-        theirs = anatomy.stack.state_dict()
+        # Adapters of PEFT wrap layers; the copy has what these were without.
+        theirs = {name.replace(".base_layer.", "."): value for name, value in anatomy.stack.state_dict().items()}
         own = {name: name.replace(f"{inside}.0.", f"{inside}.{index}.", 1) for name in self.decoder.state_dict()}
         copies = {name: theirs[their].to(torch.float32, copy=True) for name, their in own.items()}
         self.decoder.load_state_dict(copies, assign=True)

@@ -1,6 +1,6 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..data.texts import read_prompts
 from ..draft.mtp import MTP
-from ..errors import SettingError
+from ..errors import SettingError, SettingTypeError
 from ..model.head import HeadRows, output_head
-from ..model.patching import InstanceForwards
+from ..model.patching import InstanceForwards, PerThread, SharedChange
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..selfspec import SelfSpec
@@ -34,6 +34,11 @@ def _read_prompts(file: str) -> list[Prompt]:
         return read_prompts(file)
     except SettingError as error:
         raise SettingError(str(error).replace("--data", "--prompts")) from error
+
+
+# What stands in for a model's head in this thread.
+_rows = PerThread[Head]()
+_has_rows = SharedChange()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,8 @@ class MtpFit(TrainedFit[MtpHead]):
 
     def exit_layers(self, config: Any) -> Sequence[int]:
         count = config.num_hidden_layers
+        if not isinstance(self.state_layers, Sequence):
+            raise SettingTypeError(f"fit_mtp(state_layers) must be a list of layers, got {self.state_layers!r}.")
         for layer in self.state_layers:
             check_count("fit_mtp(state_layers)", layer, most=count)
         return [layer for layer in self.state_layers if layer < count]
@@ -97,12 +104,19 @@ class MtpFit(TrainedFit[MtpHead]):
             return super().read(tokenizer, dataset)
         if tokenizer is None:
             raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
-        given = as_prompts(tokenizer, checked_texts("fit_mtp(prompts)", self.prompts, chats=True))
+        if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes, Mapping)):
+            raise SettingTypeError(f"fit_mtp takes a list of texts or a dataset with a `text` column, got {dataset!r}.")
+        given = as_prompts(tokenizer, checked_texts("fit_mtp", self.prompts, chats=True, name="prompts"))
         return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in given]
 
     def fit(self, model: Any, text: Any) -> MtpHead:
         if not isinstance(text, PackedDataset):
             tokenizer, dataset, prompts = text
+            # Answers take long: what cannot be fitted is refused before.
+            with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
+                MtpHead.of(model, state_layers=self.state_layers)
+            reduced = self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)
+            HeadRows(model, reduced.tokens)
             file = None if self.output_dir is None else f"{self.output_dir}-text.json"
             written = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
             text = super().read(tokenizer, [*dataset, *written])
@@ -162,9 +176,12 @@ def _as_head(frozen: FrozenModel, rows: Head) -> Head:
     """The model's output head with some of its rows, and all that the model does behind it."""
     head: Any = output_head(frozen.model)
 
+    def make(changes: InstanceForwards) -> None:
+        own = head.forward
+        changes.replace(head, lambda states: (_rows.now or own)(states))
+
     def run(states: torch.Tensor) -> torch.Tensor:
-        with InstanceForwards() as changes:
-            changes.replace(head, rows)
+        with _has_rows.of(head, make), _rows.during(rows):
             return frozen.own_head(states)
 
     return run

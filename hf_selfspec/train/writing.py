@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..errors import SettingError
+from ..errors import SettingError, brief
 from ..learned.files import path_of, read_json, reported, write_json
+from ..model.anatomy import Anatomy
 from ..model.patching import evaluating
 from ..selfspec import SelfSpec
 
@@ -23,8 +25,14 @@ def answered(
 ) -> list[list[int]]:
     """Returns the tokens of prompts with the model's answers. A file keeps them, so that writing can be resumed."""
     found: list[list[int]] = []
+    limit, longest = Anatomy.of(model).position_limit, max(map(len, prompts))
+    if limit is not None and longest + new_tokens > limit:
+        raise SettingError(
+            f"fit_mtp(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
+            f"the {limit} positions of the model. Give fewer, or shorter prompts."
+        )
     if file is not None and path_of(file).exists():
-        found = read_json(path_of(file))["texts"]
+        found = _read(path_of(file))
         if [row[: len(prompt)] for row, prompt in zip(found, prompts, strict=False)] != prompts[: len(found)]:
             raise SettingError(f"{file} has answers to other prompts: remove it, or give the prompts it was made of.")
     spec, device = SelfSpec(), model.get_input_embeddings().weight.device
@@ -35,6 +43,16 @@ def answered(
                 with reported(path_of(file)):
                     write_json(path_of(file), {"texts": found})
     return found
+
+
+def _read(file: Path) -> list[list[int]]:
+    try:
+        found = read_json(file)["texts"]
+        if not all(type(token) is int for row in found for token in row):
+            raise ValueError("there is something else than tokens")
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingError(f"{file} was cut short or changed ({brief(error)}). Remove it.") from error
+    return list(found)
 
 
 def _answers(
@@ -51,6 +69,7 @@ def _answers(
         temperature=_TEMPERATURE if is_drawn else None,
         eos_token_id=ends,
         pad_token_id=0,
+        return_dict_in_generate=False,
     )
     output = model.generate(
         ids, attention_mask=torch.tensor(mask, device=device), generation_config=settings, assistant=spec

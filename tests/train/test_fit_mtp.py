@@ -1,21 +1,27 @@
 """Fitting an MTP layer, to text and to what the model writes itself."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 
+from helpers.architectures import build
 from helpers.calls import check_lossless
 from helpers.fitted import arguments, rows, weights
 from helpers.models import character_tokenizer, ragged_batch, tiny_llama
-from hf_selfspec import MTP, SelfSpec, fit_mtp
-from hf_selfspec.errors import SettingError
+from hf_selfspec import MTP, ReducedHead, SelfSpec, fit_mtp
+from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError
 from hf_selfspec.modules.mtp import MtpHead
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:this MTP head does not pay")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pin_memory.*", "ignore:this MTP head does not pay", "ignore:`is_gradient_checkpointing`:FutureWarning"
+)
 PROMPTS = ["abcabcab", "what is this?", "one more prompt"] * 7
 
 
@@ -119,7 +125,64 @@ def test_wrong_settings(tmp_path: Path) -> None:
         ({"head_rows": 0}, r"fit_mtp\(head_rows\) must be"),
         ({"state_layers": [7]}, r"fit_mtp\(state_layers\) must be"),
         ({"block_size": 4}, "block_size=4"),
+        ({"state_layers": 3}, r"fit_mtp\(state_layers\) must be a list"),
         ({"prompts": ["a"]}, "tokenizer"),
     ):
-        with pytest.raises(SettingError, match=words):
+        with pytest.raises(SelfSpecError, match=words):
             fit_mtp(model, None, rows(4), **changed)
+    with pytest.raises(SettingTypeError, match=r"fit_mtp\(prompts\) must be a list"):
+        fit_mtp(model, character_tokenizer(), (), prompts="a")
+    with pytest.raises(SettingTypeError, match="a list of texts"):
+        fit_mtp(model, character_tokenizer(), "a text", prompts=PROMPTS)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"texts": [null]}', '{"texts": [["a"]]}'])
+def test_answers_that_were_changed_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "out-text.json").write_text(content)
+    with pytest.raises(SettingError, match=r"out-text\.json was cut short or changed"):
+        fit_mtp(tiny_llama(), character_tokenizer(), (), prompts=PROMPTS, output_dir=tmp_path / "out", block_size=16)
+
+
+def test_what_cannot_be_fitted_is_refused_before_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, wrapped = tiny_llama(), tiny_llama()
+    get_peft_model(wrapped, LoraConfig(target_modules=["lm_head"]))
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (build("mamba"), {}, "cannot stand alone"),
+        (build("gpt_bigcode"), {}, "its exits can neither be trained"),
+        (build("gpt2"), {"answer_tokens": 128}, "more than the 128 positions"),
+        (wrapped, {}, "no output head that is a plain linear layer"),
+        (llama, {"head_rows": ReducedHead.of([1, 5000], 6000)}, "names token 5000"),
+    ]
+    for model, options, words in cases:
+        monkeypatch.setattr(type(model), "generate", lambda *args, **given: pytest.fail("it was asked"))
+        with pytest.raises(SelfSpecError, match=words):
+            fit_mtp(model, character_tokenizer(), (), prompts=PROMPTS, block_size=16, **options)
+
+
+def test_models_with_adapters_of_peft(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    head = fit_mtp(model, None, rows(), args=arguments(tmp_path, max_steps=2), block_size=32)
+    (stats,) = check_lossless(model, SelfSpec(MTP(head)), prompts=[ragged_batch()])
+    assert stats.accepted
+
+
+def test_answers_of_a_model_that_returns_dicts(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.generation_config.return_dict_in_generate = True
+    args = arguments(tmp_path, max_steps=1)
+    fit_mtp(model, character_tokenizer(), (), prompts=PROMPTS, block_size=16, answer_tokens=8, args=args)
+
+
+def test_other_threads_have_the_whole_head_meanwhile(tmp_path: Path) -> None:
+    model, found, ids = tiny_llama(), set[int](), torch.tensor([[3, 4, 5]])
+    fitting = get_ident()
+
+    def head_sees(module: Any, given: Any) -> None:
+        """While the fit runs the head, another thread runs the model."""
+        if get_ident() == fitting and len(found) == 0:
+            with ThreadPoolExecutor(1) as pool:
+                found.add(pool.submit(lambda: model(ids).logits.shape[-1]).result())
+
+    with model.lm_head.register_forward_pre_hook(head_sees):
+        fit_mtp(model, None, rows(), args=arguments(tmp_path, max_steps=1), block_size=32, head_rows=40)
+    assert found == {model.config.vocab_size}
