@@ -136,7 +136,7 @@ class ControlledDrafter(FixedDrafter):
         """The draft of another source with free tokens beside and after it, as far as they pay."""
         assert self.free is not None
         assert self._used is not None
-        tokens, rate = draft.tokens.tolist(), self.controller.acceptance_rate(self._used)
+        tokens, rate = draft.tokens.tolist(), self.controller.arms[self._used].acceptance_rate
         seeds = [_seed(draft, row, tokens[row], rate) for row in range(text.batch_size)]
         grow = self._takes_trees and not draft.skips_verification
         trees = self.free.plan(text, max_new, seeds) if grow else [seed.tree for seed in seeds]

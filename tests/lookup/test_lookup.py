@@ -13,9 +13,9 @@ from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, Suf
 from hf_selfspec.lookup.row import Top
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
-FREE = RoundCosts.of(lambda drafted: 1.0, 31)
-STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
-STEPS = RoundCosts.of(lambda drafted: 1.0 + 0.4 * (drafted > 0) + 0.3 * (drafted > 3) + 0.6 * (drafted > 15), 31)
+FREE = RoundCosts((1.0,) * 32)
+STEEP = RoundCosts(tuple(1.0 + drafted for drafted in range(32)))
+STEPS = RoundCosts((1.0, *[1.4] * 3, *[1.7] * 12, *[2.3] * 16))
 
 
 def random_text(seed: int, length: int = 300, alphabet: int = 6) -> list[int]:
