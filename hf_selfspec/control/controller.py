@@ -141,11 +141,11 @@ class Controller:
 
     def expected(self, nodes: int, tokens: float) -> float:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
-        return tokens / self._rows * self.curve.plain / self.curve.costs.seconds[nodes]
+        return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
 
     def most_certain(self) -> int:
         """How many tokens that are certain to be kept bring a row the most tokens per second."""
-        seconds = self.curve.costs.seconds
+        seconds = self.curve.costs
         return max(range(len(seconds)), key=lambda count: (count + 1) / seconds[count])
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
@@ -159,8 +159,7 @@ class Controller:
     def record(
         self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
     ) -> None:
-        """Records a round in which ``name`` drafted or was asked in vain (``None`` for nobody); all rows gained
-        ``tokens``, and of the source's own tokens some were ``accepted``."""
+        """Records a round in which ``name`` drafted, or was asked in vain, or nobody was; all rows gain ``tokens``."""
         if not self._rows:
             return
         curve = self.curve
@@ -168,7 +167,7 @@ class Controller:
             curve.add_plain(tokens, seconds)
         elif name in (FREE, MATCHES):
             curve.add(nodes, tokens, seconds)
-            seconds = curve.costs.seconds[min(nodes, len(curve.costs.seconds) - 1)]  # whatever disturbed this round
+            seconds = curve.costs[min(nodes, len(curve.costs) - 1)]  # whatever disturbed this round
         elif curve.is_measured:
             curve.see(tokens, seconds)
         if curve.is_measured:
@@ -182,4 +181,4 @@ class Controller:
 
     def round_seconds(self) -> tuple[float, ...]:
         """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
-        return self.curve.costs.seconds if self.curve.is_measured else ()
+        return self.curve.costs if self.curve.is_measured else ()

@@ -6,8 +6,6 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from statistics import median
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
@@ -34,30 +32,9 @@ _PLAIN, _PLAIN_AGAIN = 2, 128
 _MEMORY = 0.99
 
 
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds that a round takes with 0, 1, 2, ... drafted tokens."""
-
-    seconds: tuple[float, ...]
-
-    @cached_property
-    def corners(self) -> tuple[tuple[int, ...], ...]:
-        """For each number of tokens, the larger ones on the lower convex hull of seconds, which alone can be best."""
-        found: list[tuple[int, ...]] = [()]
-        for count in range(len(self.seconds) - 1, 0, -1):
-            hull = found[-1]
-            while len(hull) > 1 and self._slope(count, hull[0]) >= self._slope(hull[0], hull[1]):
-                hull = hull[1:]
-            found.append((count, *hull))
-        return tuple(reversed(found))
-
-    def _slope(self, few: int, many: int) -> float:
-        return (self.seconds[many] - self.seconds[few]) / (many - few)
-
-
 class CostCurve:
-    """Times of rounds for one model on one device, batch size and range of context; :attr:`costs` are those of a round
-    of free drafts, their own work included."""
+    """Times of rounds for one model on one device, batch size and range of context; ``costs`` are the seconds that one
+    of free drafts takes with 0, 1, 2, ... drafted tokens, their own work included."""
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
@@ -81,7 +58,7 @@ class CostCurve:
     def plain(self) -> float:
         """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
         known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
-        return min(known) if known else self.costs.seconds[0]
+        return min(known) if known else self.costs[0]
 
     @property
     def wants_plain(self) -> bool:
@@ -105,12 +82,12 @@ class CostCurve:
 
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
         if self._is_frozen:
-            seconds = self.costs.seconds[min(drafted, SIZES[-1])]
+            return self.see(tokens, self.costs[min(drafted, SIZES[-1])])
         if seconds <= 0:
             return  # the system clock was set back
-        if self._is_frozen or self.is_measured:  # otherwise costs are not in seconds yet
+        if self.is_measured:  # otherwise costs are not in seconds yet
             self.see(tokens, seconds)
-        if self._is_frozen or drafted > SIZES[-1]:
+        if drafted > SIZES[-1]:
             return
         size = bisect_left(SIZES, drafted)
         self._rounds[size] += 1
@@ -140,7 +117,7 @@ class CostCurve:
         self._tokens = self._tokens * _MEMORY + tokens
         self._seconds = self._seconds * _MEMORY + seconds
 
-    def _measured(self) -> RoundCosts:
+    def _measured(self) -> tuple[float, ...]:
         known = [self._times[0] or self._plain, *self._times[1:]]
         guesses = [seconds / self._forwards[0] for seconds in self._forwards]
         logs = [math.log(_lower_quartile(x) / guess) if x else 0.0 for x, guess in zip(known, guesses, strict=True)]
@@ -152,7 +129,7 @@ class CostCurve:
             for guess, log, count in zip(guesses, logs, counts, strict=True)
         ]
         # More tokens never cost less, so where times contradict that, the shortest one counts.
-        return RoundCosts(tuple(min(steps[bisect_left(SIZES, count) :]) for count in range(SIZES[-1] + 1)))
+        return tuple(min(steps[bisect_left(SIZES, count) :]) for count in range(SIZES[-1] + 1))
 
 
 def _lower_quartile(times: Sequence[float]) -> float:

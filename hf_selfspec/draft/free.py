@@ -92,8 +92,8 @@ class FreeDrafts:
                 gains[size] += reach
             for size in range(len(tree) - seed + 1, most + 1):
                 gains[size] += sum(tree.reach[seed:])
-        last = len(costs.seconds) - 1
-        return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
+        last = len(costs) - 1
+        return max(range(most + 1), key=lambda size: gains[size] - pace * costs[min(drafted + size, last)])
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
         """The trees as a draft, whose tokens were not sampled."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from ..control.costs import RoundCosts
 from ..grammar.rows import Spot
 from .findings import LookupFindings
 from .rates import Offer
@@ -34,7 +33,7 @@ class LookupRow:
 
     def propose(
         self,
-        costs: RoundCosts,
+        costs: tuple[float, ...],
         pace: float,
         deepest: int,
         branching: bool = True,
