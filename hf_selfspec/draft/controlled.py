@@ -39,11 +39,7 @@ class ControlledDrafter(FixedDrafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
-        self,
-        session: Session,
-        controller: Controller,
-        free: FreeDrafts | None,
-        others: dict[str, FixedDrafter],
+        self, session: Session, controller: Controller, free: FreeDrafts | None, others: dict[str, FixedDrafter]
     ) -> None:
         self.controller, self.free, self.others = controller, free, others
         self._takes_trees = session.takes_trees
@@ -96,7 +92,6 @@ class ControlledDrafter(FixedDrafter):
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def most_certain(self) -> int:
-        """See :class:`FixedDrafter`."""
         return self.controller.most_certain()
 
     def look(self, logits: Logits) -> Pending | None:

@@ -40,13 +40,8 @@ class Lookup(DraftSource):
     stored_tokens: int = _STORED
     max_nodes: int = SIZES[-1]
 
-    @property
-    def fixed_because(self) -> str:
-        return "Lookup drafts as many tokens as pay by measured costs, in a tree"
-
-    @property
-    def takes_forwards(self) -> bool:
-        return False
+    fixed_because = "Lookup drafts as many tokens as pay by measured costs, in a tree"
+    takes_forwards = False
 
     def __post_init__(self) -> None:
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
