@@ -100,12 +100,7 @@ class SelfSpec(Settings):
         return self._knowledge.choice(causal_lm(model, "SelfSpec.choice"))
 
     def observe(
-        self,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        texts: Iterable[Any],
-        *,
-        max_new_tokens: int | None = None,
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], *, max_new_tokens: int | None = None
     ) -> None:
         """Shows texts to free drafts, so that the first call is drafted as well as later ones.
 
@@ -261,10 +256,7 @@ class SelfSpec(Settings):
         return next(iter(used), None)
 
     def candidate_generator(
-        self,
-        model: PreTrainedModel,
-        logits_processor: LogitsProcessorList | None = None,
-        do_sample: bool = False,
+        self, model: PreTrainedModel, logits_processor: LogitsProcessorList | None = None, do_sample: bool = False
     ) -> PartialDraft:
         """Returns the draft as a ``CandidateGenerator`` for transformers' own assisted generation (one row).
 

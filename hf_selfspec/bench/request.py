@@ -88,7 +88,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
-        """Pads prompts on the left to one length."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = [[pad] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts]
         mask = [[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]

@@ -136,8 +136,6 @@ class ProbingDraft(LookingDraft):
             self._seen_columns = [text.prompt_width] * text.batch_size
         return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
 
-    # One exit -----------------------------------------------------------------------------------------------------
-
     def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         study, left = self.study, self._budget.left
         self._tried_at = self._tried_at or text.prompt_width
@@ -169,8 +167,6 @@ class ProbingDraft(LookingDraft):
         found = self._trace(logits, ids[:, 1:])
         rows = [row for row, is_known in enumerate(known) if is_known and self.target.is_active(row)]
         return Trace(found.accept[rows], found.confidence[rows]) if rows else None
-
-    # All exits ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _probe(self, text: Text) -> None:

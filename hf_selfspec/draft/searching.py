@@ -150,7 +150,6 @@ class SearchingDraft(LookingDraft):
             search.search_seconds += self.target.clock() - begun
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds what the search found."""
         self.search.report(stats)
 
     def _use_best(self) -> None:

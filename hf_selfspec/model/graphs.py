@@ -13,8 +13,8 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -53,14 +53,6 @@ _logger = logging.getLogger(__name__)
 # tracer changes process-wide state, and those of a GPU run one at a time.
 _AT_ONCE = 16
 _running, _one = threading.Semaphore(_AT_ONCE), threading.Lock()
-
-
-@contextmanager
-def _making() -> Iterator[None]:
-    with _one, ExitStack() as stack:
-        for _ in range(_AT_ONCE):
-            stack.enter_context(_running)
-        yield
 
 
 @dataclass
@@ -136,7 +128,9 @@ class Graphs:
             )
         began = perf_counter()
         try:
-            with _making():
+            with _one, ExitStack() as stack:
+                for _ in range(_AT_ONCE):
+                    stack.enter_context(_running)
                 run = self._compiled(function, inputs)
         except torch.OutOfMemoryError:
             raise

@@ -77,8 +77,6 @@ class SpeculativeLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    # Indexers ------------------------------------------------------------------------------------------------------
-
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Writes an indexer's keys ``[b, s, h]`` at the cursors, and returns all up to the furthest one."""
         states = indexer_key_states[:, None]

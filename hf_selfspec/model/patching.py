@@ -101,8 +101,6 @@ class SharedChange:
             self._owners.pop(owner, None)
 
 
-# What a generation suspends --------------------------------------------------------------------------------------
-
 _FLAG = "gradient_checkpointing"
 _suspended, _eager = SharedChange(), SharedChange()
 
@@ -144,10 +142,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def eagerly() -> AbstractContextManager[None]:
     """Bypasses compiled graphs, which would be traced again for each plan and each shape, in the whole process."""
 
-    def bypass(forwards: InstanceForwards) -> None:
-        forwards.enter_context(torch.compiler.set_stance("force_eager"))
-
-    return _eager.of(torch.compiler, bypass)
+    return _eager.of(torch.compiler, lambda forwards: forwards.enter_context(torch.compiler.set_stance("force_eager")))
 
 
 # The autocast that was on in a forward. Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the
@@ -165,9 +160,6 @@ def autocast_around(states: torch.Tensor) -> Autocast | None:
 def within(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """Returns a context in which ``autocast`` is on again."""
     return nullcontext() if autocast is None else torch.autocast(*autocast)
-
-
-# What modules take and return ------------------------------------------------------------------------------------
 
 
 def states_of(output: Any) -> torch.Tensor:

@@ -194,9 +194,6 @@ def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
     return differ
 
 
-# Caches --------------------------------------------------------------------------------------------------------------
-
-
 # The name of caches in transformers' outputs (since 5.24, and before), and all that models have for their argument.
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 CACHE_NAMES = (CACHE_NAME, "past_key_values", "cache_params")

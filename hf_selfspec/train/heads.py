@@ -46,10 +46,6 @@ _USUAL_HEADS = 4
 _Texts = Sequence[tuple[torch.Tensor, int]]
 
 
-def _whole_numbers(text: str) -> list[int]:
-    return [int(word) for word in words(text)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadsFit(TrainedFit[ExitHeads]):
     """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates their thresholds (§3.4).
@@ -83,7 +79,10 @@ class HeadsFit(TrainedFit[ExitHeads]):
 
     layers: Annotated[
         Sequence[int] | None,
-        Option("Exit layers separated by commas, spread over the depth by default.", parse=_whole_numbers),
+        Option(
+            "Exit layers separated by commas, spread over the depth by default.",
+            parse=lambda text: [int(word) for word in words(text)],
+        ),
     ] = None
     num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
     rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None
