@@ -1,7 +1,5 @@
 """The decode loop: prefill, then draft, verify, commit until every row is done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter

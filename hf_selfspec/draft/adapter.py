@@ -1,7 +1,5 @@
 """Drafting with a shallow exit, an adapter and the model's own head (Kangaroo §3.1)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

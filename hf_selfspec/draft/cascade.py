@@ -1,7 +1,5 @@
 """Several sources together: free drafts, combined with drafts by a part of the model where that pays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain

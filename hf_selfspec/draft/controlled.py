@@ -1,7 +1,5 @@
 """The sources of a call under one controller, which lets nothing draft where nothing pays."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from time import perf_counter
@@ -10,8 +8,8 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
-from ..lookup import TokenTree
 from ..lookup.likeliest import likeliest
+from ..lookup.tree import TokenTree
 from ..model.logits import Logits
 from ..model.transfer import Pending, upload
 from ..stats import GenerationStats

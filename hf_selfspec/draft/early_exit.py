@@ -1,7 +1,5 @@
 """Early exit: drafting with the first layers and the model's head (LayerSkip §4.2), or some of its rows (FR-Spec)."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Free drafts of one generation: trees of what earlier text and the model's own logits foretell."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,10 +9,10 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
-from ..lookup import LookupRow, TokenTree
 from ..lookup.findings import LookupFindings
 from ..lookup.likeliest import tops_of
-from ..lookup.tree import grow
+from ..lookup.row import LookupRow
+from ..lookup.tree import TokenTree, grow
 from ..model.transfer import Pending
 from .source import Session
 

@@ -1,7 +1,5 @@
 """What drafts share that look at the text for a better one: trials along it and timed forwards, within a budget."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Free drafts: what followed the last tokens in the text, in earlier texts, and in the model's own logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..control.controller import Controller

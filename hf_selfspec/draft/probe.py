@@ -1,7 +1,5 @@
 """Choosing an exit layer and a stop rule on the first texts that a model generates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

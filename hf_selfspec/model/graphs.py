@@ -6,8 +6,6 @@ plans and hooks of a forward are constants of its graph. ``torch.compile`` turns
 graph with ``mode="reduce-overhead"``).
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

@@ -1,7 +1,5 @@
 """One layer of the cache, as models see it."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Temporary changes: what a thread obeys, and what threads share, which the last one to leave undoes."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping

@@ -8,10 +8,12 @@ from itertools import product
 
 import pytest
 
-from hf_selfspec.lookup import LookupFindings, LookupRow, Rates, Successors, SuffixIndex, TokenTree
-from hf_selfspec.lookup.row import Top
-from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
-from hf_selfspec.lookup.tree import grow
+from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.rates import Rates
+from hf_selfspec.lookup.row import LookupRow, Top
+from hf_selfspec.lookup.successors import Successors
+from hf_selfspec.lookup.suffix import SEPARATOR, SuffixIndex, texts_of
+from hf_selfspec.lookup.tree import TokenTree, grow
 
 # Seconds of rounds with 0, 1, 2, ... drafted tokens.
 FREE = (1.0,) * 32
