@@ -1,7 +1,5 @@
 """The settings of a ``SelfSpec``: what they are, what is allowed, and the papers' methods as settings."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, field

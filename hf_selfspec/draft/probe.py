@@ -110,7 +110,8 @@ class ProbingDraft(LookingDraft):
         if not study.is_over and knows_what_to_do and sum(self._unseen(text)) >= _LEAST and self._budget.left > 0:
             self._probe(text)
         self._use_choice()
-        study.leave_unspent(self._budget.left)
+        left = self._budget.left
+        study.unspent += left if math.isfinite(left) else 0.0
 
     def _use_choice(self) -> None:
         """Switches to the latest choice, which another thread may have made, and to its share of the time."""
