@@ -60,6 +60,9 @@ class InstanceForwards(ExitStack):
         values[name] = value
 
 
+Change = Callable[[InstanceForwards], None]
+
+
 class SharedChange:
     """One kind of change, shared by threads: the first one makes it, the last one to leave undoes it."""
 
@@ -68,12 +71,7 @@ class SharedChange:
         self._owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
 
     @contextmanager
-    def of(
-        self,
-        owner: Any,
-        make: Callable[[InstanceForwards], None] | None = None,
-        add: Callable[[InstanceForwards], None] | None = None,
-    ) -> Iterator[None]:
+    def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> Iterator[None]:
         """Keeps ``owner`` changed until the last thread leaves: the first makes what ``make`` changes, each what
         ``add`` changes. A change that fails half-way is undone."""
         with self._lock:
