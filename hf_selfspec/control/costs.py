@@ -129,7 +129,8 @@ class CostCurve:
             for guess, log, count in zip(guesses, logs, counts, strict=True)
         ]
         # More tokens never cost less, so where times contradict that, the shortest one counts.
-        return tuple(min(steps[bisect_left(SIZES, count) :]) for count in range(SIZES[-1] + 1))
+        steps = [min(steps[size:]) for size in range(len(steps))]
+        return tuple(steps[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1))
 
 
 def _lower_quartile(times: Sequence[float]) -> float:
