@@ -90,7 +90,6 @@ class LastLogits:
         self._rows = []
 
     def counts(self) -> list[int]:
-        """For each row how many tokens' logits are known."""
         return [len(row) for row in self._rows]
 
     def of(self, like: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,6 @@ class Lookup(DraftSource):
         return LookupFindings(self.stored_tokens, vocabulary)
 
     def free_drafts(self, session: Session, controller: Controller) -> FreeDrafts:
-        """The drafts of one generation."""
         found = session.knowledge.of_all_kinds(NAME, lambda _: self.findings(session.vocabulary))
         return FreeDrafts(found, session, controller, self.max_nodes)
 

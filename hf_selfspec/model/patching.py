@@ -47,7 +47,6 @@ class InstanceForwards(ExitStack):
             self.replace(module, wrapper(module))
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
-        """Makes ``forward`` what ``module(...)`` calls."""
         self.put(module.__dict__, "forward", forward)
 
     def set(self, owner: Any, name: str, value: Any) -> None:

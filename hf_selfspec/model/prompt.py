@@ -147,7 +147,6 @@ class Prompt:
         return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
 
     def tokens_of_rows(self) -> list[int]:
-        """The total number of tokens of each row."""
         return self.ends() if self.padding is None else self.padding.sum(1).tolist()
 
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
