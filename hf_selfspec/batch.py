@@ -119,7 +119,6 @@ class Text:
         return self.ids.gather(1, self._columns(length - width, width).clamp(min=0))
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Appends each row's tokens."""
         most = max(map(len, tokens))
         if not most:
             return
@@ -131,7 +130,6 @@ class Text:
         self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
 
     def ensure(self, columns: int) -> None:
-        """Makes room for ``columns`` columns."""
         if columns > self.ids.shape[1]:
             grown = self.ids.new_zeros(self.ids.shape[0], columns + columns // 4)
             grown[:, : self.ids.shape[1]] = self.ids

@@ -297,9 +297,6 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
-# Transformers' own loop ----------------------------------------------------------------------------------------------
-
-
 def cannot_serve(default_of: str, error: SelfSpecError) -> str:
     """Warns that plain ``generate`` serves a call in place of a default, and returns why, for the statistics."""
     warn_once(

@@ -1,7 +1,5 @@
 """The decode loop: prefill, then draft, verify, commit until every row is done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -77,15 +75,15 @@ class Decoder:
             self.stats.together_for = ", ".join(stateful)
         self.stats.from_draft = [[] for _ in range(b)]
 
-    # The loop ----------------------------------------------------------------------------------------------------
-
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started, begun = perf_counter(), moment(self.text.ids.device)
         nothing = Draft.none(self.text)
-        self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
+        for grammar in self.scorer.grammars:
+            grammar.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
         found = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
-        self.scorer.fit(found.shape[-1])
+        for grammar in self.scorer.grammars:
+            grammar.fit(found.shape[-1])
         logits, prefilled = Logits(found[:, None]), moment(found.device)
         verdicts = self._judge(nothing, logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
@@ -105,7 +103,9 @@ class Decoder:
             ids = self._output_ids()
             ended = perf_counter()
             last = ids.shape[1] - self.text.prompt_width - 1  # which processors do not get to see
-            self.scorer.finish([known[: min(self.generated(row), last)] for row, known in enumerate(self._tokens)])
+            seen = [known[: min(self.generated(row), last)] for row, known in enumerate(self._tokens)]
+            for grammar in self.scorer.grammars:
+                grammar.finish(seen)
             self.draft.finish(self.text)
             self.stats.search_seconds += perf_counter() - ended
         self.stats.draft_steps = self.draft.steps
@@ -189,8 +189,6 @@ class Decoder:
         found = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
         return Logits(found, target.active_rows, step.best)
 
-    # Committing --------------------------------------------------------------------------------------------------
-
     def _judge(self, draft: Draft, logits: Logits, along: Pending | None = None) -> list[Verdict]:
         rest = self.scorer, self.stopper, self._done
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
@@ -254,8 +252,6 @@ class Decoder:
         self.stats.drafted += sum(draft.lengths)
         self.stats.rounds += self._done.count(False)
 
-    # Which rows continue -------------------------------------------------------------------------------------------
-
     def _target_length(self) -> int | None:
         """Number of tokens of every row, if rows that end are not padded: plain ``generate`` keeps generating them."""
         if self.stopper.has_eos or any(end is None for end in self._ended):
@@ -278,8 +274,6 @@ class Decoder:
         count = self.stopper.max_new(self.text, row) - 1
         limit = self.target.anatomy.position_limit
         return count if limit is None else max(0, min(count, limit - 1 - self.target.roots[row]))
-
-    # Output --------------------------------------------------------------------------------------------------------
 
     def generated(self, row: int) -> int:
         """Tokens of ``row`` that the output shows (the rest is padding)."""

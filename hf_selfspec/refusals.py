@@ -1,7 +1,5 @@
 """What is refused by name, before any work: options, prompts and models of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from .search.choice import ExitChoice, SkipChoice
 from .search.skip_search import SkipSearch
 from .settings import Settings
 from .stats import GenerationStats
-from .validation import check_count
+from .validation import StrPath, check_count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,12 +99,7 @@ class SelfSpec(Settings):
         return self._knowledge.choice(causal_lm(model, "SelfSpec.choice"))
 
     def observe(
-        self,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        texts: Iterable[Any],
-        *,
-        max_new_tokens: int | None = None,
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], *, max_new_tokens: int | None = None
     ) -> None:
         """Shows texts to free drafts, so that the first call is drafted as well as later ones.
 
@@ -149,7 +143,7 @@ class SelfSpec(Settings):
         """
         self._knowledge.forget_texts()
 
-    def save_pretrained(self, folder: str | os.PathLike[str], model: Any = None) -> None:
+    def save_pretrained(self, folder: StrPath, model: Any = None) -> None:
         """Writes settings and findings to ``folder/selfspec.json``, whole or not at all.
 
         Args:
@@ -169,7 +163,7 @@ class SelfSpec(Settings):
                 self._source.save(path.parent, inner)
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:
+    def from_pretrained(cls, folder: StrPath) -> SelfSpec:
         """Loads what :meth:`save_pretrained` has written; using it with another model raises an error.
 
         A file sets ``draft``, ``stop``, ``tree``, ``max_draft`` and ``exact``, never ``cache_dir`` or ``task``. Where
@@ -184,9 +178,7 @@ class SelfSpec(Settings):
         spec._knowledge.saved = saved
         return spec
 
-    def export_draft(
-        self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> None:
+    def export_draft(self, folder: StrPath, model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
         That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of
@@ -228,7 +220,7 @@ class SelfSpec(Settings):
         """Statistics of the last finished call, ``None`` before the first."""
         return self._knowledge.stats
 
-    def plot(self, path: str | os.PathLike[str] | None = None, model: Any = None) -> Figure:
+    def plot(self, path: StrPath | None = None, model: Any = None) -> Figure:
         """Plots what the calls so far did; see :func:`hf_selfspec.reports.plots.plot`.
 
         Args:
@@ -262,10 +254,7 @@ class SelfSpec(Settings):
         return next(iter(used), None)
 
     def candidate_generator(
-        self,
-        model: PreTrainedModel,
-        logits_processor: LogitsProcessorList | None = None,
-        do_sample: bool = False,
+        self, model: PreTrainedModel, logits_processor: LogitsProcessorList | None = None, do_sample: bool = False
     ) -> PartialDraft:
         """Returns the draft as a ``CandidateGenerator`` for transformers' own assisted generation (one row).
 

@@ -1,7 +1,5 @@
 """The settings of a ``SelfSpec``: what they are, what is allowed, and the papers' methods as settings."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from .modules.probe import LinearProbe
 from .search.proposers import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
-from .validation import MOST_DRAFT, check_count, check_flag
+from .validation import MOST_DRAFT, StrPath, check_count, check_flag
 from .verify.tree import Tree
 
 # Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
@@ -53,7 +51,7 @@ class Settings:
     stop: StopRule | None = None
     tree: Tree | None = None
     max_draft: int = 25
-    cache_dir: str | os.PathLike[str] | None = None
+    cache_dir: StrPath | None = None
     task: str = "default"
     compile: bool | CompileConfig = field(default=False, hash=False)
     exact: bool = False
@@ -173,8 +171,8 @@ class Settings:
     @classmethod
     def adaspeed(
         cls: type[SettingsT],
-        exit_layer: int | str | os.PathLike[str] | LinearProbe | None = None,
-        probe: Confidence | str | os.PathLike[str] | None = None,
+        exit_layer: int | StrPath | LinearProbe | None = None,
+        probe: Confidence | StrPath | None = None,
         max_draft: int = 12,
     ) -> SettingsT:
         """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
@@ -206,10 +204,7 @@ class Settings:
 
     @classmethod
     def kangaroo(
-        cls: type[SettingsT],
-        adapter: Adapter | str | os.PathLike[str],
-        stop: StopRule | None = None,
-        max_draft: int = 6,
+        cls: type[SettingsT], adapter: Adapter | StrPath, stop: StopRule | None = None, max_draft: int = 6
     ) -> SettingsT:
         """Kangaroo: a shallow exit followed by an adapter, until the confidence falls below 0.6.
 
@@ -224,7 +219,7 @@ class Settings:
     @classmethod
     def dssd(
         cls: type[SettingsT],
-        heads: ExitHeads | str | os.PathLike[str],
+        heads: ExitHeads | StrPath,
         epsilon: float = 0.9,
         metric: str | None = None,
         max_draft: int = 32,
@@ -247,10 +242,7 @@ class Settings:
 
     @classmethod
     def mtp(
-        cls: type[SettingsT],
-        head: MtpHead | str | os.PathLike[str] | None = None,
-        stop: StopRule | None = None,
-        max_draft: int = 6,
+        cls: type[SettingsT], head: MtpHead | StrPath | None = None, stop: StopRule | None = None, max_draft: int = 6
     ) -> SettingsT:
         """Free drafts, and MTP layers that read the model's last states.
 
@@ -267,7 +259,7 @@ class Settings:
         cls: type[SettingsT],
         layer: int | None = None,
         *,
-        heads: ExitHeads | str | os.PathLike[str] | None = None,
+        heads: ExitHeads | StrPath | None = None,
         epsilon: float = 0.9,
         metric: str | None = None,
         max_draft: int = 32,

@@ -1,7 +1,5 @@
 """The statistics of one call of ``generate``."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -1,12 +1,15 @@
 """Checks of the settings that users give, and how the command line takes them."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import SettingError, SettingTypeError
 
+# A path as users give it.
+StrPath = str | os.PathLike[str]
 # The largest number that 64 bits hold; no count needs more.
 LARGEST = 2**63 - 1
 # Maximum number of tokens in a draft. The papers' drafts have at most 32. A probe's replay holds this many numbers for

@@ -15,7 +15,7 @@ from timing import add_trained, load, print_head, print_row, print_table_head, p
 
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.control.controller import FREE, Controller
-from hf_selfspec.control.costs import CostCurve, RoundCosts
+from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.data.texts import read_prompts
 
 TOGETHER, MOST = 256, 31
@@ -24,9 +24,9 @@ TOGETHER, MOST = 256, 31
 @contextmanager
 def drafts_are_free(rows: int) -> Iterator[None]:
     """Gives rounds of all sizes nearly the cost of a plain one."""
-    flat = RoundCosts.of(lambda count: 1.0 + count / 2000, max(1, min(MOST, TOGETHER // rows - 1)))
+    flat = tuple(1.0 + count / 2000 for count in range(max(1, min(MOST, TOGETHER // rows - 1)) + 1))
     with (
-        patch.multiple(CostCurve, costs=property(lambda self: flat), pace=property(lambda self: float(rows))),
+        patch.multiple(CostCurve, _measured=lambda self: flat, pace=property(lambda self: float(rows))),
         patch.object(Controller, "pays", lambda self, name, promised=None: name == FREE),
     ):
         yield

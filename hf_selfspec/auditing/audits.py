@@ -195,7 +195,6 @@ def audit(
     promises: dict[str, None] = {}
 
     def count() -> None:
-        """Counts what the last call has generated and drafted."""
         assert spec.stats is not None
         for one in counts:
             counts[one] += getattr(spec.stats, one)

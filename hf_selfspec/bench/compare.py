@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import sys
@@ -25,6 +24,7 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
 from ..model.patching import evaluating
 from ..reports.plots import saved
+from ..validation import StrPath
 from .methods import Method, Methods, fitting, methods_of
 from .report import as_svg, html, main_table, markdown, speedups, title, verdict
 from .request import KIND, Batch, Clock, Encoder, Prompt, Settings
@@ -60,7 +60,7 @@ class Comparison:
             parts.append("\n".join([title(condition), "", table, "", found.headline, *found.details]))
         return "\n\n".join(parts)
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+    def plot(self, path: StrPath | None = None) -> Figure:
         """Draws the speed of each method under the first condition, with intervals.
 
         Args:
@@ -74,7 +74,7 @@ class Comparison:
         """
         return saved("Comparison.plot", speedups(self.results["conditions"][0]), path)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: StrPath) -> None:
         """Writes ``results.json``, ``report.md``, ``report.html`` and, with matplotlib, pictures.
 
         Raises:
@@ -111,7 +111,7 @@ def compare(
     top_k: int = 0,
     seed: int = 0,
     clock: Clock = "auto",
-    out: str | os.PathLike[str] | None = None,
+    out: StrPath | None = None,
     progress: bool = True,
 ) -> Comparison:
     """Measures whether self-speculation pays: all methods of generating on the same prompts, in turn.

@@ -50,7 +50,6 @@ class Table(NamedTuple):
     best: int | None = None
 
     def markdown(self) -> str:
-        """The table in Markdown, without its title."""
         rows = [
             [f"**{cell}**" if index == self.best and cell else cell for cell in row]
             for index, row in enumerate(self.rows)

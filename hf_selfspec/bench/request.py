@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,6 @@ from ..errors import SettingError
 from ..validation import check_count, check_share
 
 Clock = Literal["auto", "wall", "cpu"]
-_CLOCKS = ("auto", "wall", "cpu")
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Settings:
             raise SettingError(f"{drawing[0]} has no effect on greedy decoding: give a temperature, or leave it out.")
         if not self.batch_sizes or not self.temperatures:
             raise SettingError("batch_size and temperature need at least one value each.")
-        if self.clock not in _CLOCKS:
-            raise SettingError(f"clock must be one of {', '.join(_CLOCKS)}, got {self.clock!r}.")
+        if self.clock not in (clocks := get_args(Clock)):
+            raise SettingError(f"clock must be one of {', '.join(clocks)}, got {self.clock!r}.")
 
     @property
     def conditions(self) -> list[tuple[float, int]]:
@@ -88,7 +87,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
-        """Pads prompts on the left to one length."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = [[pad] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts]
         mask = [[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]

@@ -106,7 +106,6 @@ class Stream:
         self._warm: set[tuple[int, str]] = set()
 
     def run(self, progress: bool) -> None:
-        """Makes all missing calls, with a bar on stderr if ``progress``."""
         total = sum(self.settings.passes * len(part.batches) * len(part.methods) for part in self.parts)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
         text, console = TextColumn("{task.description}"), Console(stderr=True)
@@ -145,7 +144,6 @@ class Stream:
         return call
 
     def differences(self, part: Part, plain: Call, call: Call) -> list[Difference]:
-        """Finds where the ids of a call differ from plain generate's."""
         if call.ids == plain.ids:
             return []
         batch = part.batches[call.prompt]

@@ -90,7 +90,6 @@ def _of_expression(text: str) -> SelfSpec:
 
 
 def _value(node: ast.expr) -> Any:
-    """Evaluates an expression of literals and settings."""
     match node:
         case ast.List(elts=items):
             return [_value(item) for item in items]

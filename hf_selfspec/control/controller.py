@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock
 
 from .costs import CostCurve
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
-# The name of free drafts, and of those in a round in which nothing would draft, but the last tokens have occurred
-# before; other arms have their sources' names.
+# Free drafts, and those where nothing would draft but the last tokens occurred before; other arms are named by source.
 FREE, MATCHES = "free drafts", "matches"
 # The weight of the rounds before against the next one.
 _MEMORY = 0.98
-# Rounds after which results are trusted; those of free drafts come in bursts. The share of the time that looks at
-# sources that do not pay may cost, what a round of one loses at least, and what one of free drafts loses at most, which
-# learn from what was wrong. Plain rounds that free drafts may lose before their results are trusted.
-_TRIED, _TRIED_FREE = 4, 12
+# Rounds after which results are trusted; those of free drafts come in bursts, and after these losses in plain rounds.
+_TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
+# The share of the time that looks at sources that do not pay may cost, what a round of one loses at least, and what one
+# of free drafts, which learn from what was wrong, loses at most.
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
-_LOST = 0.3
 # Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
+# In which older rounds count less.
+_SUMS = "weight", "gained", "spent", "accepted", "drafted"
 
 
 @dataclass
@@ -66,8 +67,7 @@ class ArmStats:
         if self.rounds == 1 and not self.weight:
             return  # the first round selects and warms up kernels
         self.lost += spent - gained
-        values = {"weight": 1.0, "gained": gained, "spent": spent, "accepted": accepted, "drafted": drafted}
-        for name, value in values.items():
+        for name, value in zip(_SUMS, (1.0, gained, spent, accepted, drafted), strict=True):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
     def wait(self, pace: float) -> None:
@@ -76,55 +76,40 @@ class ArmStats:
         if self.is_trusted and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
             if _TRIED * min(loss, self.most_lost) <= self.waiting * _PRICE:
-                self.doubt(_TRIED)
+                self.doubt()
 
-    def doubt(self, rounds: int) -> None:
-        """Trusts the results only after so many more rounds, and gives those before the weight of as many."""
+    def doubt(self) -> None:
+        """Trusts the results only after some more rounds, and gives those before the weight of as many."""
         if self.is_trusted:
-            scale = min(1.0, rounds / self.weight)
-            for name in ("weight", "gained", "spent", "accepted", "drafted"):
+            scale = min(1.0, _TRIED / self.weight)
+            for name in _SUMS:
                 setattr(self, name, scale * getattr(self, name))
-            self.rounds, self.lost = self.trusted_after - rounds, 0.0
+            self.rounds, self.lost = self.trusted_after - _TRIED, 0.0
 
 
 class Measurements:
     """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
 
+    _lock = Lock()  # held while curves are looked up
+
     def __init__(self, other: Measurements | None = None) -> None:
-        self.arms: dict[str, ArmStats] = {}
+        self.arms = defaultdict[str, ArmStats](ArmStats, {FREE: ArmStats(_TRIED_FREE, _MOST_LOST, _LOST)})
         self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
-        self._lock: RLock = RLock() if other is None else other._lock
-
-    def of(self, name: str) -> ArmStats:
-        return self.arms.setdefault(name, ArmStats(_TRIED_FREE, _MOST_LOST, _LOST) if name == FREE else ArmStats())
-
-    def begin_text(self) -> None:
-        """Begins another text, which free drafts may or may not foretell."""
-        self.of(FREE).doubt(_TRIED)
 
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
-        """The curve for a device and dtype, a batch size and a context of ``context`` slots."""
+        """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
-        key = device, rows, reach
         with self._lock:
-            if key not in self._curves:
-                curve = CostCurve(on_cpu, rows, is_frozen)
-                if (nearest := self._nearest(*key)) is not None:
-                    curve.begin_like(nearest)
+            found = self._curves.pop((device, rows, reach), None)
+            if found is None:
+                found = CostCurve(on_cpu, rows, is_frozen)
+                known = {key: curve for key, curve in self._curves.items() if key[0] == device and curve.is_measured}
+                if known:
+                    found.begin_like(known[min(known, key=lambda k: (abs(math.log(k[1] / rows)), abs(k[2] - reach)))])
                 if len(self._curves) >= _MOST:
                     self._curves.pop(next(iter(self._curves)))
-                self._curves[key] = curve
-            found = self._curves[key] = self._curves.pop(key)  # the last one in use
+            self._curves[device, rows, reach] = found  # the last one in use
             return found
-
-    def _nearest(self, device: str, rows: int, reach: int) -> CostCurve | None:
-        """The curve of the same device with the most similar number of rows, then context."""
-        found = [
-            (abs(math.log(other_rows / rows)), abs(other_reach - reach), number, curve)
-            for number, ((where, other_rows, other_reach), curve) in enumerate(self._curves.items())
-            if where == device and curve.is_measured
-        ]
-        return min(found, key=lambda one: one[:3])[3] if found else None
 
 
 class Controller:
@@ -133,8 +118,8 @@ class Controller:
     def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
         self._found, self._device, self._on_cpu, self._is_frozen = found, device, on_cpu, is_frozen
-        self._rows = 0
-        found.begin_text()
+        self.arms, self._rows = found.arms, 0
+        self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
 
     def begin(self, rows: int, running: int, context: int) -> None:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
@@ -148,7 +133,7 @@ class Controller:
         if self._is_frozen:
             return math.inf if name == FREE else 0.0
         # The first rounds tell what nothing costs, against which all else is measured.
-        return 0.0 if self.curve.wants_plain else self._found.of(name).speedup(promised)
+        return 0.0 if self.curve.wants_plain else self.arms[name].speedup(promised)
 
     def pays(self, name: str, promised: float | None = None) -> bool:
         """Whether a source is expected to be faster than nothing by more than the error of the estimate."""
@@ -156,11 +141,11 @@ class Controller:
 
     def expected(self, nodes: int, tokens: float) -> float:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
-        return tokens / self._rows * self.curve.plain / self.curve.costs.seconds[nodes]
+        return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
 
     def most_certain(self) -> int:
         """How many tokens that are certain to be kept bring a row the most tokens per second."""
-        seconds = self.curve.costs.seconds
+        seconds = self.curve.costs
         return max(range(len(seconds)), key=lambda count: (count + 1) / seconds[count])
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
@@ -174,8 +159,7 @@ class Controller:
     def record(
         self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
     ) -> None:
-        """Records a round in which ``name`` drafted or was asked in vain (``None`` for nobody); all rows gained
-        ``tokens``, and of the source's own tokens some were ``accepted``."""
+        """Records a round in which ``name`` drafted, or was asked in vain, or nobody was; all rows gain ``tokens``."""
         if not self._rows:
             return
         curve = self.curve
@@ -183,21 +167,18 @@ class Controller:
             curve.add_plain(tokens, seconds)
         elif name in (FREE, MATCHES):
             curve.add(nodes, tokens, seconds)
-            seconds = curve.costs.seconds[min(nodes, len(curve.costs.seconds) - 1)]  # whatever disturbed this round
+            seconds = curve.costs[min(nodes, len(curve.costs) - 1)]  # whatever disturbed this round
         elif curve.is_measured:
             curve.see(tokens, seconds)
         if curve.is_measured:
-            used = self._found.arms.get(name or "")
+            used = self.arms.get(name or "")
             pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
-            for stats in list(self._found.arms.values()):
+            for stats in list(self.arms.values()):
                 if stats is used:
                     stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted)
                 else:
                     stats.wait(pace)
 
-    def acceptance_rate(self, name: str) -> float:
-        return self._found.of(name).acceptance_rate
-
     def round_seconds(self) -> tuple[float, ...]:
         """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
-        return self.curve.costs.seconds if self.curve.is_measured else ()
+        return self.curve.costs if self.curve.is_measured else ()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from statistics import median
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
@@ -34,55 +32,22 @@ _PLAIN, _PLAIN_AGAIN = 2, 128
 _MEMORY = 0.99
 
 
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds that a round takes with 0, 1, 2, ... drafted tokens."""
-
-    seconds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, seconds: Callable[[int], float], most: int) -> RoundCosts:
-        """The costs of 0 to ``most`` drafted tokens, by a function of their number."""
-        return cls(tuple(seconds(count) for count in range(most + 1)))
-
-    @cached_property
-    def corners(self) -> tuple[tuple[int, ...], ...]:
-        """For each number of tokens, the larger ones on the lower convex hull of seconds, which alone can be best."""
-        found: list[tuple[int, ...]] = [()]
-        for count in range(len(self.seconds) - 1, 0, -1):
-            hull = found[-1]
-            while len(hull) > 1 and self._slope(count, hull[0]) >= self._slope(hull[0], hull[1]):
-                hull = hull[1:]
-            found.append((count, *hull))
-        return tuple(reversed(found))
-
-    def _slope(self, few: int, many: int) -> float:
-        return (self.seconds[many] - self.seconds[few]) / (many - few)
-
-
 class CostCurve:
-    """Times of rounds for one model on one device, batch size and range of context."""
+    """Times of rounds for one model on one device, batch size and range of context; ``costs`` are the seconds that one
+    of free drafts takes with 0, 1, 2, ... drafted tokens, their own work included."""
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
         one, *more = (_guessed(forwards, rows * (size + 1)) for size in SIZES)
         factor = _IN_BATCHES if rows > 1 else 1.0
         self._forwards = [one, *(one + factor * (seconds - one) for seconds in more)]
-        self._guess = [seconds / one for seconds in self._forwards]
         self._is_frozen = is_frozen
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
-        self._rounds = [0] * len(SIZES)
-        self._total = 0
-        self._last = [0] * len(SIZES)
+        self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
         self._tokens = self._seconds = 0.0
-        self._until_refresh = self._since_plain = 0
-        self._costs = self._measured()
-
-    @property
-    def costs(self) -> RoundCosts:
-        """Seconds of a round of free drafts, their own work included; see :attr:`is_measured`."""
-        return self._costs
+        self._total = self._until_refresh = self._since_plain = 0
+        self.costs = self._measured()
 
     @property
     def is_measured(self) -> bool:
@@ -93,7 +58,7 @@ class CostCurve:
     def plain(self) -> float:
         """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
         known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
-        return min(known) if known else self._costs.seconds[0]
+        return min(known) if known else self.costs[0]
 
     @property
     def wants_plain(self) -> bool:
@@ -112,17 +77,17 @@ class CostCurve:
                 self._since_plain = 0
                 self._plain.append(seconds)
                 if len(self._plain) == 1:
-                    self._costs = self._measured()
+                    self.costs = self._measured()
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
         if self._is_frozen:
-            seconds = self._costs.seconds[min(drafted, SIZES[-1])]
+            return self.see(tokens, self.costs[min(drafted, SIZES[-1])])
         if seconds <= 0:
             return  # the system clock was set back
-        if self._is_frozen or self.is_measured:  # otherwise costs are not in seconds yet
+        if self.is_measured:  # otherwise costs are not in seconds yet
             self.see(tokens, seconds)
-        if self._is_frozen or drafted > SIZES[-1]:
+        if drafted > SIZES[-1]:
             return
         size = bisect_left(SIZES, drafted)
         self._rounds[size] += 1
@@ -133,47 +98,39 @@ class CostCurve:
         self._until_refresh -= 1
         if self._until_refresh <= 0 or self._rounds[size] == 2:
             self._until_refresh = _REFRESHED
-            self._drop_stale()
-            self._costs = self._measured()
+            for other, last in enumerate(self._last):
+                if self._total - last >= _STALE and self._times[other]:
+                    self._times[other].popleft()
+                    self._last[other] = self._total
+            self.costs = self._measured()
 
     def begin_like(self, other: CostCurve) -> None:
         """Starts with the times of rounds over other rows, or another context, as one time of each size."""
-        self._rounds[0] = max(self._rounds[0], 1)  # kernels are warm
-        for times, theirs, mine, guessed in zip(
-            self._times, other._times, self._forwards, other._forwards, strict=True
-        ):
-            if theirs and not self._is_frozen:
-                times.append(median(theirs) * mine / guessed)
-        self._costs = self._measured()
+        self._rounds[0] = 1  # kernels are warm
+        for size, theirs in enumerate(other._times):
+            if theirs:
+                self._times[size].append(median(theirs) * self._forwards[size] / other._forwards[size])
+        self.costs = self._measured()
 
     def see(self, tokens: int, seconds: float) -> None:
         self._since_plain += 1
         self._tokens = self._tokens * _MEMORY + tokens
         self._seconds = self._seconds * _MEMORY + seconds
 
-    def _drop_stale(self) -> None:
-        for size, last in enumerate(self._last):
-            if self._total - last >= _STALE and self._times[size]:
-                self._times[size].popleft()
-                self._last[size] = self._total
-
-    def _measured(self) -> RoundCosts:
+    def _measured(self) -> tuple[float, ...]:
         known = [self._times[0] or self._plain, *self._times[1:]]
-        logs = [
-            math.log(_lower_quartile(times) / guess) if times else 0.0
-            for times, guess in zip(known, self._guess, strict=True)
-        ]
+        guesses = [seconds / self._forwards[0] for seconds in self._forwards]
+        logs = [math.log(_lower_quartile(x) / guess) if x else 0.0 for x, guess in zip(known, guesses, strict=True)]
         counts = [len(times) for times in known]
         # How much slower than the guesses this machine is; sizes with more times count more.
         scale = sum(log * count for log, count in zip(logs, counts, strict=True)) / max(sum(counts), 1)
         steps = [
             guess * math.exp((count * log + scale) / (count + 1))
-            for guess, log, count in zip(self._guess, logs, counts, strict=True)
+            for guess, log, count in zip(guesses, logs, counts, strict=True)
         ]
-        # More tokens never cost less, so where times contradict that, the shorter one counts.
-        for size in range(len(steps) - 2, -1, -1):
-            steps[size] = min(steps[size], steps[size + 1])
-        return RoundCosts.of(lambda count: steps[bisect_left(SIZES, count)], SIZES[-1])
+        # More tokens never cost less, so where times contradict that, the shortest one counts.
+        steps = [min(steps[size:]) for size in range(len(steps))]
+        return tuple(steps[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1))
 
 
 def _lower_quartile(times: Sequence[float]) -> float:

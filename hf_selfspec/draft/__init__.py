@@ -1,28 +1,16 @@
 """Draft sources: what proposes tokens, from free lookups to parts of the model."""
 
-from .adapter import EarlyExitAdapter
-from .cascade import Cascade
-from .early_exit import EarlyExit, EarlyExitLora, EarlyExitOnly
-from .exit_heads import DynamicExit
-from .lookup import Lookup
-from .mtp import MTP
-from .quantized import Quantized
-from .skip_layers import SkipLayers
-from .source import Drafter, DraftSource, FixedDrafter, Session
-
-__all__ = [
-    "MTP",
-    "Cascade",
-    "Drafter",
-    "DraftSource",
-    "DynamicExit",
-    "EarlyExit",
-    "EarlyExitAdapter",
-    "EarlyExitLora",
-    "EarlyExitOnly",
-    "FixedDrafter",
-    "Lookup",
-    "Quantized",
-    "Session",
-    "SkipLayers",
-]
+from .adapter import EarlyExitAdapter as EarlyExitAdapter
+from .cascade import Cascade as Cascade
+from .early_exit import EarlyExit as EarlyExit
+from .early_exit import EarlyExitLora as EarlyExitLora
+from .early_exit import EarlyExitOnly as EarlyExitOnly
+from .exit_heads import DynamicExit as DynamicExit
+from .lookup import Lookup as Lookup
+from .mtp import MTP as MTP
+from .quantized import Quantized as Quantized
+from .skip_layers import SkipLayers as SkipLayers
+from .source import Drafter as Drafter
+from .source import DraftSource as DraftSource
+from .source import FixedDrafter as FixedDrafter
+from .source import Session as Session

@@ -1,8 +1,5 @@
 """Drafting with a shallow exit, an adapter and the model's own head (Kangaroo §3.1)."""
 
-from __future__ import annotations
-
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +17,7 @@ from ..model.transfer import RowNumbers, at_places
 from ..modules.adapter import Adapter
 from ..modules.reduced_head import ReducedHead
 from ..stop.rules import ConfidenceThreshold
+from ..validation import StrPath
 from .early_exit import ExitSource
 from .growing import DraftStep
 from .partial import PartialDraft
@@ -43,8 +41,8 @@ class EarlyExitAdapter(ExitSource[Adapter]):
         SettingError, SettingTypeError: there is no such adapter or head, or they do not fit together.
     """
 
-    adapter: Adapter | str | os.PathLike[str]
-    head: ReducedHead | str | os.PathLike[str] | None = None
+    adapter: Adapter | StrPath
+    head: ReducedHead | StrPath | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "module", self._load("adapter", Adapter))

@@ -1,7 +1,5 @@
 """Transformers' ``CandidateGenerator``: drafting with a user's own, and an early exit as one for other loops."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Several sources together: free drafts, combined with drafts by a part of the model where that pays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -37,6 +35,8 @@ class Cascade(DraftSource):
 
     sources: tuple[DraftSource, ...]
 
+    takes_forwards = False
+
     def __post_init__(self) -> None:
         example = "Example: Cascade([Lookup(), EarlyExit(8)])."
         given = tuple(self.sources) if isinstance(self.sources, Iterable) else ()
@@ -48,10 +48,6 @@ class Cascade(DraftSource):
             if isinstance(source, Cascade) or not source.lossless:
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
         object.__setattr__(self, "sources", given)
-
-    @property
-    def takes_forwards(self) -> bool:
-        return False
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`; free drafts are left out.

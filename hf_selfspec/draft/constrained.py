@@ -1,7 +1,5 @@
 """Drafts under grammars: forbidden tokens are cut, and where nothing is drafted, forced tokens are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The sources of a call under one controller, which lets nothing draft where nothing pays."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from time import perf_counter
@@ -10,8 +8,8 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
-from ..lookup import TokenTree
 from ..lookup.likeliest import likeliest
+from ..lookup.tree import TokenTree
 from ..model.logits import Logits
 from ..model.transfer import Pending, upload
 from ..stats import GenerationStats
@@ -39,11 +37,7 @@ class ControlledDrafter(FixedDrafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
-        self,
-        session: Session,
-        controller: Controller,
-        free: FreeDrafts | None,
-        others: dict[str, FixedDrafter],
+        self, session: Session, controller: Controller, free: FreeDrafts | None, others: dict[str, FixedDrafter]
     ) -> None:
         self.controller, self.free, self.others = controller, free, others
         self._takes_trees = session.takes_trees
@@ -96,7 +90,6 @@ class ControlledDrafter(FixedDrafter):
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def most_certain(self) -> int:
-        """See :class:`FixedDrafter`."""
         return self.controller.most_certain()
 
     def look(self, logits: Logits) -> Pending | None:
@@ -136,7 +129,7 @@ class ControlledDrafter(FixedDrafter):
         """The draft of another source with free tokens beside and after it, as far as they pay."""
         assert self.free is not None
         assert self._used is not None
-        tokens, rate = draft.tokens.tolist(), self.controller.acceptance_rate(self._used)
+        tokens, rate = draft.tokens.tolist(), self.controller.arms[self._used].acceptance_rate
         seeds = [_seed(draft, row, tokens[row], rate) for row in range(text.batch_size)]
         grow = self._takes_trees and not draft.skips_verification
         trees = self.free.plan(text, max_new, seeds) if grow else [seed.tree for seed in seeds]

@@ -1,8 +1,5 @@
 """Early exit: drafting with the first layers and the model's head (LayerSkip §4.2), or some of its rows (FR-Spec)."""
 
-from __future__ import annotations
-
-import os
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +15,7 @@ from ..modules.lora import DraftLora
 from ..modules.reduced_head import ReducedHead
 from ..search.choice import ExitChoice
 from ..stop.rules import ConfidenceThreshold
-from ..validation import MOST_LAYERS, check_count, check_exit
+from ..validation import MOST_LAYERS, StrPath, check_count, check_exit
 from .partial import PartialDraft
 from .probe import ProbingDraft
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session
@@ -30,7 +27,7 @@ class ExitSource(DraftSource, Generic[_M]):
     """A source that drafts at an exit layer, perhaps with a fitted ``module``, or some rows of the head."""
 
     module: _M
-    head: ReducedHead | str | os.PathLike[str] | None = None
+    head: ReducedHead | StrPath | None = None
 
     def _load(self, setting: str, kind: type[DraftModule]) -> Any:
         """Loads the module that a setting holds or names, and makes a relative path a whole one."""
@@ -96,7 +93,7 @@ class EarlyExit(ExitSource[DraftModule]):
     """
 
     layer: int | None = None
-    head: ReducedHead | str | os.PathLike[str] | None = None
+    head: ReducedHead | StrPath | None = None
 
     def __post_init__(self) -> None:
         if self.layer is not None:
@@ -134,8 +131,8 @@ class EarlyExitLora(ExitSource[DraftLora]):
         SettingError, SettingTypeError: there is no such LoRA or head.
     """
 
-    lora: DraftLora | str | os.PathLike[str]
-    head: ReducedHead | str | os.PathLike[str] | None = None
+    lora: DraftLora | StrPath
+    head: ReducedHead | StrPath | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "module", self._load("lora", DraftLora))

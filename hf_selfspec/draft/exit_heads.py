@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ..model.transfer import RowNumbers, upload
 from ..modules.heads import METRICS, ExitHeads
 from ..stats import GenerationStats
 from ..stop.rules import ConfidenceThreshold
-from ..validation import check_flag, check_share
+from ..validation import StrPath, check_flag, check_share
 from .early_exit import ExitSource
 from .growing import DraftStep
 from .partial import PartialDraft
@@ -44,7 +43,7 @@ class DynamicExit(ExitSource[ExitHeads]):
         SettingError, SettingTypeError: there are no such heads, or they do not reach ``epsilon``.
     """
 
-    heads: ExitHeads | str | os.PathLike[str]
+    heads: ExitHeads | StrPath
     epsilon: float = 0.9
     metric: str | None = None
     lossless: bool = True

@@ -1,7 +1,5 @@
 """Free drafts of one generation: trees of what earlier text and the model's own logits foretell."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,9 +9,10 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
-from ..lookup import LookupRow, TokenTree
 from ..lookup.findings import LookupFindings
 from ..lookup.likeliest import tops_of
+from ..lookup.row import LookupRow
+from ..lookup.tree import TokenTree, grow
 from ..model.transfer import Pending
 from .source import Session
 
@@ -73,7 +72,7 @@ class FreeDrafts:
         guides = [self._constraint.at(text, row) if self._constraint and n else None for row, n in enumerate(max_new)]
         with self.findings.lock:
             trees = [
-                known.propose(costs, pace / rows, min(count, self._max_draft), self._branching, tree, guide)
+                grow(known.sources, costs, pace / rows, min(count, self._max_draft), self._branching, tree, guide)
                 if count
                 else tree
                 for known, count, tree, guide in zip(self._rows, max_new, begun, guides, strict=True)
@@ -92,8 +91,8 @@ class FreeDrafts:
                 gains[size] += reach
             for size in range(len(tree) - seed + 1, most + 1):
                 gains[size] += sum(tree.reach[seed:])
-        last = len(costs.seconds) - 1
-        return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
+        last = len(costs) - 1
+        return max(range(most + 1), key=lambda size: gains[size] - pace * costs[min(drafted + size, last)])
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
         """The trees as a draft, whose tokens were not sampled."""
@@ -117,10 +116,9 @@ class FreeDrafts:
                 for tree, seed in zip(trees, seeds, strict=True)
             ]
 
-    def learn(self, text: Text, verdicts: list[Verdict], found: Pending | None) -> int:
-        """Learns from a round, ``found`` being ``None`` where nothing was drafted; returns the number of new tokens."""
+    def learn(self, text: Text, verdicts: list[Verdict], found: Pending | None) -> None:
+        """Learns from a round, ``found`` being ``None`` where nothing was drafted."""
         tops = None if found is None else tops_of(found)
-        new = 0
         with self.findings.lock:
             for row, verdict in enumerate(verdicts):
                 count = text.lengths[row] - self._lengths[row]
@@ -131,9 +129,7 @@ class FreeDrafts:
                     else:
                         top = tops[row] if self._places is None else [tops[row][node] for node in self._places[row]]
                         self._rows[row].learn(self.trees[row], emitted, top)
-                    new += count
                 self._lengths[row] = text.lengths[row]
-        return new
 
     def finish(self, text: Text) -> None:
         self.findings.end([row.own.tokens for row in self._rows] or self._known(text))

@@ -1,7 +1,5 @@
 """A draft while it grows, one depth at a time: a line, and siblings beside it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

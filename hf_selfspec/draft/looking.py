@@ -1,7 +1,5 @@
 """What drafts share that look at the text for a better one: trials along it and timed forwards, within a budget."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 
@@ -92,7 +90,6 @@ class LastLogits:
         self._rows = []
 
     def counts(self) -> list[int]:
-        """For each row how many tokens' logits are known."""
         return [len(row) for row in self._rows]
 
     def of(self, like: torch.Tensor) -> torch.Tensor:

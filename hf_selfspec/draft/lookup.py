@@ -1,7 +1,5 @@
 """Free drafts: what followed the last tokens in the text, in earlier texts, and in the model's own logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..control.controller import Controller
@@ -40,13 +38,8 @@ class Lookup(DraftSource):
     stored_tokens: int = _STORED
     max_nodes: int = SIZES[-1]
 
-    @property
-    def fixed_because(self) -> str:
-        return "Lookup drafts as many tokens as pay by measured costs, in a tree"
-
-    @property
-    def takes_forwards(self) -> bool:
-        return False
+    fixed_because = "Lookup drafts as many tokens as pay by measured costs, in a tree"
+    takes_forwards = False
 
     def __post_init__(self) -> None:
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
@@ -57,7 +50,6 @@ class Lookup(DraftSource):
         return LookupFindings(self.stored_tokens, vocabulary)
 
     def free_drafts(self, session: Session, controller: Controller) -> FreeDrafts:
-        """The drafts of one generation."""
         found = session.knowledge.of_all_kinds(NAME, lambda _: self.findings(session.vocabulary))
         return FreeDrafts(found, session, controller, self.max_nodes)
 

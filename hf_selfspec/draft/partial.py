@@ -1,7 +1,5 @@
 """Drafting with part of the model: what all drafts by a :class:`LayerPlan` have in common."""
 
-from __future__ import annotations
-
 import math
 
 import torch

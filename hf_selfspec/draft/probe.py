@@ -1,7 +1,5 @@
 """Choosing an exit layer and a stop rule on the first texts that a model generates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -112,7 +110,8 @@ class ProbingDraft(LookingDraft):
         if not study.is_over and knows_what_to_do and sum(self._unseen(text)) >= _LEAST and self._budget.left > 0:
             self._probe(text)
         self._use_choice()
-        study.leave_unspent(self._budget.left)
+        left = self._budget.left
+        study.unspent += left if math.isfinite(left) else 0.0
 
     def _use_choice(self) -> None:
         """Switches to the latest choice, which another thread may have made, and to its share of the time."""
@@ -135,8 +134,6 @@ class ProbingDraft(LookingDraft):
         if self._seen_columns is None:
             self._seen_columns = [text.prompt_width] * text.batch_size
         return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
-
-    # One exit -----------------------------------------------------------------------------------------------------
 
     def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         study, left = self.study, self._budget.left
@@ -169,8 +166,6 @@ class ProbingDraft(LookingDraft):
         found = self._trace(logits, ids[:, 1:])
         rows = [row for row, is_known in enumerate(known) if is_known and self.target.is_active(row)]
         return Trace(found.accept[rows], found.confidence[rows]) if rows else None
-
-    # All exits ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _probe(self, text: Text) -> None:

@@ -1,7 +1,5 @@
 """Searching for blocks to skip while the text is generated (SWIFT §4.1, CLaSp)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -150,7 +148,6 @@ class SearchingDraft(LookingDraft):
             search.search_seconds += self.target.clock() - begun
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds what the search found."""
         self.search.report(stats)
 
     def _use_best(self) -> None:
@@ -168,15 +165,6 @@ class SearchingDraft(LookingDraft):
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
             self.limits = replace(self.limits, tree=replace(self._tree, price=price))
-
-    def _find_closest(self, text: Text) -> bool:
-        """Finds the closest layers if the next set needs them; returns ``False`` if there is no time for that."""
-        most = self.search.wants_closest
-        if most and not self._has_time(most + 1):
-            return False
-        if most:
-            self.search.see_closest(closest_layers(self.target, text, self.search.space.whole_layers, most))
-        return True
 
     def _begin_window(self, text: Text, unseen: int) -> None:
         self._looked = max(text.lengths) - 1
@@ -198,8 +186,10 @@ class SearchingDraft(LookingDraft):
             pass
 
     def _try(self, text: Text, least: int) -> bool:
-        if not self._find_closest(text):
-            return False
+        if most := self.search.wants_closest:
+            if not self._has_time(most + 1):
+                return False
+            self.search.see_closest(closest_layers(self.target, text, self.search.space.whole_layers, most))
         pace, left = self.search.pace, self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
         known = self._last_logits is None or any(self._last_logits.counts())

@@ -1,7 +1,5 @@
 """Drafting with any subset of attention and MLP blocks skipped (Self-SD; SWIFT §3.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -21,6 +21,7 @@ from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
 from ..search.choice import Choice, choice_of_state
+from ..validation import StrPath
 from .adapter_layer import AdapterLayer, adapter_layer
 from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
@@ -45,11 +46,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, tor
 
 
 def export_draft(
-    source: DraftSource,
-    known: KnowledgeOfCall,
-    folder: str | os.PathLike[str],
-    tokenizer: PreTrainedTokenizerBase | None,
-    tokens: int,
+    source: DraftSource, known: KnowledgeOfCall, folder: StrPath, tokenizer: PreTrainedTokenizerBase | None, tokens: int
 ) -> None:
     """Writes what a source drafts with, see :meth:`SelfSpec.export_draft`; commands have ``tokens`` as its length."""
     name, inner = "SelfSpec.export_draft", known.model
@@ -158,7 +155,7 @@ def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:
     return next((choice for choice in choices if isinstance(choice, kind)), None)
 
 
-def _check_place(name: str, folder: str | os.PathLike[str], at: Path) -> None:
+def _check_place(name: str, folder: StrPath, at: Path) -> None:
     check_folder(f"{name}(folder)", folder, (_README,))
     card = at / _README
     is_ours = card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace")

@@ -199,7 +199,6 @@ class Constraint:
         return found if self.masks else None
 
     def at(self, text: Text, row: int) -> Spot:
-        """The end of a row."""
         tokens = text.ids[row, text.prompt_width : text.lengths[row]].tolist()
         return Spot(self.masks, row, tokens, self.ends)
 

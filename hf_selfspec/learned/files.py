@@ -14,7 +14,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from ..errors import SettingError
-from ..validation import LARGEST
+from ..validation import LARGEST, StrPath
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -24,7 +24,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def path_of(given: str | os.PathLike[str]) -> Path:
+def path_of(given: StrPath) -> Path:
     """Returns a path that the user gave, with a home folder in place of ``~``."""
     try:
         return Path(given).expanduser()
@@ -72,7 +72,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def reported(path: str | os.PathLike[str]) -> Iterator[None]:
+def reported(path: StrPath) -> Iterator[None]:
     """Turns an error about a file that cannot be written into one for the user."""
     try:
         yield
@@ -82,7 +82,7 @@ def reported(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str] = ()) -> None:
+def check_folder(name: str, folder: StrPath, files: Iterable[str] = ()) -> None:
     """Checks that a folder, called ``name`` in messages, exists or can be created, and so can ``files`` in it."""
     if not os.fspath(folder):
         raise SettingError(f"{name} is empty. Name a folder; the current one is `.`.")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -19,6 +18,7 @@ from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..stats import GenerationStats
 from ..stop.rules import Memory
+from ..validation import StrPath
 from . import saving
 from .files import path_of, reported
 from .findings import Findings, TextFile, TextFindings, aside, beginning_anew, locked
@@ -157,7 +157,7 @@ class KnowledgeOfCall:
     model: PreTrainedModel
     kind: Kind
     settings: Callable[[], Mapping[str, Any]]
-    cache_dir: str | os.PathLike[str] | None
+    cache_dir: StrPath | None
     task: str
 
     @property

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-from ..control.costs import RoundCosts
-from ..grammar.rows import Spot
 from .findings import LookupFindings
 from .rates import Offer
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
-from .tree import Sources, TokenTree, grow, matched
+from .tree import Sources, TokenTree, matched
 
 # The fewest tokens that have to be the same for a match to be told apart from chance without successors.
 _SURE = 3
@@ -32,22 +30,11 @@ class LookupRow:
         """Appends the prompt, or tokens that did not come from a draft."""
         self.own.extend(tokens)
 
-    def propose(
-        self,
-        costs: RoundCosts,
-        pace: float,
-        deepest: int,
-        branching: bool = True,
-        seed: TokenTree | None = None,
-        guide: Spot | None = None,
-    ) -> TokenTree:
-        return grow(self._sources, costs, pace, deepest, branching, seed, guide)
-
     @property
-    def _sources(self) -> Sources:
+    def sources(self) -> Sources:
+        """Where trees grow from."""
         found = self.findings
-        ratio = self._acceptance_ratio
-        return Sources(self.own, found.store, found.successors, self._rates, self._text, ratio)
+        return Sources(self.own, found.store, found.successors, self._rates, self._text, self._acceptance_ratio)
 
     @property
     def _acceptance_ratio(self) -> float:
@@ -59,7 +46,7 @@ class LookupRow:
         self._predicted = []
         if not (self.own.knows_end_of(self.own) or self.findings.store.knows_end_of(self.own)):
             return 0.0
-        found, rates = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE), self._rates.rates
+        found, rates = matched(self.sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE), self._rates.rates
         self._predicted = [(token, key, rates[key]) for token, key, _ in found]
         return self._acceptance_ratio * max((offer[2] for offer in self._predicted), default=0.0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 
-from ..control.costs import RoundCosts
 from ..grammar.rows import Spot
 from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
@@ -83,7 +83,7 @@ class Sources:
 
 def grow(
     sources: Sources,
-    costs: RoundCosts,
+    costs: tuple[float, ...],
     pace: float,
     deepest: int,
     branching: bool = True,
@@ -95,14 +95,15 @@ def grow(
     Nodes are taken in order of descending probability that they are accepted; their number maximises
     ``expected tokens - pace * seconds``.
 
-    The tree is no larger and no deeper than ``costs`` and ``deepest``. ``pace`` are tokens per second at present, which
-    is what a second is worth; 0 where that is not known yet. Nodes of ``seed`` are drafted already: they come first and
-    stay. ``guide`` forbids tokens, and names those that have to come next.
+    The tree is no larger and no deeper than ``costs``, the seconds of rounds with 0, 1, 2, ... drafted tokens, and
+    ``deepest``. ``pace`` are tokens per second at present, which is what a second is worth; 0 where that is not known
+    yet. Nodes of ``seed`` are drafted already: they come first and stay. ``guide`` forbids tokens, and names those that
+    have to come next.
     """
     growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
-    pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
-    prices = [pace * seconds for seconds in costs.seconds]
+    pace = max(pace, 1.0 / costs[0])  # a plain round brings one token
+    prices, corners = [pace * seconds for seconds in costs], _corners(costs)
     most = len(prices) - 1
     size = kept = len(growth.tokens) - 1
     gain = 0.0
@@ -110,7 +111,7 @@ def grow(
     while heap and size < most:
         reach = -heap[0][0]
         # No later node is likelier than this one.
-        if gain + max([(corner - size) * reach - prices[corner] for corner in costs.corners[size]]) <= best:
+        if gain + max([(corner - size) * reach - prices[corner] for corner in corners[size]]) <= best:
             break
         size += 1
         gain += reach
@@ -119,6 +120,22 @@ def grow(
             best = gain - prices[size]
             kept = size
     return growth.tree(kept)
+
+
+@lru_cache
+def _corners(costs: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each number of tokens, the larger ones on the lower convex hull of costs, which alone can be best."""
+
+    def slope(few: int, many: int) -> float:
+        return (costs[many] - costs[few]) / (many - few)
+
+    found: list[tuple[int, ...]] = [()]
+    for count in range(len(costs) - 1, 0, -1):
+        hull = found[-1]
+        while len(hull) > 1 and slope(count, hull[0]) >= slope(hull[0], hull[1]):
+            hull = hull[1:]
+        found.append((count, *hull))
+    return tuple(reversed(found))
 
 
 class _Growth:

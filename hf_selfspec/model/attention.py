@@ -141,15 +141,7 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
 
 
 def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         spec = _current.now
         if spec is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)

@@ -186,7 +186,6 @@ class SpeculativeCache(Cache):
         self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
     def let_go(self) -> None:
-        """Frees the memory."""
         self.layers.clear()
         self._banks.clear()
 

@@ -6,8 +6,6 @@ model's own code brings all of them to its output head (final norm, projections)
 head, scale, soft-cap. No architecture is reimplemented, and the logits of an exit are computed only when they are used.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -74,7 +72,6 @@ class Exits:
         self._thread = 0
 
     def check(self, name: str, layers: Iterable[int]) -> None:
-        """Checks that exits after ``layers`` exist."""
         wrong = [layer for layer in layers if not 1 <= layer <= self.anatomy.num_layers]
         if wrong:
             raise SettingError(

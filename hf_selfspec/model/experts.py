@@ -5,8 +5,6 @@ token that goes there: 2.4 GB in each layer for 32 tokens of Qwen3-30B-A3B (comp
 use, reads the weights of each expert once, but may wait for its device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

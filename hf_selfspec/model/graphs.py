@@ -6,15 +6,13 @@ plans and hooks of a forward are constants of its graph. ``torch.compile`` turns
 graph with ``mode="reduce-overhead"``).
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -53,14 +51,6 @@ _logger = logging.getLogger(__name__)
 # tracer changes process-wide state, and those of a GPU run one at a time.
 _AT_ONCE = 16
 _running, _one = threading.Semaphore(_AT_ONCE), threading.Lock()
-
-
-@contextmanager
-def _making() -> Iterator[None]:
-    with _one, ExitStack() as stack:
-        for _ in range(_AT_ONCE):
-            stack.enter_context(_running)
-        yield
 
 
 @dataclass
@@ -136,7 +126,9 @@ class Graphs:
             )
         began = perf_counter()
         try:
-            with _making():
+            with _one, ExitStack() as stack:
+                for _ in range(_AT_ONCE):
+                    stack.enter_context(_running)
                 run = self._compiled(function, inputs)
         except torch.OutOfMemoryError:
             raise

@@ -1,7 +1,5 @@
 """Keys, values and states that a call takes over from an earlier one and leaves to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """One layer of the cache, as models see it."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 
@@ -76,8 +74,6 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-    # Indexers ------------------------------------------------------------------------------------------------------
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Writes an indexer's keys ``[b, s, h]`` at the cursors, and returns all up to the furthest one."""

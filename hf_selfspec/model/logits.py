@@ -1,7 +1,5 @@
 """The full model's logits of one round."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

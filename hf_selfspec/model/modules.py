@@ -1,7 +1,5 @@
 """A model's modules, hooks and processes, looked up anew in each call: users change models between calls."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator

@@ -1,7 +1,5 @@
 """Temporary changes: what a thread obeys, and what threads share, which the last one to leave undoes."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -49,7 +47,6 @@ class InstanceForwards(ExitStack):
             self.replace(module, wrapper(module))
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
-        """Makes ``forward`` what ``module(...)`` calls."""
         self.put(module.__dict__, "forward", forward)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -62,6 +59,9 @@ class InstanceForwards(ExitStack):
         values[name] = value
 
 
+Change = Callable[[InstanceForwards], None]
+
+
 class SharedChange:
     """One kind of change, shared by threads: the first one makes it, the last one to leave undoes it."""
 
@@ -70,12 +70,7 @@ class SharedChange:
         self._owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
 
     @contextmanager
-    def of(
-        self,
-        owner: Any,
-        make: Callable[[InstanceForwards], None] | None = None,
-        add: Callable[[InstanceForwards], None] | None = None,
-    ) -> Iterator[None]:
+    def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> Iterator[None]:
         """Keeps ``owner`` changed until the last thread leaves: the first makes what ``make`` changes, each what
         ``add`` changes. A change that fails half-way is undone."""
         with self._lock:
@@ -100,8 +95,6 @@ class SharedChange:
             shared.close()
             self._owners.pop(owner, None)
 
-
-# What a generation suspends --------------------------------------------------------------------------------------
 
 _FLAG = "gradient_checkpointing"
 _suspended, _eager = SharedChange(), SharedChange()
@@ -144,10 +137,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def eagerly() -> AbstractContextManager[None]:
     """Bypasses compiled graphs, which would be traced again for each plan and each shape, in the whole process."""
 
-    def bypass(forwards: InstanceForwards) -> None:
-        forwards.enter_context(torch.compiler.set_stance("force_eager"))
-
-    return _eager.of(torch.compiler, bypass)
+    return _eager.of(torch.compiler, lambda forwards: forwards.enter_context(torch.compiler.set_stance("force_eager")))
 
 
 # The autocast that was on in a forward. Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the
@@ -165,9 +155,6 @@ def autocast_around(states: torch.Tensor) -> Autocast | None:
 def within(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """Returns a context in which ``autocast`` is on again."""
     return nullcontext() if autocast is None else torch.autocast(*autocast)
-
-
-# What modules take and return ------------------------------------------------------------------------------------
 
 
 def states_of(output: Any) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Prefills: the whole model over the prompts of one call."""
 
-from __future__ import annotations
-
 import copy
 from time import perf_counter
 

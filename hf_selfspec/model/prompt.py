@@ -147,7 +147,6 @@ class Prompt:
         return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
 
     def tokens_of_rows(self) -> list[int]:
-        """The total number of tokens of each row."""
         return self.ends() if self.padding is None else self.padding.sum(1).tolist()
 
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
@@ -192,9 +191,6 @@ def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
             "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
         )
     return differ
-
-
-# Caches --------------------------------------------------------------------------------------------------------------
 
 
 # The name of caches in transformers' outputs (since 5.24, and before), and all that models have for their argument.

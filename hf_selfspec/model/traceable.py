@@ -1,7 +1,5 @@
 """What forwards that become graphs keep to: few sizes, memory that stays where it is, and no numbers that change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 from typing import NoReturn

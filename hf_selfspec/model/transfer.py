@@ -96,7 +96,6 @@ class RowNumbers(tuple[int, ...]):
 
     @cached_property
     def are_equal(self) -> bool:
-        """Whether all rows have the same number."""
         return min(self) == max(self)
 
     def ahead(self, count: int) -> RowNumbers:

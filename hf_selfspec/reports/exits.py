@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import causal_lm
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import evaluating
-from ..validation import check_count
+from ..validation import StrPath, check_count
 from .plots import new_figure, saved
 from .tables import as_text
 
@@ -58,9 +57,7 @@ class ExitReport:
         table = as_text(["exit", "loss", "above last", "accuracy", "agreement"], rows, right=True)
         return f"{self.model_name}, {self.tokens} tokens\n{table}"
 
-    def plot(
-        self, path: str | os.PathLike[str] | None = None, others: Mapping[str, ExitReport] | None = None
-    ) -> Figure:
+    def plot(self, path: StrPath | None = None, others: Mapping[str, ExitReport] | None = None) -> Figure:
         """Draws loss and agreement by exit layer.
 
         Args:

@@ -163,22 +163,17 @@ def inspect_model(model: Any) -> Inspection:
     except SelfSpecError as error:
         return Inspection(**names, refused=str(error), shares=_shares(inner, ()))
     skippable, no_skips = _skippable(anatomy)
+    same = ("num_layers", "tree", "ragged", "replay", "exits", "is_recurrent", "max_positions")
     return Inspection(
         **names,
+        **{name: getattr(anatomy, name) for name in same},
         refused="",
         shares=_shares(inner, anatomy.layers),
-        num_layers=anatomy.num_layers,
         attention=sum(block is not None for block in anatomy.attention),
         mlp=sum(bool(block) for block in anatomy.mlp),
         skippable=skippable,
         no_skips=no_skips,
-        tree=anatomy.tree,
-        ragged=anatomy.ragged,
-        replay=anatomy.replay,
-        exits=anatomy.exits,
         no_graphs=why_no_graphs(inner, anatomy),
-        is_recurrent=anatomy.is_recurrent,
-        max_positions=anatomy.max_positions,
         position_limit=anatomy.position_limit is not None,
         cache_bytes=_cache_bytes(config.get_text_config(decoder=True), inner.dtype),
         packed_bytes=_packed_bytes(inner, anatomy),

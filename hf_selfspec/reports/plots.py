@@ -13,6 +13,7 @@ from ..errors import SettingError, SettingTypeError
 from ..learned.files import path_of, reported
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
+from ..validation import StrPath
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def new_figure(what: str, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def saved(what: str, figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+def saved(what: str, figure: Figure, path: StrPath | None) -> Figure:
     """Returns the figure, saved in the format that the suffix of ``path`` names, PNG where it has none."""
     if path is None:
         return figure
@@ -53,9 +54,7 @@ def saved(what: str, figure: Figure, path: str | os.PathLike[str] | None) -> Fig
     return figure
 
 
-def plot(
-    calls: Sequence[GenerationStats], search: SkipSearch | None, path: str | os.PathLike[str] | None = None
-) -> Figure:
+def plot(calls: Sequence[GenerationStats], search: SkipSearch | None, path: StrPath | None = None) -> Figure:
     """Draws a search's skipped blocks (SWIFT, Figure 12), matchness and speed (Figure 6) and time by module (8)."""
     figure = new_figure("SelfSpec.plot", 13 if search else 9, 3.6)
     panels = list(figure.subplots(1, 3 if search else 2, width_ratios=[4, 4, 2] if search else [4, 2]))

@@ -69,9 +69,6 @@ class ExitStudy(Findings):
         """How much faster the best of the tried exits may make generation, at most."""
         return max(self._bounds.values(), default=math.inf)
 
-    def leave_unspent(self, seconds: float) -> None:
-        self.unspent += seconds if math.isfinite(seconds) else 0.0
-
     def next_exit(self) -> int:
         return self.layers[int(_PLACES[self._trials % len(_PLACES)] * len(self.layers))]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
-from ..validation import check_count
+from ..validation import StrPath, check_count
 from ..verify.tree import Tree
 from .proposers import ClosestLayers, SkipSpace
 from .replay import rules
@@ -73,7 +72,7 @@ def tune(
     tree: Tree | None = None,
     max_new_tokens: int = 64,
     max_prompt_tokens: int | None = None,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
 ) -> SelfSpec:
     """Finds the blocks to skip for a kind of text by timing drafts on it, with a progress bar.
 

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_positive
+from ..validation import Option, StrPath, check_count, check_positive
 from .fit_trainer import (
     GAIN,
     FitTrainer,
@@ -65,7 +64,7 @@ class Fit(ABC, Generic[M]):
     command: ClassVar[str]
     function: ClassVar[str]
 
-    output_dir: str | os.PathLike[str] | None = None
+    output_dir: StrPath | None = None
 
     def check(self) -> None: ...
 
@@ -112,8 +111,7 @@ class TrainedFit(Fit[M]):
     block_size: Annotated[int, Option("Tokens of a row.")] = 256
     args: TrainingArguments | None = None
     cache_dir: Annotated[
-        str | os.PathLike[str] | None,
-        Option("Folder that keeps the model's states for further epochs and fits.", "cache", str),
+        StrPath | None, Option("Folder that keeps the model's states for further epochs and fits.", "cache", str)
     ] = None
     cache_bytes: int | None = None
     patience: Annotated[
@@ -271,7 +269,7 @@ def check_length(name: str, block_size: object, config: Any) -> None:
         raise SettingError(f"{name}(block_size={block_size}) is more than the {positions} positions of the model.")
 
 
-def saved(module: M, known: dict[str, Any], folder: str | os.PathLike[str] | None) -> M:
+def saved(module: M, known: dict[str, Any], folder: StrPath | None) -> M:
     """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
     module.about = known
     if folder is not None:

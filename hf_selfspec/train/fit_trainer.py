@@ -28,6 +28,7 @@ from ..learned.files import path_of, reported, write_json
 from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
+from ..validation import StrPath
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
@@ -79,7 +80,7 @@ def training_arguments(folder: str, device: torch.device, **changed: Any) -> Tra
     return TrainingArguments(**usual | changed)
 
 
-def resumable_arguments(output_dir: str | os.PathLike[str], device: torch.device, **changed: Any) -> TrainingArguments:
+def resumable_arguments(output_dir: StrPath, device: torch.device, **changed: Any) -> TrainingArguments:
     """The same with checkpoints beside ``output_dir``, of which the last one is kept."""
     kept = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
     return training_arguments(checkpoints_of(output_dir), device, **kept, **changed)
@@ -109,12 +110,12 @@ def seeded(args: TrainingArguments | None) -> Iterator[None]:
         yield
 
 
-def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
+def checkpoints_of(output_dir: StrPath) -> str:
     """The folder for the checkpoints of a fit, until its result is written to ``output_dir``."""
     return f"{os.path.normpath(path_of(output_dir))}-checkpoints"
 
 
-def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -> None:
+def forget(args: TrainingArguments, output_dir: StrPath | None) -> None:
     """Ends a fit, which the next one will not resume; the user's own checkpoints stay."""
     if PartialState().is_main_process:
         if args.save_strategy != "no":

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..learned.files import path_of, reported, written_whole
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
-from ..validation import check_count
+from ..validation import StrPath, check_count
 
 _SUFFIX = ".safetensors"
 # Bytes of names and shapes in a file, at most, for up to a dozen exits.
@@ -43,7 +42,7 @@ class FrozenModel:
         self,
         model: PreTrainedModel,
         layers: Sequence[int],
-        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir: StrPath | None = None,
         cache_bytes: int | None = None,
     ) -> None:
         self.model = model

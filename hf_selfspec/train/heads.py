@@ -1,7 +1,6 @@
 """Fitting exit heads and calibrating them (DSSD §3.2-3.4)."""
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ..modules.heads import (
     reached,
 )
 from ..selfspec import SelfSpec
-from ..validation import MOST_LAYERS, Option, check_count, check_exit, check_flag, check_share
+from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
 from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
 from .fit_trainer import SpeedupEvaluator, greedily, speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
@@ -177,7 +176,7 @@ fit_exit_heads = as_function(HeadsFit)
 
 
 def calibrate_exit_heads(
-    heads: ExitHeads | str | os.PathLike[str],
+    heads: ExitHeads | StrPath,
     model: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     dataset: Iterable[Any],
@@ -185,7 +184,7 @@ def calibrate_exit_heads(
     metric: str | None = None,
     epsilons: Sequence[float] = _EPSILONS,
     block_size: int = 256,
-    output_dir: str | os.PathLike[str] | None = None,
+    output_dir: StrPath | None = None,
 ) -> ExitHeads:
     """Calibrates exit heads on other text (DSSD §3.4), as :func:`fit_exit_heads` does on what it holds out.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers.generation import logits_process as lp
@@ -70,20 +70,6 @@ class Scorer:
             return self
         stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
-
-    def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
-        """Starts grammars after the prompts ``input_ids`` ``[b, s]``; :meth:`fit` corrects ``vocabulary`` later."""
-        for grammar in self.grammars:
-            grammar.begin(input_ids, vocabulary)
-
-    def fit(self, vocabulary: int) -> None:
-        for grammar in self.grammars:
-            grammar.fit(vocabulary)
-
-    def finish(self, texts: Sequence[Sequence[int]]) -> None:
-        """Leaves grammars as plain ``generate`` leaves them, see :meth:`GrammarMask.finish`."""
-        for grammar in self.grammars:
-            grammar.finish(texts)
 
     def in_step(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as in plain ``generate``."""

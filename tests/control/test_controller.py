@@ -38,7 +38,7 @@ def test_costs_follow_the_times() -> None:
     """To within a tenth of them, in steps that end where sizes do."""
     given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
     clock = fed(CostCurve(True), given, 20)
-    seconds = clock.costs.seconds
+    seconds = clock.costs
     for size, each in given.items():
         assert seconds[size] == pytest.approx(each, rel=0.1)
     assert seconds[4] == seconds[5] == seconds[7]
@@ -47,12 +47,12 @@ def test_costs_follow_the_times() -> None:
     assert clock.is_measured
     # More tokens never cost less, and what was not timed scales with what was.
     for few in ({0: 0.05}, {0: 0.05, 15: 0.02, 31: 0.04}):
-        found = fed(CostCurve(True), few, 20).costs.seconds
+        found = fed(CostCurve(True), few, 20).costs
         assert list(found) == sorted(found)
-        assert found[31] == pytest.approx(few.get(31, 0.05 * CostCurve(True).costs.seconds[31]), rel=0.2)
+        assert found[31] == pytest.approx(few.get(31, 0.05 * CostCurve(True).costs[31]), rel=0.2)
     # They change with the machine.
     slower = {size: 3 * each for size, each in given.items()}
-    assert fed(clock, slower, 20).costs.seconds[15] == pytest.approx(0.24, rel=0.1)
+    assert fed(clock, slower, 20).costs[15] == pytest.approx(0.24, rel=0.1)
 
 
 def test_a_curve_for_each_kind_of_round() -> None:
@@ -74,14 +74,14 @@ def test_a_curve_for_each_kind_of_round() -> None:
 
 def test_a_curve_for_new_rows_begins_like_the_nearest() -> None:
     """Its times show how far this machine is from the first guesses."""
-    found, guessed = Measurements(), CostCurve(True, 3).costs.seconds
+    found, guessed = Measurements(), CostCurve(True, 3).costs
     for rows, factor in ((1, 9.0), (4, 2.0), (16, 7.0)):
-        seconds = CostCurve(True, rows).costs.seconds
+        seconds = CostCurve(True, rows).costs
         fed(found.curve("cpu", rows, 100, True, False), {size: factor * seconds[size] for size in SIZES}, 20)
     four, three = (found.curve("cpu", rows, 100, True, False) for rows in (4, 3))
     assert three.is_measured
     assert three.plain / four.plain == pytest.approx(1.5 / 1.65, rel=0.02)  # of forwards over so many tokens
-    assert [each / three.plain for each in three.costs.seconds] == pytest.approx(guessed, rel=0.01)
+    assert [each / three.plain for each in three.costs] == pytest.approx(guessed, rel=0.01)
 
 
 def test_pace() -> None:
@@ -128,14 +128,14 @@ def test_certain_tokens_are_as_many_as_pay(seconds: dict[int, float], most: int)
 def test_stale_times_are_dropped() -> None:
     """A size that seemed too dear is believed less and less while it is not drafted."""
     clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
-    dear = clock.costs.seconds[15]
+    dear = clock.costs[15]
     found = []
     for _ in range(4):
         fed(clock, {0: 0.02}, 150)
-        found.append(clock.costs.seconds[15])
+        found.append(clock.costs[15])
     assert dear > 0.3
-    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs.seconds[15], rel=0.1)
-    assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs[15], rel=0.1)
+    assert clock.costs[0] == pytest.approx(0.02, rel=0.05)
 
 
 def test_results_by_hand() -> None:

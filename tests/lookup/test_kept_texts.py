@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt_neo, tiny_llama
 from hf_selfspec import Cascade, EarlyExit, FixedLength, GenerationStats, Lookup, SelfSpec
 from hf_selfspec.errors import SettingError, SettingTypeError
-from hf_selfspec.lookup import LookupFindings
 from hf_selfspec.lookup import findings as shared
+from hf_selfspec.lookup.findings import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.machine("verification_is_free")

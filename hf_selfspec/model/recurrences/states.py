@@ -210,8 +210,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         recurrent = (log for states in self._recurrent.values() for _, log in states)
         return [*(log for _, log in self._convolutions.values()), *recurrent]
 
-    # Caches of transformers -----------------------------------------------------------------------------------------
-
     def take_states(self, source: Any, slots: list[int]) -> None:
         """Copies the states of a layer that an earlier ``generate`` returned, for each row before its slot."""
         for index, inputs in source.conv_states.items():
@@ -232,8 +230,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             stored = [recurrence.store(log.state_at(slots)) for recurrence, log in states]
             whole = torch.stack(stored, 1) if self._has_parts else stored[0]
             target.update_recurrent_state(whole, state_idx=index)
-
-    # What models call ----------------------------------------------------------------------------------------------
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
