@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..errors import SettingError, brief
 from ..learned.files import path_of, read_json, reported, write_json
 from ..model.anatomy import Anatomy
+from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
 from ..selfspec import SelfSpec
 
@@ -31,28 +32,34 @@ def answered(
             f"fit_mtp(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
             f"the {limit} positions of the model. Give fewer, or shorter prompts."
         )
+    known = f"{Fingerprint.of_decoder(model).name}, {new_tokens} tokens"
     if file is not None and path_of(file).exists():
-        found = _read(path_of(file))
-        if [row[: len(prompt)] for row, prompt in zip(found, prompts, strict=False)] != prompts[: len(found)]:
-            raise SettingError(f"{file} has answers to other prompts: remove it, or give the prompts it was made of.")
+        found, made_by = _read(path_of(file))
+        begun = [row[: len(prompt)] for row, prompt in zip(found, prompts, strict=False)]
+        if begun != prompts[: len(found)] or made_by != known:
+            raise SettingError(
+                f"{file} has answers to other prompts, of another model or of another length: remove it, or repeat the "
+                "settings that it was made with."
+            )
     spec, device = SelfSpec(), model.get_input_embeddings().weight.device
     with evaluating(model), torch.random.fork_rng(), torch.no_grad():
         for begin in range(len(found), len(prompts), _AT_ONCE):
             found += _answers(model, spec, prompts[begin : begin + _AT_ONCE], new_tokens, begin, device)
             if file is not None:
                 with reported(path_of(file)):
-                    write_json(path_of(file), {"texts": found})
+                    write_json(path_of(file), {"made_by": known, "texts": found})
     return found
 
 
-def _read(file: Path) -> list[list[int]]:
+def _read(file: Path) -> tuple[list[list[int]], str]:
     try:
-        found = read_json(file)["texts"]
+        content = read_json(file)
+        found, made_by = content["texts"], content["made_by"]
         if not all(type(token) is int for row in found for token in row):
             raise ValueError("there is something else than tokens")
     except (KeyError, TypeError, ValueError) as error:
         raise SettingError(f"{file} was cut short or changed ({brief(error)}). Remove it.") from error
-    return list(found)
+    return list(found), made_by
 
 
 def _answers(

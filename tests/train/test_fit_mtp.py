@@ -116,6 +116,8 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(texts[0]) == len(alone) or texts[0][-1] == model.generation_config.eos_token_id
     with pytest.raises(SettingError, match=r"out-text\.json has answers to other prompts"):
         fit_mtp(model, tokenizer, (), prompts=PROMPTS[1:], output_dir=tmp_path / "out", **options)
+    with pytest.raises(SettingError, match="of another model"):
+        fit_mtp(tiny_llama(seed=1), tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
 
 
 def test_wrong_settings(tmp_path: Path) -> None:
