@@ -132,7 +132,7 @@ class MtpDraft(PartialDraft):
         super().update(text, verdicts, logits)
         self.observe(text, verdicts, logits)
 
-    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]  # None by default
         """Keeps the states of the tokens before the new ones."""
         states, known = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
         assert states is not None

@@ -102,7 +102,7 @@ def _first_in_whole(model: PreTrainedModel, anatomy: Anatomy) -> str:
         alone = []
         for token in new.split(1, dim=1):
             with obeying(run := ForwardPass(target.full_plan)):
-                alone.append(_results(run, lambda: model(token, **past).logits))  # noqa: B023
+                alone.append(_results(run, lambda: model(token, **past).logits))  # noqa: B023  # runs at once
         run = ForwardPass(target.full_plan)
         together = _results(run, lambda: target.step(new, [_KNOWN], run).logits)
     if run.num_exact < anatomy.num_layers:
@@ -123,7 +123,7 @@ def _first_by_count(model: PreTrainedModel, anatomy: Anatomy) -> str:
         target.prefill(text, [0], [_KNOWN])
         for count in range(MOST_TOKENS, 0, -1):
             run = ForwardPass(plan, stop=plan.num_layers)
-            some = _results(run, lambda: target.step(new[:, :count], [_KNOWN], run).logits)  # noqa: B023
+            some = _results(run, lambda: target.step(new[:, :count], [_KNOWN], run).logits)  # noqa: B023  # runs at once
             every = every or some
             for layer, results in some.items():
                 if not torch.equal(results, every[layer][..., :count, :]):

@@ -310,7 +310,7 @@ class _Files:
                 yield key, path
         elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
             with _opened(whole) as file:
-                yield from ((key, whole) for key in file.keys())  # noqa: SIM118
+                yield from ((key, whole) for key in file.keys())  # noqa: SIM118  # no dict
         else:
             raise SettingError(
                 f"load_mtp: there is no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} at {self.name!r}. Give the "
