@@ -18,12 +18,12 @@ from .model.experts import decoding_experts
 from .model.handover import hand_back
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
-from .model.logits import Logits
+from .model.logits import Logits, Tops
 from .model.partial import ForwardPass
 from .model.prefill import prefill
 from .model.prompt import CACHE_NAME
 from .model.target import Target
-from .model.transfer import Pending, moment, seconds_between, upload
+from .model.transfer import moment, seconds_between, upload
 from .stats import GenerationStats
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
@@ -189,7 +189,7 @@ class Decoder:
         found = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
         return Logits(found, target.active_rows, step.best)
 
-    def _judge(self, draft: Draft, logits: Logits, along: Pending | None = None) -> list[Verdict]:
+    def _judge(self, draft: Draft, logits: Logits, along: Tops | None = None) -> list[Verdict]:
         rest = self.scorer, self.stopper, self._done
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
         whose = self.target.anatomy.model_name if checks else None

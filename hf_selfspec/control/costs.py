@@ -17,9 +17,6 @@ SIZES = (0, 1, 2, 3, 7, 15, 31)
 _TOKENS = (1, 2, 3, 4, 8, 16, 32, 64)
 _ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4)
 _ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3)
-# How much more further tokens add in batches, whose rows have different lengths: on 4 rows of SmolLM2, rounds with one
-# and three drafted tokens took 1.39 to 1.88 times as long as one without a draft; token counts predict 1.21 and 1.33.
-_IN_BATCHES = 2.0
 # How many times are kept for each size, and rounds between two looks at them. Disturbances only make a time longer, so
 # the lower quartile counts; the first guess enters like one more measured time.
 _KEPT, _REFRESHED = 9, 8
@@ -38,9 +35,7 @@ class CostCurve:
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
-        one, *more = (_guessed(forwards, rows * (size + 1)) for size in SIZES)
-        factor = _IN_BATCHES if rows > 1 else 1.0
-        self._forwards = [one, *(one + factor * (seconds - one) for seconds in more)]
+        self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
         self._is_frozen = is_frozen
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)

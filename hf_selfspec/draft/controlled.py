@@ -8,10 +8,9 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
-from ..lookup.likeliest import likeliest
 from ..lookup.tree import TokenTree
-from ..model.logits import Logits
-from ..model.transfer import Pending, upload
+from ..model.logits import Logits, Tops
+from ..model.transfer import upload
 from ..stats import GenerationStats
 from .constrained import allowed
 from .free import FreeDrafts, Seed
@@ -50,7 +49,7 @@ class ControlledDrafter(FixedDrafter):
         self._size = self._drafted = 0
         # Free drafts of this round, if they take part, hold the tokens that grammars force.
         self.knows_grammars = False
-        self._tops: Pending | None = None
+        self._tops: Tops | None = None
         self._lengths: list[int] = []
         self._note()
 
@@ -92,8 +91,8 @@ class ControlledDrafter(FixedDrafter):
     def most_certain(self) -> int:
         return self.controller.most_certain()
 
-    def look(self, logits: Logits) -> Pending | None:
-        self._tops = likeliest(logits) if self.knows_grammars else None
+    def look(self, logits: Logits) -> Tops | None:
+        self._tops = Tops(logits) if self.knows_grammars else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

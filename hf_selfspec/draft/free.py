@@ -10,10 +10,9 @@ from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..lookup.findings import LookupFindings
-from ..lookup.likeliest import tops_of
 from ..lookup.row import LookupRow
 from ..lookup.tree import TokenTree, grow
-from ..model.transfer import Pending
+from ..model.logits import Tops
 from .source import Session
 
 # A higher probability than that of the longest match is not believed.
@@ -116,9 +115,8 @@ class FreeDrafts:
                 for tree, seed in zip(trees, seeds, strict=True)
             ]
 
-    def learn(self, text: Text, verdicts: list[Verdict], found: Pending | None) -> None:
-        """Learns from a round, ``found`` being ``None`` where nothing was drafted."""
-        tops = None if found is None else tops_of(found)
+    def learn(self, text: Text, verdicts: list[Verdict], tops: Tops | None) -> None:
+        """Learns from a round, ``tops`` being ``None`` where nothing was drafted."""
         with self.findings.lock:
             for row, verdict in enumerate(verdicts):
                 count = text.lengths[row] - self._lengths[row]
@@ -127,8 +125,8 @@ class FreeDrafts:
                     if tops is None:
                         self._rows[row].follow(emitted)
                     else:
-                        top = tops[row] if self._places is None else [tops[row][node] for node in self._places[row]]
-                        self._rows[row].learn(self.trees[row], emitted, top)
+                        nodes = slice(None) if self._places is None else self._places[row]
+                        self._rows[row].learn(self.trees[row], emitted, *(found[nodes] for found in tops.of(row)))
                 self._lengths[row] = text.lengths[row]
 
     def finish(self, text: Text) -> None:

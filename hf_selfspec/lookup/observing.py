@@ -2,15 +2,15 @@
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..model.logits import Logits
+from ..model.logits import Logits, Tops
 from ..model.patching import evaluating
 from ..model.prompt import cache_name
 from .findings import LookupFindings
-from .likeliest import likeliest, tops_of
 
 # Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256
@@ -31,10 +31,9 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{type(model).__name__} keeps no key-value cache, so SelfSpec.observe cannot read a text of "
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
-                tops += tops_of(likeliest(Logits(output.logits.float())))[0]
+                tops.append(Tops(Logits(output.logits.float())))
             with findings.lock:
-                text = findings.next_text()
-                for pair, top in zip(pairwise(ids), tops[1:], strict=True):
-                    findings.successors.see(pair, *top, text)
+                tokens, shares = (np.concatenate(found)[1:] for found in zip(*(top.of(0) for top in tops), strict=True))
+                findings.successors.see(list(pairwise(ids)), tokens, shares, findings.next_text())
             findings.end([ids])
         findings.write()

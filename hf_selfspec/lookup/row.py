@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from .findings import LookupFindings
 from .rates import Offer
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
@@ -11,8 +13,6 @@ from .tree import Sources, TokenTree, matched
 _SURE = 3
 # Expected tokens that weigh as much as what a text has shown, and the weight of earlier drafts against the next one.
 _DOUBTED, _KEPT = 3.0, 0.97
-# The likeliest next tokens of a position, the likeliest first, and their probabilities.
-Top = tuple[Sequence[int], Sequence[float]]
 
 
 class LookupRow:
@@ -55,8 +55,9 @@ class LookupRow:
         self._rates.see(self._predicted, emitted[0])
         self.own.extend(emitted)
 
-    def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
-        """Learns from a round and appends its ``emitted`` tokens; ``tops`` are the likeliest after nodes ``0..n``."""
+    def learn(self, tree: TokenTree, emitted: Sequence[int], tokens: np.ndarray, shares: np.ndarray) -> None:
+        """Learns from a round and appends its ``emitted`` tokens; ``tokens`` ``[n + 1, w]`` are the likeliest after
+        nodes ``0..n``, and ``shares`` their probabilities."""
         visited = set()
         for node, token in tree.walk(emitted):
             visited.add(node)
@@ -68,10 +69,10 @@ class LookupRow:
             self._expected = _KEPT * self._expected + expected
             self._accepted = _KEPT * self._accepted + sum(node in visited for node in free)
         own = self.own.tokens
-        tokens = (own[-1], *tree.tokens)
-        befores = (own[-2] if len(own) > 1 else SEPARATOR, *(tokens[parent] for parent in tree.parents))
+        nodes = (own[-1], *tree.tokens)
+        befores = (own[-2] if len(own) > 1 else SEPARATOR, *(nodes[parent] for parent in tree.parents))
         # Of a pair that occurs twice, the occurrence in the emitted text is recorded last and replaces the other.
-        for node in sorted(range(len(tokens)), key=visited.__contains__):
-            if befores[node] >= 0 and tops[node][0]:
-                self.findings.successors.see((befores[node], tokens[node]), *tops[node], self._text)
+        order = sorted(range(int(befores[0] < 0), len(nodes)), key=visited.__contains__)
+        pairs = [(befores[node], nodes[node]) for node in order]
+        self.findings.successors.see(pairs, tokens[order], shares[order], self._text)
         self.own.extend(emitted)

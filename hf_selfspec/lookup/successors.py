@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..model.logits import WIDTH
 from .suffix import BITS
 
-# Successors that are kept for each pair.
-WIDTH = 8
 _LAST = (1 << BITS) - 1
 
 
@@ -20,8 +18,8 @@ class Found(NamedTuple):
 
     is_pair: bool
     text: int
-    tokens: array[int]
-    probabilities: array[float]
+    tokens: list[int]
+    probabilities: list[float]
 
 
 class Successors:
@@ -32,27 +30,31 @@ class Successors:
         self._slots: dict[int, int] = {}
         # For each token, the slot of the latest pair that ends with it.
         self._singles: dict[int, int] = {}
-        self._pairs = array("q")
-        self._texts = array("q")
-        self._tokens = array("i")
-        self._probabilities = array("f")
+        self._pairs: list[int] = []
+        self._texts: list[int] = []
+        self._tokens = np.empty((most, WIDTH), np.int32)
+        self._probabilities = np.empty((most, WIDTH), np.float32)
         self._oldest = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def see(self, pair: tuple[int, int], top: Sequence[int], probabilities: Sequence[float], text: int = 0) -> None:
-        """Records the likeliest tokens after a pair in the text of that number; the first ``WIDTH`` are kept."""
-        key = pair[0] << BITS | pair[1]
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._new(key)
-        self._singles[pair[1]] = slot
-        self._texts[slot] = text
-        start = slot * WIDTH
-        count = min(len(top), WIDTH)
-        self._tokens[start : start + WIDTH] = array("i", [*top[:count], *_NONE[count:]])
-        self._probabilities[start : start + WIDTH] = array("f", [*probabilities[:count], *_NOTHING[count:]])
+    def see(self, pairs: Sequence[tuple[int, int]], tokens: np.ndarray, shares: np.ndarray, text: int = 0) -> None:
+        """Records the likeliest tokens ``[n, w]`` after ``n`` pairs, and their probabilities, in the text of that
+        number; of a pair that occurs twice, the last ones."""
+        slots = []
+        for before, token in pairs:
+            key = before << BITS | token
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = self._new(key)
+            self._singles[token] = slot
+            self._texts[slot] = text
+            slots.append(slot)
+        width = tokens.shape[1]
+        self._tokens[slots, :width], self._probabilities[slots, :width] = tokens, shares
+        if width < WIDTH:
+            self._tokens[slots, width:], self._probabilities[slots, width:] = -1, 0.0
 
     def get(self, before: int, token: int) -> Found | None:
         slot = self._slots.get(before << BITS | token)
@@ -61,8 +63,7 @@ class Successors:
             slot = self._singles.get(token)
         if slot is None:
             return None
-        start, end = slot * WIDTH, (slot + 1) * WIDTH
-        return Found(is_pair, self._texts[slot], self._tokens[start:end], self._probabilities[start:end])
+        return Found(is_pair, self._texts[slot], self._tokens[slot].tolist(), self._probabilities[slot].tolist())
 
     def forget(self) -> None:
         Successors.__init__(self, self.most)
@@ -71,8 +72,8 @@ class Successors:
         order = np.roll(np.arange(len(self._pairs)), -self._oldest)
         return {
             "pairs": np.array(self._pairs, np.int64)[order],
-            "tokens": np.array(self._tokens, np.int32).reshape(-1, WIDTH)[order],
-            "probabilities": np.array(self._probabilities, np.float32).reshape(-1, WIDTH)[order],
+            "tokens": self._tokens[order],
+            "probabilities": self._probabilities[order],
         }
 
     def merge(self, state: dict[str, Any]) -> None:
@@ -84,9 +85,7 @@ class Successors:
             pair = int(pairs[place])
             if pair not in self._slots:
                 slot = self._new(pair)
-                span = slice(slot * WIDTH, (slot + 1) * WIDTH)
-                self._tokens[span] = array(self._tokens.typecode, tokens[place].tolist())
-                self._probabilities[span] = array(self._probabilities.typecode, probabilities[place].tolist())
+                self._tokens[slot], self._probabilities[slot] = tokens[place], probabilities[place]
                 self._singles.setdefault(pair & _LAST, slot)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -95,8 +94,7 @@ class Successors:
         self.forget()
         self._pairs.extend(pairs.tolist())
         self._texts.extend([0] * len(pairs))
-        self._tokens.extend(tokens.ravel().tolist())
-        self._probabilities.extend(probabilities.ravel().tolist())
+        self._tokens[: len(pairs)], self._probabilities[: len(pairs)] = tokens, probabilities
         for slot, pair in enumerate(self._pairs):
             self._slots[pair] = slot
             self._singles[pair & _LAST] = slot
@@ -106,8 +104,6 @@ class Successors:
         if slot < self.most:
             self._pairs.append(key)
             self._texts.append(0)
-            self._tokens.extend(_NONE)
-            self._probabilities.extend(_NOTHING)
         else:
             slot = self._oldest
             self._oldest = (slot + 1) % self.most
@@ -118,10 +114,6 @@ class Successors:
             self._pairs[slot] = key
         self._slots[key] = slot
         return slot
-
-
-_NONE = [-1] * WIDTH
-_NOTHING = [0.0] * WIDTH
 
 
 def _checked(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -116,8 +116,7 @@ class _Bank:
                 self._buffer[:, row, :, : self.filled] = self._buffer[:, before, :, : self.filled]
         self._keep(self._buffer[:, : len(kept)])
 
-    def keep_path(self, places: torch.Tensor) -> None:
-        rows, source, target = places.unbind(1)
+    def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         if self._buffer.shape[1] == 1:  # in a fifth of the time
             self._buffer.index_copy_(3, target, self._buffer.index_select(3, source))
         else:
@@ -258,11 +257,12 @@ class SpeculativeCache(Cache):
             return
         for log in self._logs:
             log.keep_path(moves)
-        places: torch.Tensor | None = None
+        places: tuple[torch.Tensor, ...] | None = None
         for bank in self._banks:
             device = bank.of[0].device
-            places = upload(moves, device) if places is None else places.to(device)
-            bank.keep_path(places)
+            if places is None or places[0].device != device:
+                places = upload(moves, device).unbind(1)
+            bank.keep_path(*places)
 
 
 def cache_for(

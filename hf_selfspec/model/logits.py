@@ -1,5 +1,8 @@
 """The full model's logits of one round."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -7,9 +10,12 @@ import torch
 from torch.nn.functional import pad
 
 from .partial import ActiveRows, Best
+from .transfer import Pending
 
 # Tokens of a vocabulary whose maximum is found at once.
 STRETCH = 64
+# How many of the likeliest tokens are looked for.
+WIDTH = 8
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
@@ -49,12 +55,66 @@ class Logits:
 
     @cached_property
     def best(self) -> Best:
-        """The tokens with the highest logits, and these, from one pass; of equal ones the first, a NaN before all."""
+        """The tokens with the highest logits, and these; of equal ones the first, a NaN before all."""
         if self._best is not None:
             return self._best
-        if "maxima" in self.__dict__:
-            piece = self.maxima.argmax(-1, keepdim=True)
-            tokens = piece * STRETCH + self.within(piece).argmax(-1)
-        else:
-            tokens = best_tokens(self.found)[..., None]
+        tokens = best_tokens(self.found)[..., None]
         return Best(*(self.spread(values)[..., 0] for values in (tokens, self.found.gather(-1, tokens).float())))
+
+    def places(self) -> Sequence[int]:
+        """The rows that still run."""
+        return range(len(self.found)) if self._rows is None else self._rows.kept
+
+
+class Tops(Pending):
+    """The likeliest next tokens after each node of the rows that still run, and about their probabilities, by one pass
+    over the vocabulary and one transfer to the host."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.rows, self._vocabulary = logits.places(), logits.found.shape[-1]
+        # The largest logits are in the pieces with the largest maxima.
+        maxima = logits.maxima
+        most, chosen = maxima.topk(min(WIDTH, maxima.shape[-1]), dim=-1)
+        found = logits.within(chosen)
+        highest, places = found.flatten(-2).topk(min(WIDTH, self._vocabulary), dim=-1)
+        top = highest[..., :1].float()
+        sums, rest = (found - top[..., None]).exp_().sum(-1), (maxima - top).exp_().sum(-1, keepdim=True)
+        super().__init__(chosen, places, torch.cat([highest, most, sums, rest], dim=-1))
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """``[rows, s, 8]``, the likeliest first; fewer of a small vocabulary."""
+        chosen, places, _ = self.arrays()
+        found = np.take_along_axis(chosen, places // STRETCH, -1) * STRETCH + places % STRETCH
+        return np.minimum(found, self._vocabulary - 1)
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """The probabilities ``[rows, s, 8]``; what is learned of them are factors of four."""
+        chosen, places, numbers = self.arrays()
+        w, n = places.shape[-1], chosen.shape[-1]
+        with np.errstate(invalid="ignore", over="ignore"):
+            shares = np.exp(numbers[..., : w + n] - numbers[..., :1])
+            most, sums, rest = shares[..., w:], numbers[..., w + n : -1], numbers[..., -1]
+            # Other pieces hold as much beside their maxima as the last ones of these.
+            beside = sums[..., n // 2 :].sum(-1) / np.maximum(most[..., n // 2 :].sum(-1), np.finfo(np.float32).tiny)
+            whole = sums.sum(-1) + beside * np.maximum(rest - most.sum(-1), 0.0)
+            # Logits that overflow (float16) carry no information.
+            return np.nan_to_num(shares[..., :w] / whole[..., None], nan=0.0)
+
+    def of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens ``[s, 8]`` after a row's nodes, and their probabilities."""
+        place = self.rows.index(row)
+        return self.tokens[place], self.shares[place]
+
+    def best(self, num_rows: int) -> tuple[list[list[int]], list[list[float]]] | None:
+        """The tokens with the highest logits and these, as :attr:`Logits.best` has them, nothing for rows that have
+        ended; ``None`` where there is a NaN, or so many are equal that the first may be missing."""
+        highest = self.arrays()[2][..., : self.tokens.shape[-1]]
+        if not (highest[..., -1] < highest[..., 0]).all():
+            return None
+        chosen = np.where(highest == highest[..., :1], self.tokens, self._vocabulary).min(-1).tolist()
+        tokens = [list[int]() for _ in range(num_rows)]
+        for row, of_row in zip(self.rows, chosen, strict=True):
+            tokens[row] = of_row
+        return tokens, highest[..., 0].tolist()

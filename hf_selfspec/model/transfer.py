@@ -51,30 +51,34 @@ def seconds_between(begun: Moment, ended: Moment) -> float:
 
 
 class Pending:
-    """Tensors that the host will need: read together with others, see :func:`read`, else when they are asked for."""
+    """Tensors that the host will need: fetched together with others, see :func:`read`, else when they are asked for."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
-        self.found: list[Any] | None = None
+        self._fetched: list[np.ndarray] | None = None
 
-    def lists(self) -> list[Any]:
-        if self.found is None:
-            self.found = read(*self.tensors)
-        return self.found
+    def arrays(self) -> list[np.ndarray]:
+        if self._fetched is None:
+            self._fetched = _fetched(self.tensors)
+        return self._fetched
 
 
 def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
     """Returns integer, boolean and float32 tensors of one device as lists, copied together; ``along`` is only read."""
     if along is not None:
-        found = read(*tensors, *along.tensors)
-        along.found = found[len(tensors) :]
-        return found[: len(tensors)]
+        found = _fetched([*tensors, *along.tensors])
+        along._fetched = found[len(tensors) :]
+        return [array.tolist() for array in found[: len(tensors)]]
+    return [array.tolist() for array in _fetched(tensors)]
+
+
+def _fetched(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
-        return [tensor.tolist() for tensor in tensors]
+        return [tensor.numpy(force=True) for tensor in tensors]
     in_bytes = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
     pieces = zip(torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes]), tensors, strict=True)
     # A number starts at a multiple of its size.
-    return [piece.clone().view(like.dtype).view(like.shape).tolist() for piece, like in pieces]
+    return [piece.clone().view(like.dtype).view(like.shape).numpy() for piece, like in pieces]
 
 
 class RowNumbers(tuple[int, ...]):

@@ -8,12 +8,13 @@ the processed logits. Sampling: the token is chosen by rejection sampling, so th
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..model.logits import Logits, best_tokens
-from ..model.transfer import Pending, read
+from ..model.logits import Logits, Tops, best_tokens
+from ..model.transfer import read
 from .choosing import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
@@ -45,7 +46,7 @@ def verify(
     done: list[bool],
     scores_so_far: list[list[torch.Tensor]] | None,
     whose: str | None = None,
-    along: Pending | None = None,
+    along: Tops | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
 
@@ -70,19 +71,20 @@ def verify(
     # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
     # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
     at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and logits.found.device.type == "cpu")
-    best = logits.best if scorer.is_greedy and scores_so_far is None else None
-    scores = scorer.everywhere(logits.of_all) if at_once and best is None else None
-    if best is None and scores is None and not draft.size:
-        scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
     known = [draft.tokens] if draft.listed is None else []
-    highest = [] if whose is None else [logits.of_all.amax(-1) if best is None else best.highest]
-    chosen: tuple[torch.Tensor, ...] | None = None if best is None else (best.tokens,)
-    if scores_so_far is None and scores is not None:
-        chosen = _chosen(scores, draft, scorer.do_sample)
-    found = read(*known, *highest, *(chosen or ()), along=along)
+    scores: torch.Tensor | None = None
+    if scorer.is_greedy and scores_so_far is None:
+        *found, highest = _greedy(logits, known, along, text.batch_size)
+    else:
+        if at_once:
+            scores = scorer.everywhere(logits.of_all)
+        elif not draft.size:
+            scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
+        chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
+        *found, highest = read(*known, *(chosen or ()), logits.of_all.amax(-1), along=along)
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
-        check_highest(chain.from_iterable(found.pop(0)), whose)
+        check_highest(chain.from_iterable(highest), whose)
     choices = _Choices(*found) if found else None
     choose = choose_sampled if scorer.do_sample else choose_greedy
     verdicts = []
@@ -125,6 +127,14 @@ def verify(
             if verdict.stopped:
                 break
     return verdicts
+
+
+def _greedy(logits: Logits, known: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
+    """What is ``known`` as lists, and for all nodes the tokens with the highest logits and these."""
+    if along is None:
+        return read(*known, *logits.best)
+    listed, best = read(*known, along=along), along.best(num_rows)
+    return [*listed, *(read(*logits.best) if best is None else best)]
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:

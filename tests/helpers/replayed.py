@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from hf_selfspec.batch import Draft, Verdict
@@ -19,8 +20,8 @@ from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.lookup.findings import LookupFindings
-from hf_selfspec.model.logits import Logits
-from hf_selfspec.model.transfer import Pending
+from hf_selfspec.lookup.successors import Successors
+from hf_selfspec.model.logits import WIDTH, Logits
 
 # Seconds of rounds with 0, 1, 2, ... drafted tokens of a row, in plain rounds, by the number of tokens of all rows.
 TABLES = {
@@ -164,17 +165,18 @@ class Replay:
             self.done[row] += len(verdict.tokens)
         drafter.update(self._text(), verdicts, torch.zeros(len(verdicts), draft.size + 1, 0))
 
-    def _judged(self, draft: Draft) -> tuple[list[Verdict], list[list[tuple[list[int], list[float]]]]]:
-        """What a greedy verification decides, and the likeliest tokens after each node on its path."""
+    def _judged(self, draft: Draft) -> tuple[list[Verdict], list[tuple[np.ndarray, np.ndarray]]]:
+        """What a greedy verification decides, and the likeliest tokens after each node on its path, -1 elsewhere."""
         verdicts, tops = [], []
         for row, stream in enumerate(self.streams):
-            found: list[tuple[list[int], list[float]]] = [([], []) for _ in range(draft.size + 1)]
+            found = np.full((draft.size + 1, WIDTH), -1), np.zeros((draft.size + 1, WIDTH), np.float32)
             tokens: list[int] = []
             nodes: list[int] = []
             node, at = 0, self.done[row]
             drafted = draft.tokens[row].tolist() if draft.size else []
             while node >= 0 and at < len(stream.new):
-                found[node] = stream.tops[at]
+                for part, values in zip(found, stream.tops[at], strict=True):
+                    part[node, : len(values)] = values
                 tokens.append(stream.new[at])
                 node = next((n for n in draft.children(row, node) if drafted[n - 1] == stream.new[at]), -1)
                 nodes.append(node)
@@ -185,12 +187,16 @@ class Replay:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        def likeliest(*_: Any) -> Pending:
-            found = Pending()
-            found.found = [[[top[part] for top in row] for row in self._tops] for part in (0, 1)]
-            return found
+        see = Successors.see
 
-        with patch.object(controlled, "likeliest", likeliest):
+        def see_known(self: Successors, pairs: Any, tokens: np.ndarray, shares: np.ndarray, text: int) -> None:
+            known = (tokens[:, 0] >= 0).nonzero()[0]
+            see(self, [pairs[node] for node in known], tokens[known], shares[known], text)
+
+        with (
+            patch.object(controlled, "Tops", lambda _: SimpleNamespace(of=lambda row: self._tops[row])),
+            patch.object(Successors, "see", see_known),
+        ):
             yield
 
 

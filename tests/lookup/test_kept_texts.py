@@ -12,6 +12,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -263,7 +264,7 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
         for text in range(6):
             tokens = list(range(start + 10 * text, start + 10 * text + 10))
             knowledge.add_texts([tokens])
-            knowledge.successors.see((tokens[0], tokens[1]), [tokens[2]], [0.9], text)
+            knowledge.successors.see([(tokens[0], tokens[1])], np.array([[tokens[2]]]), np.array([[0.9]]), text)
     mine.merge(theirs.state())
     kept = [list(text) for text in texts_of(mine.store.tokens)]
     # 100 tokens with what separates texts.

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import numpy as np
 import pytest
 
 from hf_selfspec.lookup.findings import LookupFindings
 from hf_selfspec.lookup.rates import Rates
-from hf_selfspec.lookup.row import LookupRow, Top
+from hf_selfspec.lookup.row import LookupRow
 from hf_selfspec.lookup.successors import Successors
 from hf_selfspec.lookup.suffix import SEPARATOR, SuffixIndex, texts_of
 from hf_selfspec.lookup.tree import TokenTree, grow
@@ -56,7 +57,8 @@ def play(row: LookupRow, text: Sequence[int]) -> None:
     while at < len(text):
         tree = grow(row.sources, STEPS, 1.0, 8)
         count = sum(1 for _ in tree.walk(text[at:]))  # what is accepted and one more
-        row.learn(tree, text[at : at + count], [random_top(rng) for _ in range(len(tree) + 1)])
+        tokens, shares = zip(*(random_top(rng) for _ in range(len(tree) + 1)), strict=True)
+        row.learn(tree, text[at : at + count], np.array(tokens), np.array(shares))
         at += count
 
 
@@ -113,8 +115,8 @@ def test_a_continuation_repeats_where_the_text_ends() -> None:
 
 def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
     successors = Successors()
-    successors.see((1, 2), [5, 6], [0.75, 0.125], 3)
-    successors.see((9, 2), [7], [0.5], 4)
+    successors.see([(1, 2)], np.array([[5, 6]]), np.array([[0.75, 0.125]]), 3)
+    successors.see([(9, 2)], np.array([[7]]), np.array([[0.5]]), 4)
     found = successors.get(1, 2)
     assert (found.is_pair, found.text) == (True, 3)
     assert (list(found.tokens[:3]), list(found.probabilities[:3])) == ([5, 6, -1], [0.75, 0.125, 0.0])
@@ -126,7 +128,7 @@ def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
 def test_the_oldest_pairs_leave() -> None:
     successors = Successors(10)
     for token in range(25):
-        successors.see((token, token + 1), [token + 2], [1.0])
+        successors.see([(token, token + 1)], np.array([[token + 2]]), np.array([[1.0]]))
     assert len(successors) == 10
     assert [token for token in range(25) if successors.get(token, token + 1)] == list(range(15, 25))
     assert successors.get(99, 3) is None
@@ -218,20 +220,20 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
     """Of rejected nodes, too, where the text does not have the same pair of tokens."""
 
     def known_after(
-        text: list[int], tree: TokenTree, emitted: list[int], tops: list[Top]
+        text: list[int], tree: TokenTree, emitted: list[int], likeliest: list[int]
     ) -> dict[tuple[int, int], int]:
         row = row_of(text, knowledge := LookupFindings())
-        row.learn(tree, emitted, tops)
+        row.learn(tree, emitted, np.array(likeliest)[:, None], np.full((len(likeliest), 1), 0.5))
         assert row.own.tokens == text + emitted
         pairs = product(range(10), range(10))
         found = {pair: knowledge.successors.get(*pair) for pair in pairs}
         return {pair: one.tokens[0] for pair, one in found.items() if one is not None and one.is_pair}
 
     tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
-    tops: list[Top] = [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])]
-    assert known_after([1, 2, 3, 4, 1, 2], tree, [3, 9], tops) == {(1, 2): 3, (2, 3): 9, (2, 5): 8}
+    found = {(1, 2): 3, (2, 3): 9, (2, 5): 8, (3, 4): 7}
+    assert known_after([1, 2, 3, 4, 1, 2], tree, [3, 9], [3, 9, 8, 7]) == found
     tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
-    assert known_after([2, 2], tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])]) == {(2, 2): 7, (2, 5): 9}
+    assert known_after([2, 2], tree, [7], [7, 8, 9]) == {(2, 2): 7, (2, 5): 9}
 
 
 def test_matches_that_fail_are_trusted_less() -> None:
@@ -239,7 +241,7 @@ def test_matches_that_fail_are_trusted_less() -> None:
     before = grow(row.sources, FREE, 1.0, 8, branching=False).expected
     for _ in range(300):
         tree = grow(row.sources, FREE, 1.0, 8)
-        row.learn(tree, [rng.randrange(100, 104)], [([], [])] * (len(tree) + 1))
+        row.learn(tree, [rng.randrange(100, 104)], *np.zeros((2, len(tree) + 1, 0)))
         row.extend([rng.randrange(4) for _ in range(4)])
     assert grow(row.sources, FREE, 1.0, 8, branching=False).expected < before
 
@@ -251,7 +253,7 @@ def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     assert len(tree) == 0
     key = tree.offers[0][0][1]
     before = knowledge.rates[""].rates[key]
-    row.learn(tree, [4], [([4], [1.0])])
+    row.learn(tree, [4], np.array([[4]]), np.array([[1.0]]))
     assert knowledge.rates[""].rates[key] > before
     assert knowledge.rates["sampled"].rates == Rates().rates  # another kind of call
 

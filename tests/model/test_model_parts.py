@@ -21,7 +21,7 @@ from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.logits import Logits
+from hf_selfspec.model.logits import Logits, Tops
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 
@@ -110,15 +110,20 @@ def test_layers_that_are_alike_and_others_have_their_own_keys() -> None:
 
 @pytest.mark.parametrize("vocabulary", [64 * 5, 97])
 def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
-    """As in plain ``generate``, whether or not pieces of the vocabulary were looked at before; a NaN is before all."""
-    found = torch.randint(0, 3, (2, 9, vocabulary), generator=torch.Generator().manual_seed(0)).float()
-    found[0, 4, 70:] = torch.nan
-    for pieces in (False, True):
+    """As in plain ``generate``, a NaN before all; the likeliest tokens tell it, too, unless some may be missing."""
+    found = torch.randn(2, 9, vocabulary, generator=torch.Generator().manual_seed(0))
+    for equal in range(1, 10):
+        found[0, 0, torch.randperm(vocabulary, generator=torch.Generator().manual_seed(equal))[:equal]] = 9.0 + equal
         logits = Logits(found)
-        if pieces:
-            assert logits.maxima.shape[:2] == (2, 9)
-        assert torch.equal(logits.best.tokens, torch.from_numpy(found.numpy().argmax(-1)))
-        assert logits.best.highest.nan_to_num(-1).tolist() == found.amax(-1).nan_to_num(-1).tolist()
+        best = found.numpy().argmax(-1).tolist()
+        assert logits.best.tokens.tolist() == best
+        sure = Tops(logits).best(2)
+        assert sure == (None if equal > 7 else (best, found.amax(-1).tolist()))
+    found[0, 4, 70:] = torch.nan
+    logits = Logits(found)
+    assert logits.best.tokens.tolist() == found.numpy().argmax(-1).tolist()
+    assert logits.best.highest.nan_to_num(-1).tolist() == found.amax(-1).nan_to_num(-1).tolist()
+    assert Tops(logits).best(2) is None
 
 
 def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
