@@ -55,21 +55,21 @@ class Row(NamedTuple):
 
 def texts(data: str, field: str | None = None) -> list[str]:
     """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
-    if Path(data).suffix == _WHOLE:
-        _check_no_field(data, field, "is one text")
-        found = [content("--data", data)]
-    else:
-        found = [row.text(field or "text") for row in _rows(data)]
+    found = [row.text(field or "text") for row in read_rows(data, field, is_one=True)]
     return _some(found, data, any(text.strip() for text in found))
 
 
-def read_rows(data: str, field: str | None = None) -> list[Row]:
-    """All rows, at least one, of a file (``.txt``, ``.jsonl``, ``.json``) or a Hub dataset's training split."""
-    if Path(data).suffix == _WHOLE:
-        _check_no_field(data, field, "has a prompt in each line")
-        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in _lines(data)]
-    else:
+def read_rows(data: str, field: str | None = None, is_one: bool = False) -> list[Row]:
+    """All rows, at least one, of a file (``.txt``, with each line or the whole as one, ``.jsonl``, ``.json``) or a Hub
+    dataset's training split."""
+    if Path(data).suffix != _WHOLE:
         found = list(_rows(data))
+    elif field is not None:
+        why = "is one text" if is_one else "has a prompt in each line"
+        raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
+    else:
+        parts = [(1, content("--data", data))] if is_one else _lines(data)
+        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in parts]
     return _some(found, data, bool(found))
 
 
@@ -92,11 +92,6 @@ def _some(found: list[Any], data: str, is_any: bool) -> list[Any]:
     if not is_any:
         raise SettingError(f"--data {data}: the dataset is empty. Give texts that the model is used for.")
     return found
-
-
-def _check_no_field(data: str, field: str | None, why: str) -> None:
-    if field is not None:
-        raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
 
 
 def _rows(data: str) -> Iterator[Row]:

@@ -1,8 +1,6 @@
 """Turns an adapter (Kangaroo) into one more decoder layer, with an MLP that adds nothing."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,24 +17,13 @@ _PROJECTIONS = (_QUERY, *_KEYS_AND_VALUES, _OUTPUT)
 _NORM = "input_layernorm"
 # Norms are compared on states of this size, small enough for their epsilons to matter, with this tolerance.
 _SMALL, _CLOSE = 0.05, 1e-4
-# Attributes in which an attention block differs once each head has keys and values of its own.
-WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
 
 
-@dataclass(frozen=True)
-class AdapterLayer:
-    """The tensors and settings that make an adapter a layer of a checkpoint."""
-
-    twin: int  # index of the model's layer on which the new layer is modelled
-    # By names in the checkpoint: the new layer, the final norm, the head, and projections of shared keys and values.
-    replaced: Mapping[str, torch.Tensor]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # changes to the model's config
-    may_differ: tuple[str, ...] = ()  # attributes in which the checkpoint's layers may differ from the model's
-
-
-def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
-    """The adapter as a decoder layer after its exit layer; keys and values that heads share are repeated in all layers.
-    ``prefix`` is the name of the list of layers, with a trailing dot."""
+def adapter_layer(
+    model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str
+) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
+    """The adapter as a decoder layer after its exit layer: the model's layer on which it is modelled, tensors by their
+    names in the checkpoint (keys and values that heads share are repeated in all layers), and changes to the config."""
     if not adapter.attention or adapter.mlp is not None:
         raise UnsupportedOptionError(
             "only an adapter with attention alone can be exported: no layer of a model has an MLP like the adapter's. "
@@ -57,12 +44,11 @@ def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, pr
         replaced |= _own_head(model, anatomy, adapter)
         settings["tie_word_embeddings"] = False
     groups = config.num_attention_heads // config.num_key_value_heads
-    if groups == 1:
-        return AdapterLayer(twin, replaced, settings)
-    settings["num_key_value_heads"] = config.num_attention_heads
-    for index in range(adapter.exit_layer):
-        replaced |= _written_out(anatomy, index, f"{prefix}{index}", groups, adapter.head_width)
-    return AdapterLayer(twin, replaced, settings, WRITTEN_OUT)
+    if groups > 1:
+        settings["num_key_value_heads"] = config.num_attention_heads
+        for index in range(adapter.exit_layer):
+            replaced |= _written_out(anatomy, index, f"{prefix}{index}", groups, adapter.head_width)
+    return twin, replaced, settings
 
 
 def _unlike(anatomy: Anatomy, why: str) -> UnsupportedModelError:
@@ -129,7 +115,7 @@ def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.
 def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch.Tensor:
     """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to theirs)."""
     twin = copy.deepcopy(module).float().cpu()
-    weights = [parameter for _, parameter in twin.named_parameters()]
+    weights = list(twin.parameters())
     generator = torch.Generator("cpu").manual_seed(0)
     wanted = norm.weight.detach().float().cpu()
     states = _SMALL * torch.randn(4, len(wanted), generator=generator, device="cpu", dtype=torch.float32)

@@ -4,7 +4,7 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ from ..model.patching import evaluating
 from ..model.plan import LayerPlan
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
-from .adapter_layer import AdapterLayer, adapter_layer
+from .adapter_layer import adapter_layer
 from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
 from .mtp_layers import in_own_format
@@ -35,6 +35,8 @@ _README, _MTP = "README.md", "model-mtp.safetensors"
 # Files that show that a folder holds a model.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
+# Attributes in which an attention block differs once each head has keys and values of its own.
+_WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
 # An attribute that only PEFT's layers have.
 _ADAPTED = "_disable_adapters"
 
@@ -93,13 +95,12 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
             f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
             "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
         )
-    more = AdapterLayer(0, {})
+    replaced, settings = zeroed_projections(blocks.plan, anatomy, prefix), dict[str, Any]()
     if blocks.adapter is not None:
-        more = adapter_layer(model, anatomy, blocks.adapter, prefix)
-        kept = [*kept, more.twin]
-    replaced = {**zeroed_projections(blocks.plan, anatomy, prefix), **more.replaced}
-    draft = model_of_layers(model, kept, prefix, replaced, more.settings)
-    check_same_layers(model, draft, kept, prefix, more.may_differ)
+        twin, layer, settings = adapter_layer(model, anatomy, blocks.adapter, prefix)
+        kept, replaced = [*kept, twin], replaced | layer
+    draft = model_of_layers(model, kept, prefix, replaced, settings)
+    check_same_layers(model, draft, kept, prefix, _WRITTEN_OUT if "num_key_value_heads" in settings else ())
     draft.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(draft.generation_config, "assistant"):
         del draft.generation_config.assistant
@@ -139,9 +140,9 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
     if adapter is None or adapter.head is None:
         return logits
     assert current.exit_state is not None
-    part = adapter.on(logits.device)
-    assert part.head is not None
-    return part.head(part(current.exit_state))
+    part: Any = adapter.on(logits.device)
+    found: torch.Tensor = part.head(part(current.exit_state))
+    return found
 
 
 def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:

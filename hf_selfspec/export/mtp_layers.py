@@ -16,11 +16,7 @@ from ..modules.shipped import FIRST, format_of, ships_layers
 
 
 def in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a head by the names that checkpoints of the model's type give them.
-
-    Raises:
-        UnsupportedModelError: checkpoints of this type have no such layers.
-    """
+    """The tensors of a head by the names of checkpoints of the model's type; raises if these have no such layers."""
     if head.state_layers or head.eagle3 is not None or not ships_layers(model):
         raise UnsupportedModelError(
             "SelfSpec.export_draft: engines take MTP layers only in the format of models that ship with them, and "

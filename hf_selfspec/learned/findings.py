@@ -17,13 +17,9 @@ _PATIENCE = 10.0
 
 
 class Findings:
-    """What is known of one model for one kind of call; a source overrides what it needs.
+    """What is known of one model for one kind of call; a source overrides what it needs."""
 
-    Attributes:
-        changed: called when there is something new to save, or ``None``.
-    """
-
-    changed: Callable[[], None] | None = None
+    changed: Callable[[], None] | None = None  # called when there is something new to save
 
     @property
     def is_idle(self) -> bool:
@@ -38,11 +34,8 @@ class Findings:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else; nothing is changed then.
-        """
+        """Restores what :meth:`state` returned; raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else
+        and changes nothing then."""
 
 
 class TextFindings(Findings):
@@ -78,11 +71,10 @@ class TextFile:
 
     def read(self) -> Saved | None:
         """Reads the file, ``None`` if there is none; findings that start from it belong to the file."""
-        if not self.path.exists():
-            return None
-        # In a folder that cannot be written nothing changes, so the file is read without the lock.
-        with suppress(OSError), locked(self.path):
-            return self._read()
+        if self.path.exists():
+            # In a folder that cannot be written nothing changes, so the file is read without the lock.
+            with suppress(OSError), locked(self.path):
+                return self._read()
         return self._read()
 
     @contextmanager

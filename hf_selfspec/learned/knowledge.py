@@ -165,12 +165,8 @@ class KnowledgeOfCall:
         return self.knowledge.record(self.model)
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Returns a source's :class:`Findings` for this kind of call, of which the session of a drafter has one.
-
-        Args:
-            name: name of the source that keeps them.
-            make: creates the findings with which a kind of call starts, given those of another kind or ``None``.
-        """
+        """Returns the findings of the source ``name`` for this kind of call; ``make`` creates those with which a kind
+        of call starts, given those of another kind or ``None``."""
         return self._used(Key(self.kind, name), make)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..errors import SettingError
 from ..model.linear import FewTokenLinear
@@ -87,17 +88,8 @@ class Adapter(DraftModule):
         cache: Any = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the states that go into the head.
-
-        Args:
-            states: ``[b, s, d]`` that left layer ``E - 1``.
-            positions: ``[b, s]``, from 0 on by default.
-            cache: keys and values of earlier tokens, a ``Cache`` of transformers; ``None`` if there are none.
-            mask: ``[b, 1, s, n]`` which tokens each token attends to; ``None`` for itself and all before it.
-
-        Returns:
-            ``[b, s, d]``.
-        """
+        """Returns the states ``[b, s, d]`` that go into the head, from those that left layer ``E - 1``; ``mask`` is
+        ``[b, 1, s, n]``, by default each token attends to itself and all before it."""
         hidden = states.to(self.norm.weight.dtype)
         if self.attention:
             hidden = hidden + self._attend(self.input_norm(hidden), positions, cache, mask)
@@ -112,16 +104,12 @@ class Adapter(DraftModule):
         if positions is None:
             positions = torch.arange(s, device=hidden.device)[None]
         query, key, value = self.qkv(hidden).view(b, s, 3, self.num_heads, self.head_width).permute(2, 0, 3, 1, 4)
-        query, key = self._rotated(torch.stack([query, key]), positions)
+        half = self.head_width // 2
+        speeds = self.rope_theta ** (-torch.arange(half, device=hidden.device, dtype=torch.float32) / half)
+        angles = (positions[..., None].float() * speeds).repeat(1, 1, 2)
+        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
             key, value = cache.update(key, value, 0)
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
         return self.output(found.transpose(1, 2).reshape(b, s, d))
-
-    def _rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        half = self.head_width // 2
-        speeds = self.rope_theta ** (-torch.arange(half, device=vectors.device, dtype=torch.float32) / half)
-        angles = (positions[:, None, :, None].float() * speeds).to(torch.float32)
-        cos, sin = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
-        first, second = vectors[..., :half], vectors[..., half:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

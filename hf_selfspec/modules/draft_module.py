@@ -120,16 +120,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """Like huggingface_hub's, with a check that settings and weights fit each other; see :meth:`load`.
-
-        Args:
-            pretrained_model_name_or_path: a folder or a repository of the Hub.
-            options: options of the download (``revision``, ``token``, ``cache_dir``, ``force_download``,
-                ``local_files_only``).
-
-        Raises:
-            SettingError: see :meth:`load`.
-        """
+        """Like huggingface_hub's, with the options of its download, and a check that settings and weights fit each
+        other; see :meth:`load`."""
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
         try:

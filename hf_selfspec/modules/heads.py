@@ -143,14 +143,8 @@ class ExitHeads(DraftModule):
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
         """Like :meth:`thresholds`, but the loosest at which drafted tokens were accepted often enough.
 
-        A draft is accepted up to its first wrong token, so this is stricter than each head being right as often.
-
-        Args:
-            epsilon: the wanted acceptance rate, above 0 and at most 1.
-            metric: see :meth:`thresholds`.
-
-        Raises:
-            SettingError: this rate was never reached, or there is no such metric.
+        A draft is accepted up to its first wrong token, so this is stricter than each head being right as often. Raises
+        if the rate ``epsilon`` was never reached.
         """
         rates = [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
         return self._first(

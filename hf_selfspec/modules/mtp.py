@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,12 +101,13 @@ class MtpHead(DraftModule):
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
-                kind: Any = MtpLayer
-                if eagle3 is not None:
-                    kind = partial(
-                        EagleLayer, **{name: eagle3[name] for name in ("norm_before_residual", "norm_output")}
-                    )
-                self.layers = nn.ModuleList(kind(AutoConfig.for_model(**config)) for config in configs)
+                layers = [AutoConfig.for_model(**config) for config in configs]
+                self.layers = nn.ModuleList(
+                    MtpLayer(layer)
+                    if eagle3 is None
+                    else EagleLayer(layer, eagle3["norm_before_residual"], eagle3["norm_output"])
+                    for layer in layers
+                )
                 width, count = self.parts[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
                 self.fuse = nn.Linear(count * width, width, bias=False) if count else nn.Identity()
                 self.embedding, self.output = self._own(eagle3, width, size)
@@ -143,36 +143,27 @@ class MtpHead(DraftModule):
         return spread(self.output(states), self.tokens, self.eagle3["vocabulary"])
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Returns the layers of a model whose entering states are read, ``L`` for what leaves its final norm.
-
-        Raises:
-            SettingError: the head was made for a model of another width, vocabulary or number of layers.
-        """
+        """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
         vocabulary, width = model.get_input_embeddings().weight.shape
-        anatomy = Anatomy.of(model)
-        n = last = anatomy.num_layers
-        layers, trouble = self.state_layers or (n,), ""
-        if self.eagle3 is not None:
-            layers, last = self.state_layers or (2, n // 2, n - 3), n - 1
-            if self.eagle3["vocabulary"] != vocabulary:
-                trouble = (
-                    f"this MTP head has a vocabulary of {self.eagle3['vocabulary']}, and the model of {vocabulary}"
-                )
-        for number, part in enumerate(self.parts):
-            if part.width != width:
-                trouble = (
-                    f"layer {number} of this MTP head takes states of width {part.width}, and the model has {width}"
-                )
+        anatomy, own = Anatomy.of(model), vocabulary if self.eagle3 is None else self.eagle3["vocabulary"]
+        n = anatomy.num_layers
+        layers = self.state_layers or ((n,) if self.eagle3 is None else (2, n // 2, n - 3))
+        is_above = layers[-1] > (n if self.eagle3 is None else n - 1)
+        widths = {number: part.width for number, part in enumerate(self.parts) if part.width != width}
         if anatomy.streams and layers != (n,):
             trouble = "this MTP head reads states between layers, of which the model has several a token"
-        if layers[-1] > last or list(layers) != sorted(set(layers)):
-            trouble = trouble or f"this MTP head reads the states before layers {list(layers)}, and the model has {n}"
-        if trouble:
-            raise SettingError(
-                f"{trouble}: it was made for another model. Give the head of this one, or make one by "
-                "MtpHead.of(model)."
-            )
-        return layers
+        elif widths:
+            number, found = widths.popitem()
+            trouble = f"layer {number} of this MTP head takes states of width {found}, and the model has {width}"
+        elif own != vocabulary:
+            trouble = f"this MTP head has a vocabulary of {own}, and the model of {vocabulary}"
+        elif is_above or list(layers) != sorted(set(layers)):
+            trouble = f"this MTP head reads the states before layers {list(layers)}, and the model has {n}"
+        else:
+            return layers
+        raise SettingError(
+            f"{trouble}: it was made for another model. Give the head of this one, or make one by MtpHead.of(model)."
+        )
 
     def forward(
         self,
@@ -182,19 +173,8 @@ class MtpHead(DraftModule):
         cache: Any = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Returns the states that go into the model's output head, and into the next layer.
-
-        Args:
-            embeddings: ``[b, s, d]`` of the tokens, by the model's own embedding.
-            states: ``[b, s, d]`` what ``fuse`` makes of the model's states at the tokens before these, or what the
-                layer before this one returned.
-            positions: ``[b, s]`` of the tokens in the text; from 0 on by default.
-            cache: keys and values of this layer, a ``Cache`` of transformers; ``None`` if there are none.
-            layer: which layer runs.
-
-        Returns:
-            ``[b, s, d]``.
-        """
+        """Returns the states ``[b, s, d]`` that go into the model's output head, and into the next layer, from the
+        tokens' embeddings and what ``fuse`` makes of the model's states before them, or the last layer returned."""
         dtype, module = next(self.parameters()).dtype, self.parts[layer]
         return module(embeddings.to(dtype), states.to(dtype), positions, cache)
 

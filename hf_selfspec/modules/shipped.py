@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import threading
@@ -21,7 +20,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
-from ..learned.files import path_of
+from ..learned.files import path_of, read_json
 from ..model.anatomy import Anatomy, causal_lm
 from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
@@ -214,7 +213,7 @@ def _decoder(
     config, begin = AutoConfig.for_model(**settings), layer["block"]
     others = tuple(f"{name}." for field, name in layer.items() if field != "block")
     others += tuple(f"{begin}{name}" for name in _COPIES)
-    keys = [key for key in files.names if key.startswith(begin) and not key.startswith(others)]
+    keys = [key for key in files.paths if key.startswith(begin) and not key.startswith(others)]
     state = {f"{FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -254,8 +253,8 @@ def _opened(path: Path) -> Iterator[Any]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor."""
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = read_json(index)
+    except ValueError as error:
         raise SettingError(f"{index} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
     files = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
@@ -268,21 +267,17 @@ class _Files:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._files = dict(self._found())
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._files)
+        self.paths = dict(self._found())
 
     def has(self, layer: dict[str, str]) -> bool:
         """Whether there is a layer with these names."""
-        is_block = any(key.startswith(layer["block"]) for key in self._files)
-        return is_block and f"{layer['projection']}.weight" in self._files
+        is_block = any(key.startswith(layer["block"]) for key in self.paths)
+        return is_block and f"{layer['projection']}.weight" in self.paths
 
     def read(self, key: str) -> torch.Tensor:
-        if key not in self._files:
+        if key not in self.paths:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
-        with _opened(self._files[key]) as file:
+        with _opened(self.paths[key]) as file:
             found: torch.Tensor = file.get_tensor(key)
         if found.itemsize < 2 or not found.is_floating_point():
             raise SettingError(
@@ -319,10 +314,9 @@ class _Files:
 
     def _file(self, file: str) -> Path | None:
         folder = path_of(self.name)
-        if folder.is_dir():
-            return folder / file if (folder / file).is_file() else None
+        place = folder if folder.is_dir() else self.name
         try:
-            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+            found = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise SettingError(
                 f"load_mtp: {self.name!r} is no folder, and cannot be loaded ({brief(error)})."

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
@@ -29,6 +29,7 @@ from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 from ..validation import StrPath
+from .writing import greedily
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
@@ -147,23 +148,6 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     last = max([record, *states], key=lambda file: file.stat().st_mtime_ns)
     return None if last is record else str(last.parent)
-
-
-@contextmanager
-def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
-    """Generates greedily and without other settings of the model's own; yields the tokens that end a text."""
-    usual = model.generation_config
-    ends = {usual.eos_token_id} if isinstance(usual.eos_token_id, int) else set(usual.eos_token_id or ())
-    try:
-        model.generation_config = GenerationConfig(
-            max_new_tokens=new_tokens,
-            bos_token_id=usual.bos_token_id,
-            eos_token_id=usual.eos_token_id,
-            pad_token_id=min(ends, default=0),
-        )
-        yield ends
-    finally:
-        model.generation_config = usual
 
 
 class SpeedupEvaluator:

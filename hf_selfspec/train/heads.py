@@ -29,14 +29,15 @@ from ..modules.heads import (
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
 from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
-from .fit_trainer import SpeedupEvaluator, greedily, speed_figures
+from .fit_trainer import SpeedupEvaluator, speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
+from .writing import AT_ONCE, continued, greedily
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
-# One token in so many of a row is given to the model, which continues it; and rows that are generated at once.
-_GIVEN, _AT_ONCE = 4, 16
+# One token in so many of a row is given to the model, which continues it.
+_GIVEN = 4
 # Accuracy at which the speed with heads is measured, if they reach it: the preset's.
 _USUAL_EPSILON = 0.9
 _USUAL_HEADS = 4
@@ -153,7 +154,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[ExitHeads], SelfSpec | None]:
         @lru_cache
         def texts() -> _Texts:  # in training, some of the text is enough
-            return _written(frozen, held_out[:_AT_ONCE])
+            return _written(frozen, held_out[:AT_ONCE])
 
         def spec(module: ExitHeads) -> SelfSpec | None:
             if module.about.get("calibration"):
@@ -281,13 +282,8 @@ def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[P
 
 def _written(frozen: FrozenModel, rows: torch.Tensor) -> _Texts:
     """For each row, its beginning with the model's continuation, and the length of the beginning."""
-    length, model = rows.shape[1], frozen.model
-    given = max(1, length // _GIVEN)
-    found = []
-    with greedily(model, length - given) as ends:
-        for some in rows[:, :given].to(frozen.device).split(_AT_ONCE):
-            for ids in model.generate(some, attention_mask=torch.ones_like(some), assistant=False):
-                written = enumerate(ids[given:].tolist(), given)
-                end = next((at for at, token in written if token in ends), len(ids) - 1)
-                found.append((ids[: end + 1], given))
-    return found
+    given = max(1, rows.shape[1] // _GIVEN)
+    prompts, device = rows[:, :given].split(AT_ONCE), frozen.device
+    with greedily(frozen.model, rows.shape[1] - given):
+        found = [ids for some in prompts for ids in continued(frozen.model, some.tolist(), assistant=False)]
+    return [(torch.tensor(ids, device=device), given) for ids in found]

@@ -12,6 +12,7 @@ from ..modules.reduced_head import ReducedHead
 from ..validation import Option, check_count
 from .fit import Fit, as_function, saved
 from .packing import HELD_OUT, PackedDataset
+from .writing import ends_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +57,7 @@ class ReducedHeadFit(Fit[ReducedHead]):
         held = len(tokens) // HELD_OUT
         counted, held_out = tokens[: len(tokens) - held], tokens[len(tokens) - held :]
         counts = torch.bincount(counted, minlength=vocabulary)
-        ends = model.generation_config.eos_token_id
-        for end in [] if ends is None else ends if isinstance(ends, list) else [ends]:
-            if 0 <= end < vocabulary:
-                counts[end] = len(tokens)
+        counts[[end for end in ends_of(model) if 0 <= end < vocabulary]] = len(tokens)
         # Of equally frequent tokens, those with lower ids: tokenizers give these to the tokens they met most often.
         chosen = counts.sort(descending=True, stable=True).indices[: min(self.size, vocabulary)].sort().values
         head = ReducedHead.of(chosen.tolist(), vocabulary)

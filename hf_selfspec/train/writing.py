@@ -1,8 +1,10 @@
 """Text that a model writes itself: what its drafts have to foresee."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,7 +17,7 @@ from ..model.patching import evaluating
 from ..selfspec import SelfSpec
 
 # Prompts that are answered at once; every second time answers are drawn, at this temperature.
-_AT_ONCE, _TEMPERATURE = 16, 0.7
+AT_ONCE, _TEMPERATURE = 16, 0.7
 
 
 def answered(
@@ -41,10 +43,19 @@ def answered(
                 f"{file} has answers to other prompts, of another model or of another length: remove it, or repeat the "
                 "settings that it was made with."
             )
-    spec, device = SelfSpec(), model.get_input_embeddings().weight.device
+    spec = SelfSpec()
     with evaluating(model), torch.random.fork_rng(), torch.no_grad():
-        for begin in range(len(found), len(prompts), _AT_ONCE):
-            found += _answers(model, spec, prompts[begin : begin + _AT_ONCE], new_tokens, begin, device)
+        for begin in range(len(found), len(prompts), AT_ONCE):
+            torch.manual_seed(begin)
+            is_drawn = bool(begin // AT_ONCE % 2)
+            settings = GenerationConfig(
+                max_new_tokens=new_tokens,
+                do_sample=is_drawn,
+                temperature=_TEMPERATURE if is_drawn else None,
+                pad_token_id=0,
+                return_dict_in_generate=False,
+            )
+            found += continued(model, prompts[begin : begin + AT_ONCE], generation_config=settings, assistant=spec)
             if file is not None:
                 with reported(path_of(file)):
                     write_json(path_of(file), {"made_by": known, "texts": found})
@@ -62,28 +73,33 @@ def _read(file: Path) -> tuple[list[list[int]], str]:
     return list(found), made_by
 
 
-def _answers(
-    model: PreTrainedModel, spec: SelfSpec, prompts: Sequence[list[int]], new: int, begin: int, device: torch.device
-) -> list[list[int]]:
-    longest, ends = max(map(len, prompts)), model.generation_config.eos_token_id
-    torch.manual_seed(begin)
+@contextmanager
+def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[None]:
+    """Generates greedily and without other settings of the model's own."""
+    usual = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            bos_token_id=usual.bos_token_id,
+            eos_token_id=usual.eos_token_id,
+            pad_token_id=min(ends_of(model), default=0),
+        )
+        yield
+    finally:
+        model.generation_config = usual
+
+
+def ends_of(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a text."""
+    found = model.generation_config.eos_token_id
+    return {found} if isinstance(found, int) else set(found or ())
+
+
+def continued(model: PreTrainedModel, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    """The tokens of prompts with what the model writes after them, up to the first one that ends a text."""
+    longest, device = max(map(len, prompts)), model.get_input_embeddings().weight.device
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    is_drawn = bool(begin // _AT_ONCE % 2)
-    settings = GenerationConfig(
-        max_new_tokens=new,
-        do_sample=is_drawn,
-        temperature=_TEMPERATURE if is_drawn else None,
-        eos_token_id=ends,
-        pad_token_id=0,
-        return_dict_in_generate=False,
-    )
-    output = model.generate(
-        ids, attention_mask=torch.tensor(mask, device=device), generation_config=settings, assistant=spec
-    )
-    ending = {ends} if isinstance(ends, int) else set(ends or ())
-    texts = []
-    for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True):
-        end = next((place for place, token in enumerate(row) if token in ending), len(row))
-        texts.append(prompt + row[: end + 1])
-    return texts
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    rows, ends = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist(), ends_of(model)
+    lengths = [next((place for place, token in enumerate(row, 1) if token in ends), len(row)) for row in rows]
+    return [prompt + row[:length] for prompt, row, length in zip(prompts, rows, lengths, strict=True)]
