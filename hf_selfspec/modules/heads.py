@@ -115,10 +115,10 @@ class ExitHeads(DraftModule):
 
     @property
     def metric(self) -> str:
-        return str(self._calibration["metric"])
+        return str(self.calibration["metric"])
 
     @property
-    def _calibration(self) -> dict[str, Any]:
+    def calibration(self) -> dict[str, Any]:
         found = self.about.get("calibration")
         if not found:
             raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
@@ -137,7 +137,7 @@ class ExitHeads(DraftModule):
         Raises:
             SettingError: no accuracy that high was calibrated, or there is no such metric.
         """
-        known = self._calibration["epsilons"]
+        known = self.calibration["epsilons"]
         return self._first(known, epsilon, metric, f"is above all accuracies that were calibrated, up to {known[-1]}.")
 
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
@@ -146,15 +146,24 @@ class ExitHeads(DraftModule):
         A draft is accepted up to its first wrong token, so this is stricter than each head being right as often. Raises
         if the rate ``epsilon`` was never reached.
         """
-        rates = [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
-        return self._first(
-            rates,
-            epsilon,
-            metric,
-            f"is more than these exit heads reach: when they were calibrated, at best {_down(max(rates))} of what they "
-            "drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer to "
-            "what they are used for.",
+        too_high = (
+            f"is more than these exit heads reach: when they were calibrated, at best {self.reached(metric)} of what "
+            "they drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer "
+            "to what they are used for."
         )
+        return self._first(self._rates(metric), epsilon, metric, too_high)
+
+    def reached(self, metric: str | None = None) -> float:
+        """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
+        return math.floor(1000 * max(self._rates(metric))) / 1000
+
+    def figures(self) -> dict[str, float]:
+        """The model card's lines about the calibration."""
+        found = {f"ROC AUC of {name}": round(auc, 4) for name, auc in _mean_auc(self.calibration["auc"]).items()}
+        return found | {"drafts accepted at best": self.reached()}
+
+    def _rates(self, metric: str | None) -> list[float]:
+        return [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
 
     def _first(self, rates: list[float], epsilon: float, metric: str | None, too_high: str) -> list[float]:
         """The thresholds of the first of ``rates`` that is high enough."""
@@ -166,7 +175,7 @@ class ExitHeads(DraftModule):
 
     def _by_metric(self, table: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)
-        return list(self._calibration[table][metric or self.metric])
+        return list(self.calibration[table][metric or self.metric])
 
 
 def check_metric(name: str, metric: str | None) -> None:
@@ -244,18 +253,3 @@ def _acceptance(texts: Sequence[Predictions], metric: str, limits: Sequence[floa
         more, kept = drafts(sure.any(0).tolist(), right.tolist(), _LONGEST)
         drafted, accepted = drafted + more, accepted + kept
     return accepted / drafted if drafted else None
-
-
-def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
-    """The model card's lines about a calibration."""
-    figures = {f"ROC AUC of {metric}": round(value, 4) for metric, value in _mean_auc(calibration["auc"]).items()}
-    return figures | {"drafts accepted at best": reached(calibration)}
-
-
-def reached(calibration: dict[str, Any]) -> float:
-    """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
-    return _down(max(rate or 0.0 for rate in calibration["acceptance"][calibration["metric"]]))
-
-
-def _down(rate: float) -> float:
-    return math.floor(1000 * rate) / 1000

@@ -1,5 +1,6 @@
 """Fitting an adapter behind a shallow exit (Kangaroo §3.1)."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -109,21 +110,16 @@ class AdapterFit(TrainedFit[Adapter]):
             self.num_heads or usual,
             tuple(self.blocks),
             config.vocab_size if self.own_head else None,
-            usual_theta(config),
-            usual_eps(config),
+            **usual_settings(config),
         )
 
 
 fit_adapter = as_function(AdapterFit)
 
 
-def usual_theta(config: Any) -> float:
-    """Base of an adapter's rotary positions: the model's, so that the adapter can be a layer of it."""
+def usual_settings(config: Any) -> dict[str, float]:
+    """An adapter's base of rotary positions and epsilon: the model's, so that the adapter can be a layer of it."""
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    return float(theta) if isinstance(theta, (int, float)) and theta > 0 else 10000.0
-
-
-def usual_eps(config: Any) -> float:
-    """Epsilon of an adapter's norms: the model's, or 1e-6."""
-    eps = getattr(config, "rms_norm_eps", None)
-    return float(eps) if isinstance(eps, (int, float)) and 0 < eps < 1 else 1e-6
+    known = {"rope_theta": (theta, math.inf), "norm_eps": (getattr(config, "rms_norm_eps", None), 1)}
+    is_number = (int, float)
+    return {name: float(own) for name, (own, end) in known.items() if isinstance(own, is_number) and 0 < own < end}

@@ -19,11 +19,8 @@ Scale = Callable[[int, int, float], float]
 
 
 class Curriculum(Protocol):
-    """Which exits take part in which training step: ``C(t, l)`` of LayerSkip, equation 6.
-
-    ``enabled(step, steps, num_layers)`` returns the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose
-    loss counts in step ``t`` of ``T``. The last layer always counts, whatever is returned.
-    """
+    """``C(t, l)`` of LayerSkip, equation 6: returns the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose
+    loss counts in step ``t`` of ``T``. The last layer always counts, whatever is returned."""
 
     def enabled(self, step: int, steps: int, num_layers: int) -> frozenset[int]: ...
 
@@ -128,9 +125,9 @@ class EarlyExitLoss(ModelCallback):
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
         refused = {
-            "compute_loss_func": getattr(trainer, "compute_loss_func", None) is not None,
+            "compute_loss_func": trainer.compute_loss_func is not None,
             f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor != 0,
-            "use_liger_kernel=True": bool(getattr(args, "use_liger_kernel", False)),
+            "use_liger_kernel=True": args.use_liger_kernel,
             f"loss_type={getattr(args, 'loss_type', None)!r}": getattr(args, "loss_type", None) == "dft",
         }
         for option, is_set in refused.items():

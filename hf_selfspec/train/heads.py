@@ -16,16 +16,7 @@ from ..errors import SettingError
 from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
-from ..modules.heads import (
-    METRICS,
-    ExitHeads,
-    Predictions,
-    calibrate,
-    check_metric,
-    default_layers,
-    figures_of,
-    reached,
-)
+from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
 from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
@@ -237,9 +228,9 @@ def _calibrate(
     name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float], metric: str | None
 ) -> None:
     calibration = calibrate(_predictions(frozen, heads, _written(frozen, rows)), epsilons, metric)
-    figures = (heads.about.get("figures") or {}) | figures_of(calibration)
-    heads.about = {**heads.about, "figures": figures, "calibration": calibration}
-    if (rate := reached(calibration)) < epsilons[0]:
+    heads.about = {**heads.about, "calibration": calibration}
+    heads.about = {**heads.about, "figures": (heads.about.get("figures") or {}) | heads.figures()}
+    if (rate := heads.reached()) < epsilons[0]:
         best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
         warnings.warn(
             f"{name}: these exit heads reach none of the accuracies from {epsilons[0]} on ({best}), so SelfSpec.dssd "
@@ -251,9 +242,8 @@ def _calibrate(
 
 def _dssd(heads: ExitHeads) -> SelfSpec | None:
     """The preset at the usual accuracy or at the highest one that the heads reach, ``None`` if they reach none."""
-    calibration = heads.about["calibration"]
-    rate = reached(calibration)
-    return None if rate < calibration["epsilons"][0] else SelfSpec.dssd(heads, min(_USUAL_EPSILON, rate))
+    rate = heads.reached()
+    return None if rate < heads.calibration["epsilons"][0] else SelfSpec.dssd(heads, min(_USUAL_EPSILON, rate))
 
 
 def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

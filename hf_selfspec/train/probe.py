@@ -91,9 +91,7 @@ class ProbeFit(TrainedFit[LinearProbe]):
     @torch.no_grad()
     def _labels(self, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         """``[b s]`` the probability that the token drafted at the exit is accepted."""
-        warpers = LogitsProcessorList()
-        if self.temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
         if self.top_k:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:
