@@ -185,7 +185,10 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: 
         if type(twin) is not type(module):
             yield f"{name} is a {type(twin).__name__} and would be a {type(module).__name__}"
             return
-        was, now = _plain(twin), _plain(module)
+        was, now = (
+            {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN) and name not in _STATES}
+            for one in (twin, module)
+        )
         for attribute in was.keys() | now.keys():
             pair = was.get(attribute), now.get(attribute)
             # A layer's own index is expected to change.
@@ -193,7 +196,3 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: 
                 yield f"its {name}.{attribute} is {pair[0]!r} and would be {pair[1]!r}"
     if modules:
         yield f"it would have no {next(iter(modules))}"
-
-
-def _plain(module: nn.Module | None) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _STATES}

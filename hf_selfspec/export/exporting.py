@@ -4,11 +4,13 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..draft.source import DraftBlocks, DraftSource
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
@@ -20,12 +22,13 @@ from ..model.modules import is_tensor_parallel
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
+from ..modules.mtp import MtpHead
+from ..modules.shipped import FIRST, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
 from .adapter_layer import adapter_layer
 from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
-from .mtp_layers import in_own_format
 
 # Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
 USUAL_TOKENS = 5
@@ -61,7 +64,7 @@ def export_draft(
     blocks = source.blocks(anatomy, partial(_choice, known))
     if blocks.mtp is not None:
         blocks.mtp.check(known.fingerprint)
-        tensors = in_own_format(inner, blocks.mtp)
+        tensors = _in_own_format(inner, blocks.mtp)
         with reported(at), folder_written_whole(at) as inside:
             save_file(tensors, inside / _MTP)
         return
@@ -143,6 +146,37 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
     part: Any = adapter.on(logits.device)
     found: torch.Tensor = part.head(part(current.exit_state))
     return found
+
+
+def _in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
+    """The tensors of a head by the names of checkpoints of the model's type; raises if these have no such layers."""
+    if head.state_layers or head.eagle3 is not None or not ships_layers(model):
+        raise UnsupportedModelError(
+            "SelfSpec.export_draft: engines take MTP layers only in the format of models that ship with them, and "
+            f"{type(model).__name__} has none for this head. Use it with generate(assistant=...)."
+        )
+    names, found = format_of(model), dict[str, torch.Tensor]()
+    for number, (part, settings) in enumerate(zip(head.parts, head.configs, strict=True)):
+        layer = names.of_layer(number, Anatomy.of(model).num_layers)
+        halves = part.projection.weight.chunk(2, dim=1)
+        found[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)
+        for field in ("embedding_norm", "state_norm"):
+            found[f"{layer[field]}.weight"] = getattr(part, field).weight
+        for key, value in _as_saved(settings, part.decoder.state_dict()).items():
+            is_block = key.startswith(FIRST)
+            found[f"{layer['block']}{key[len(FIRST) :]}" if is_block else f"{layer['norm']}.weight"] = value
+    return {key: value.detach().to(model.dtype).contiguous() for key, value in found.items()}
+
+
+def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a decoder as transformers saves them, in whose files experts are apart."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    stack = Anatomy.of(model).stack
+    inside = next(name for name, module in model.named_modules() if module is stack)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict={f"{inside}.{name}": value for name, value in state.items()})
+        return load_file(Path(folder) / SAFE_WEIGHTS_NAME)
 
 
 def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:

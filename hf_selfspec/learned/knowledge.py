@@ -204,7 +204,7 @@ class KnowledgeOfCall:
             self.knowledge.check(self.model)
             return self.knowledge.saved
         path = self._file(Key(self.kind, ""))
-        return None if path is None else saving.read_if_there(path)
+        return saving.read(path) if path is not None and path.exists() else None
 
     def write(self) -> None:
         """Writes what calls have found since the last time, where it is kept on disk."""
@@ -257,7 +257,7 @@ class KnowledgeOfCall:
         texts = TextFile(path) if key.kind is None else None
         if saved is None:
             with beginning_anew(path):
-                read = saving.read_if_there(path) if texts is None else texts.read()
+                read = texts.read() if texts is not None else saving.read(path) if path.exists() else None
                 found = found if read is None else _restored(read, key, make, other)
                 self._record.read = self._record.read if texts is not None else read
         if texts is None:

@@ -204,11 +204,6 @@ def read(path: Path) -> Saved:
         )
 
 
-def read_if_there(path: Path) -> Saved | None:
-    """As :func:`read`, ``None`` where there is no file."""
-    return read(path) if path.exists() else None
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turns what the parts of a file raise, where they are not what was written, into an error about the file."""

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ..errors import SettingError
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 BLOCKS = ("attention", "mlp")
 
@@ -44,7 +44,7 @@ class Adapter(DraftModule):
         vocabulary: int | None = None,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-6,
-        about: dict[str, Any] | None = None,
+        about: About = None,
     ) -> None:
         super().__init__()
         check_count("Adapter(exit_layer)", exit_layer, most=MOST_LAYERS)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.nn as nn
@@ -26,6 +26,7 @@ CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 # Copies of modules on other devices, or of other types.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
+About: TypeAlias = dict[str, Any] | None
 
 
 class DraftModule(nn.Module, PyTorchModelHubMixin):
@@ -47,7 +48,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         return self.__dict__["_about"]
 
     @about.setter
-    def about(self, known: dict[str, Any] | None) -> None:
+    def about(self, known: About) -> None:
         name = f"{type(self).__name__}(about)"
         found = _object(name, known)
         for entry in ("recipe", "figures"):

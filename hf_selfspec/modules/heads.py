@@ -13,7 +13,7 @@ import torch.nn as nn
 from ..errors import SettingError, SettingTypeError, brief
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
 _LONGEST = 32
@@ -68,7 +68,7 @@ class ExitHeads(DraftModule):
         vocabulary: int,
         rank: int | None = None,
         norm_eps: float = 1e-6,
-        about: dict[str, Any] | None = None,
+        about: About = None,
     ) -> None:
         super().__init__()
         for name, value in (("hidden_size", hidden_size), ("vocabulary", vocabulary), ("rank", rank)):

@@ -13,7 +13,7 @@ from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.plan import Substitute, Substitutes
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 # The additions are `SCALE B A x`, as LoRA's with `lora_alpha = 2 r`.
 _SCALE = 2.0
@@ -40,9 +40,7 @@ class DraftLora(DraftModule):
 
     kind = "draft LoRA"
 
-    def __init__(
-        self, exit_layer: int, rank: int, shapes: Sequence[Sequence[Any]], about: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, exit_layer: int, rank: int, shapes: Sequence[Sequence[Any]], about: About = None) -> None:
         super().__init__()
         check_count("DraftLora(exit_layer)", exit_layer, most=MOST_LAYERS)
         check_count("DraftLora(rank)", rank, most=MOST_WIDTH)

@@ -117,7 +117,7 @@ class AdapterFit(TrainedFit[Adapter]):
 fit_adapter = as_function(AdapterFit)
 
 
-def usual_settings(config: Any) -> dict[str, float]:
+def usual_settings(config: Any) -> dict[str, Any]:
     """An adapter's base of rotary positions and epsilon: the model's, so that the adapter can be a layer of it."""
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     known = {"rope_theta": (theta, math.inf), "norm_eps": (getattr(config, "rms_norm_eps", None), 1)}

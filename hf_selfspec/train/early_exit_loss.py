@@ -19,8 +19,8 @@ Scale = Callable[[int, int, float], float]
 
 
 class Curriculum(Protocol):
-    """``C(t, l)`` of LayerSkip, equation 6: returns the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose
-    loss counts in step ``t`` of ``T``. The last layer always counts, whatever is returned."""
+    """``C(t, l)`` of LayerSkip, equation 6: the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose loss
+    counts in step ``t`` of ``T``. The last layer always counts, whatever is returned."""
 
     def enabled(self, step: int, steps: int, num_layers: int) -> frozenset[int]: ...
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainingArguments, default_data_collator
+from torch.utils.data import StackDataset
+from transformers import EarlyStoppingCallback, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
@@ -35,7 +36,7 @@ from .fit_trainer import (
     training_arguments,
 )
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .packing import HELD_OUT, PackedDataset
+from .texts import HELD_OUT, Tokenizer, divided, packed
 
 M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
@@ -71,28 +72,24 @@ class Fit(ABC, Generic[M]):
     def check_config(self, config: Any) -> None:
         """Checks the settings against the config of a model's text decoder."""
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
-        """Returns the text as rows of tokens; raises if there is too little."""
-        return PackedDataset(tokenizer, dataset, 1, self.function)
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
+        """Returns the text as rows of tokens ``[n, s]``; raises if there is too little."""
+        return packed(tokenizer, dataset, 1, self.function)
 
     @abstractmethod
-    def fit(self, model: Any, text: PackedDataset) -> M: ...
+    def fit(self, model: Any, text: torch.Tensor) -> M: ...
 
-    def __call__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> M:
+    def __call__(self, model: Any, tokenizer: Tokenizer, dataset: Iterable[Any]) -> M:
         inner = causal_lm(model, self.function)
         self.check()
         self.check_config(inner.config.get_text_config(decoder=True))
         return self.fit(inner, self.read(tokenizer, dataset))
 
 
-def as_function(
-    settings: Callable[P, Fit[M]],
-) -> Callable[Concatenate[Any, PreTrainedTokenizerBase | None, Iterable[Any], P], M]:
+def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Tokenizer, Iterable[Any], P], M]:
     """Returns the function of a fit: model, tokenizer and dataset, and the settings as keywords."""
 
-    def fit(
-        model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any], *args: P.args, **kwargs: P.kwargs
-    ) -> M:
+    def fit(model: Any, tokenizer: Tokenizer, dataset: Iterable[Any], *args: P.args, **kwargs: P.kwargs) -> M:
         return settings(*args, **kwargs)(model, tokenizer, dataset)
 
     kind = cast(type[Fit[M]], settings)
@@ -167,9 +164,9 @@ class TrainedFit(Fit[M]):
         check_length(self.function, self.block_size, config)
         self.exit_layers(config)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         name = self.function
-        text = PackedDataset(tokenizer, dataset, self.block_size, name)
+        text = packed(tokenizer, dataset, self.block_size, name)
         if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
             raise SettingError(
                 f"{name}(args): eval_strategy={self.args.eval_strategy.value!r} needs held-out rows, and of "
@@ -177,13 +174,13 @@ class TrainedFit(Fit[M]):
             )
         return text
 
-    def fit(self, model: Any, text: PackedDataset) -> M:
-        rows, held_out = text.split()
+    def fit(self, model: Any, text: torch.Tensor) -> M:
+        rows, held_out = divided(text)
         layers = self.exit_layers(model.config.get_text_config(decoder=True))
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
         with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
-        speedup = SpeedupEvaluator(model, held_out.rows, self.spec_of(frozen, held_out.rows))
+        speedup = SpeedupEvaluator(model, held_out, self.spec_of(frozen, held_out))
         if self.patience is not None and not speedup.has_text:
             raise SettingError(
                 f"{self.function}(patience={self.patience}): there is no held-out text to continue greedily. Give more "
@@ -195,11 +192,13 @@ class TrainedFit(Fit[M]):
             chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
             stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience, GAIN)]
             trained = FitModule(module, frozen, self, speedup)
+            both: Any = rows, held_out
+            data = [StackDataset(input_ids=some) for some in both]
             trainer = FitTrainer(
-                trained, chosen, default_data_collator, rows, held_out, compute_metrics=trained.means, callbacks=stops
+                trained, chosen, default_data_collator, *data, compute_metrics=trained.means, callbacks=stops
             )
             known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
-            last, begun = last_checkpoint(args, known, rows.rows), perf_counter()
+            last, begun = last_checkpoint(args, known, rows), perf_counter()
             trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
             module.eval()
@@ -210,9 +209,9 @@ class TrainedFit(Fit[M]):
                     f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning "
                     "rate, or text and a model whose states are finite."
                 )
-            recipe |= {"tokens": rows.rows.numel(), "steps": trainer.state.global_step}
+            recipe |= {"tokens": rows.numel(), "steps": trainer.state.global_step}
             module.about = about(model, recipe, {})
-            self.finish(module, frozen, held_out.rows)
+            self.finish(module, frozen, held_out)
             with seeded(args):
                 measured = trainer.evaluate() if len(held_out) else {}
         found = {name.removeprefix("eval_"): value for name, value in measured.items()}

@@ -29,7 +29,7 @@ from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 from ..validation import StrPath
-from .writing import greedily
+from .texts import greedily
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"

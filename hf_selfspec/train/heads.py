@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, cast
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import SettingError
 from ..model.anatomy import causal_lm
@@ -22,8 +21,7 @@ from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, 
 from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
 from .fit_trainer import SpeedupEvaluator, speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
-from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
-from .writing import AT_ONCE, continued, greedily
+from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greedily, packed
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
@@ -101,7 +99,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
         with torch.device("meta"):
             ExitHeads(self.exit_layers(config), config.hidden_size, config.vocab_size, self.rank)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         text = super().read(tokenizer, dataset)
         if len(text) < HELD_OUT:
             raise SettingError(
@@ -170,7 +168,7 @@ fit_exit_heads = as_function(HeadsFit)
 def calibrate_exit_heads(
     heads: ExitHeads | StrPath,
     model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer,
     dataset: Iterable[Any],
     *,
     metric: str | None = None,
@@ -201,7 +199,7 @@ def calibrate_exit_heads(
     name = "calibrate_exit_heads"
     inner = causal_lm(model, name)
     check_length(name, block_size, inner.config.get_text_config(decoder=True))
-    rows = PackedDataset(tokenizer, dataset, block_size, name).rows[:MOST_HELD_OUT]
+    rows = packed(tokenizer, dataset, block_size, name)[:MOST_HELD_OUT]
     _check(name, metric, epsilons, block_size)
     _, given = module_of(f"{name}(heads)", heads, ExitHeads)
     given.check(lambda: Fingerprint.of_decoder(inner))

@@ -1,12 +1,11 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..data.texts import read_prompts
@@ -20,9 +19,8 @@ from ..selfspec import SelfSpec
 from ..validation import Option, check_count
 from .fit import TrainedFit, as_function, whole_numbers
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .packing import PackedDataset
 from .reduced_head import ReducedHeadFit
-from .writing import answered
+from .texts import Tokenizer, answered, check_dataset
 
 # What the loss of a step weighs next to that of the step before.
 _DECAY = 0.8
@@ -99,18 +97,17 @@ class MtpFit(TrainedFit[MtpHead]):
             check_count("fit_mtp(state_layers)", layer, most=count)
         return [layer for layer in self.state_layers if layer < count]
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> Any:
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> Any:
         if self.prompts is None:
             return super().read(tokenizer, dataset)
         if tokenizer is None:
             raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
-        if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes, Mapping)):
-            raise SettingTypeError(f"fit_mtp takes a list of texts or a dataset with a `text` column, got {dataset!r}.")
+        check_dataset("fit_mtp", dataset)
         given = as_prompts(tokenizer, checked_texts("fit_mtp", self.prompts, chats=True, name="prompts"))
         return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in given]
 
     def fit(self, model: Any, text: Any) -> MtpHead:
-        if not isinstance(text, PackedDataset):
+        if not isinstance(text, torch.Tensor):
             tokenizer, dataset, prompts = text
             # Answers take long: what cannot be fitted is refused before.
             with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():

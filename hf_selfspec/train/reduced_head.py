@@ -11,8 +11,7 @@ from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
 from ..validation import Option, check_count
 from .fit import Fit, as_function, saved
-from .packing import HELD_OUT, PackedDataset
-from .writing import ends_of
+from .texts import HELD_OUT, ends_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +42,12 @@ class ReducedHeadFit(Fit[ReducedHead]):
     def check(self) -> None:
         check_count("fit_reduced_head(size)", self.size)
 
-    def fit(self, model: Any, text: PackedDataset) -> ReducedHead:
+    def fit(self, model: Any, text: torch.Tensor) -> ReducedHead:
         if output_head(model) is None:
             raise UnsupportedModelError(
                 f"fit_reduced_head: {type(model).__name__} has no output head. Give the causal LM around it."
             )
-        vocabulary, tokens = model.config.get_text_config(decoder=True).vocab_size, text.rows.flatten()
+        vocabulary, tokens = model.config.get_text_config(decoder=True).vocab_size, text.flatten()
         if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
             raise SettingError(
                 f"fit_reduced_head was given tokens from {int(tokens.min())} to {int(tokens.max())}, but the model has "

@@ -1,23 +1,70 @@
-"""Text that a model writes itself: what its drafts have to foresee."""
+"""Texts of fits: packed into rows of tokens, some of which are held out, or written by the model itself."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import SettingError, brief
+from ..errors import SettingError, SettingTypeError, brief
 from ..learned.files import path_of, read_json, reported, write_json
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
 from ..selfspec import SelfSpec
+from ..validation import check_count
 
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
+# One row in so many is held out of the training to measure the fit, and the most rows that are held out.
+HELD_OUT, MOST_HELD_OUT = 20, 64
 # Prompts that are answered at once; every second time answers are drawn, at this temperature.
 AT_ONCE, _TEMPERATURE = 16, 0.7
+
+
+def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = "fit") -> torch.Tensor:
+    """Texts, joined with end-of-text tokens, as rows ``[n, length]``; an incomplete last row is dropped."""
+    check_count(f"{name}(block_size)", length)
+    check_dataset(name, texts)
+    tokens, end = list[int](), getattr(tokenizer, "eos_token_id", None)
+    for text in texts:
+        tokens += _tokens(tokenizer, text, name)
+        if end is not None:
+            tokens.append(end)
+    if not tokens:
+        raise SettingError(f"{name} was given no text: the dataset is empty. Give texts that the model is used for.")
+    if len(tokens) < length:
+        raise SettingError(
+            f"{name} was given {len(tokens)} tokens, fewer than one row of block_size={length}. Give more text or "
+            "a smaller block_size."
+        )
+    return torch.tensor(tokens[: len(tokens) // length * length], device="cpu").view(-1, length)
+
+
+def check_dataset(name: str, given: object) -> None:
+    """Raises if a dataset is something else than a list of rows."""
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+        raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {given!r}.")
+
+
+def divided(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows to train on, and those at the end that are held out."""
+    count = len(rows) - min(MOST_HELD_OUT, len(rows) // HELD_OUT)
+    return rows[:count], rows[count:]
+
+
+def _tokens(tokenizer: Tokenizer, text: Any, name: str) -> list[int]:
+    if isinstance(text, Mapping):
+        if "input_ids" in text:
+            return [int(token) for token in text["input_ids"]]
+        text = text.get("text")
+    if not isinstance(text, str) or tokenizer is None:
+        raise SettingTypeError(
+            f"{name} takes strings, or rows with a `text` (and the tokenizer) or with `input_ids`; got {text!r}."
+        )
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def answered(
