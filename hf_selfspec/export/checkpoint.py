@@ -24,7 +24,7 @@ _NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens
 _FURTHER = "num_nextn_predict_layers"
 # Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.
 # ``dense`` is the last one of an attention block only, ``2`` is the last one of a Sequential (CTRL).
-_LAST_OF_ATTENTION = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
+_LAST_OF_ATTENTION: tuple[str, ...] = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
 _LAST_OF_MLP = (
     "2", "Wo", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
 )  # fmt: skip
@@ -83,7 +83,6 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
     check_plan(plan, anatomy)
     found: dict[str, torch.Tensor] = {}
     for place, layer in enumerate(kept_layers(plan)):
-        last: tuple[str, ...]
         if layer in plan.skipped_attention:
             block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
         elif layer in plan.skipped_mlp:

@@ -18,6 +18,7 @@ from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
+from ..model.linear import ADAPTED
 from ..model.modules import is_tensor_parallel
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
@@ -40,8 +41,6 @@ _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
 # Attributes in which an attention block differs once each head has keys and values of its own.
 _WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
-# An attribute that only PEFT's layers have.
-_ADAPTED = "_disable_adapters"
 
 # Tokens of the text on which the two are compared.
 _TOKENS = 16
@@ -206,7 +205,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     which = type(model).__name__
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device) for tensor in tensors}
-    if any(hasattr(module, _ADAPTED) for module in model.modules()):
+    if any(hasattr(module, ADAPTED) for module in model.modules()):
         why, what = "it has adapters (PEFT)", "Merge them first: model = model.merge_and_unload()"
     elif getattr(model, "hf_quantizer", None) is not None:
         why, what = "it is quantised", "Load it in its own precision, and quantise the draft with the engine's tools"

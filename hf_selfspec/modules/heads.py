@@ -125,14 +125,11 @@ class ExitHeads(DraftModule):
         return dict(found)
 
     def thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
-        """For each head the least confidence at which it was right often enough (DSSD §3.4).
+        """For each head the least confidence at which it was right often enough (DSSD §3.4), infinite if it never was.
 
         Args:
             epsilon: the wanted accuracy, above 0 and at most 1; the next higher accuracy that was calibrated is used.
             metric: metric of confidence, :attr:`metric` by default.
-
-        Returns:
-            A confidence for each head; infinite for a head that never was right often enough.
 
         Raises:
             SettingError: no accuracy that high was calibrated, or there is no such metric.

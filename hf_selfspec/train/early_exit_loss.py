@@ -145,8 +145,7 @@ class EarlyExitLoss(ModelCallback):
             )
 
     def make_run(self, model: Any, args: TrainingArguments) -> ExitTraining:
-        inner = causal_lm(model, "EarlyExitLoss")
-        exits = Exits(inner)
+        exits = Exits(causal_lm(model, "EarlyExitLoss"))
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         num_layers = exits.anatomy.num_layers
         self._shares(range(num_layers), num_layers)  # raises if a weight is not allowed
@@ -156,7 +155,7 @@ class EarlyExitLoss(ModelCallback):
                 f"EarlyExitLoss(layers={sorted(self.layers or ())}) trains no exit: e(l) of LayerSkip is 0 for the "
                 "first layer. Name a later one, or set scale=hf_selfspec.train.even."
             )
-        return ExitTraining(inner, exits, self.weights, self.self_distillation)
+        return ExitTraining(exits, self.weights, self.self_distillation)
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""

@@ -9,12 +9,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from .trainer import TrainingRun
 
+# The weights of the layers in step t of T, for L layers.
+Weights = Callable[[int, int, int], dict[int, float]]
 # The label of positions without a target, as in transformers.
 _IGNORED = -100
 
@@ -23,14 +25,9 @@ class ExitTraining(TrainingRun):
     """The exits of one model in training: their losses, with ``distils`` against the last layer's distribution, join
     the loss that the model returns."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        exits: Exits,
-        weights: Callable[[int, int, int], dict[int, float]],  # of the layers in step t of T, for L layers
-        distils: bool,
-    ) -> None:
-        self.model, self.exits, self._weights_of, self._distils = model, exits, weights, distils
+    def __init__(self, exits: Exits, weights: Weights, distils: bool) -> None:
+        self.exits, self._weights_of, self._distils = exits, weights, distils
+        self.model = model = exits.model
         self._in_step, self._thread = False, threading.get_ident()
         self._hooks = ExitStack()
         config = model.config.get_text_config(decoder=True)

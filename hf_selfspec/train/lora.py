@@ -1,6 +1,6 @@
 """Fitting LoRA that is active only while the first layers draft."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -66,7 +66,7 @@ class LoraFit(TrainedFit[DraftLora]):
     def module(self, frozen: FrozenModel) -> DraftLora:
         _check(frozen.anatomy)
         (exit_layer,) = frozen.layers
-        return DraftLora(exit_layer, self.rank, list(shapes_of(frozen.anatomy, exit_layer)))
+        return DraftLora(exit_layer, self.rank, shapes_of(frozen.anatomy, exit_layer))
 
     def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
@@ -85,11 +85,10 @@ class LoraFit(TrainedFit[DraftLora]):
 fit_draft_lora = as_function(LoraFit)
 
 
-def shapes_of(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
+def shapes_of(anatomy: Anatomy, exit_layer: int) -> list[Shape]:
     """Names and widths of all linear layers in the first ``exit_layer`` layers."""
-    for name, module in linear_layers(dict(enumerate(anatomy.layers[:exit_layer]))):
-        if (found := widths(module)) is not None:
-            yield (name, *found)
+    found = linear_layers(dict(enumerate(anatomy.layers[:exit_layer])))
+    return [(name, *widths(module)) for name, module in found]
 
 
 def _check(anatomy: Anatomy) -> None:

@@ -11,8 +11,9 @@ from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..data.texts import read_prompts
 from ..draft.mtp import MTP
 from ..errors import SettingError, SettingTypeError
-from ..model.head import HeadRows, output_head
-from ..model.patching import InstanceForwards, PerThread, SharedChange
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.plan import LayerPlan
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..selfspec import SelfSpec
@@ -32,11 +33,6 @@ def _read_prompts(file: str) -> list[Prompt]:
         return read_prompts(file)
     except SettingError as error:
         raise SettingError(str(error).replace("--data", "--prompts")) from error
-
-
-# What stands in for a model's head in this thread.
-_rows = PerThread[Head]()
-_has_rows = SharedChange()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,16 +165,12 @@ class MtpFit(TrainedFit[MtpHead]):
             yield hidden.to(final.dtype), final[:, step:]
 
 
-def _as_head(frozen: FrozenModel, rows: Head) -> Head:
+def _as_head(frozen: FrozenModel, rows: Any) -> Head:
     """The model's output head with some of its rows, and all that the model does behind it."""
-    head: Any = output_head(frozen.model)
-
-    def make(changes: InstanceForwards) -> None:
-        own = head.forward
-        changes.replace(head, lambda states: (_rows.now or own)(states))
+    with_rows = ForwardPass(LayerPlan(frozen.anatomy.num_layers), head_rows=rows)
 
     def run(states: torch.Tensor) -> torch.Tensor:
-        with _has_rows.of(head, make), _rows.during(rows):
+        with partial_forwards(frozen.model, frozen.anatomy), obeying(with_rows):
             return frozen.own_head(states)
 
     return run
