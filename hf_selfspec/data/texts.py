@@ -60,8 +60,7 @@ def texts(data: str, field: str | None = None) -> list[str]:
 
 
 def read_rows(data: str, field: str | None = None, is_one: bool = False) -> list[Row]:
-    """All rows, at least one, of a file (``.txt``, with each line or the whole as one, ``.jsonl``, ``.json``) or a Hub
-    dataset's training split."""
+    """All rows, at least one, of a file (lines of a ``.txt``, unless it ``is_one``; ``.jsonl``) or a Hub dataset."""
     if Path(data).suffix != _WHOLE:
         found = list(_rows(data))
     elif field is not None:

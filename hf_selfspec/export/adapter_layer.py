@@ -41,7 +41,11 @@ def adapter_layer(
     replaced |= _final_norm(model, anatomy, adapter)
     settings: dict[str, Any] = {}
     if adapter.head is not None:
-        replaced |= _own_head(model, anatomy, adapter)
+        head: Any = model.get_output_embeddings()
+        if head is None or head.bias is not None or head.weight.shape != adapter.head.weight.shape:
+            raise _unlike(anatomy, "its output head is not a matrix of the shape of the adapter's head")
+        name = next(name for name, module in model.named_modules() if module is head)
+        replaced[f"{name}.weight"] = adapter.head.weight
         settings["tie_word_embeddings"] = False
     groups = config.num_attention_heads // config.num_key_value_heads
     if groups > 1:
@@ -140,15 +144,6 @@ def _final_norm(model: nn.Module, anatomy: Anatomy, adapter: Adapter) -> dict[st
         raise _unlike(anatomy, f"it has {len(norms)} norms after its layers")
     name, module = norms[0]
     return {".".join(filter(None, (path, name, "weight"))): _norm_weight(module, adapter.norm, anatomy)}
-
-
-def _own_head(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter) -> dict[str, torch.Tensor]:
-    head = model.get_output_embeddings()
-    assert adapter.head is not None
-    if head is None or head.bias is not None or head.weight.shape != adapter.head.weight.shape:
-        raise _unlike(anatomy, "its output head is not a matrix of the shape of the adapter's head")
-    name = next(name for name, module in model.named_modules() if module is head)
-    return {f"{name}.weight": adapter.head.weight}
 
 
 def _written_out(anatomy: Anatomy, index: int, path: str, groups: int, width: int) -> dict[str, torch.Tensor]:

@@ -112,8 +112,7 @@ def model_of_layers(
     replaced: Mapping[str, torch.Tensor],
     settings: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """A model with the ``kept`` layers' tensors, not copied, ``replaced`` ones, by their new names, and ``settings`` of
-    its own in the config; ``prefix`` is the name of the list of layers, with a trailing dot."""
+    """A model with the ``kept`` layers' own tensors, others ``replaced`` by their new names, and changed settings."""
     try:
         with torch.device("meta"):
             draft = type(model)(_config_of_layers(model.config, kept, settings))

@@ -155,7 +155,7 @@ def _in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Ten
             f"{type(model).__name__} has none for this head. Use it with generate(assistant=...)."
         )
     names, found = format_of(model), dict[str, torch.Tensor]()
-    for number, (part, settings) in enumerate(zip(head.parts, head.configs, strict=True)):
+    for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
         layer = names.of_layer(number, Anatomy.of(model).num_layers)
         halves = part.projection.weight.chunk(2, dim=1)
         found[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)

@@ -34,8 +34,7 @@ class Findings:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned; raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else
-        and changes nothing then."""
+        """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
 
 
 class TextFindings(Findings):
@@ -61,8 +60,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class TextFile:
-    """The link between the file and one model's findings. If the ``id`` of the findings is not the file's, its texts
-    were forgotten since, so the findings are dropped."""
+    """The link of a file and one model's findings, which are dropped if their ``id`` is not that of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

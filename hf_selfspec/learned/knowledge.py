@@ -165,8 +165,7 @@ class KnowledgeOfCall:
         return self.knowledge.record(self.model)
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Returns the findings of the source ``name`` for this kind of call; ``make`` creates those with which a kind
-        of call starts, given those of another kind or ``None``."""
+        """Returns a source's findings for this kind of call; ``make`` begins them, given those of another kind."""
         return self._used(Key(self.kind, name), make)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:

@@ -92,24 +92,19 @@ class Adapter(DraftModule):
         ``[b, 1, s, n]``, by default each token attends to itself and all before it."""
         hidden = states.to(self.norm.weight.dtype)
         if self.attention:
-            hidden = hidden + self._attend(self.input_norm(hidden), positions, cache, mask)
+            (b, s, d), half = hidden.shape, self.head_width // 2
+            if positions is None:
+                positions = torch.arange(s, device=hidden.device)[None]
+            projected = self.qkv(self.input_norm(hidden)).view(b, s, 3, self.num_heads, self.head_width)
+            query, key, value = projected.permute(2, 0, 3, 1, 4)
+            speeds = self.rope_theta ** (-torch.arange(half, device=hidden.device, dtype=torch.float32) / half)
+            angles = (positions[..., None].float() * speeds).repeat(1, 1, 2)
+            cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+            if cache is not None:
+                key, value = cache.update(key, value, 0)
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
+            hidden = hidden + self.output(found.transpose(1, 2).reshape(b, s, d))
         if self.mlp is not None:
             hidden = hidden + self.mlp(hidden)
         return self.norm(hidden)
-
-    def _attend(
-        self, hidden: torch.Tensor, positions: torch.Tensor | None, cache: Any, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        b, s, d = hidden.shape
-        if positions is None:
-            positions = torch.arange(s, device=hidden.device)[None]
-        query, key, value = self.qkv(hidden).view(b, s, 3, self.num_heads, self.head_width).permute(2, 0, 3, 1, 4)
-        half = self.head_width // 2
-        speeds = self.rope_theta ** (-torch.arange(half, device=hidden.device, dtype=torch.float32) / half)
-        angles = (positions[..., None].float() * speeds).repeat(1, 1, 2)
-        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        if cache is not None:
-            key, value = cache.update(key, value, 0)
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
-        return self.output(found.transpose(1, 2).reshape(b, s, d))

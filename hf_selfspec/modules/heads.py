@@ -186,8 +186,7 @@ Predictions = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
-    """Finds ``thresholds`` ``[K][epsilons]`` by metric, their ``acceptance`` ``[epsilons]`` and ``auc`` ``[K]``;
-    ``None`` where unmeasured. The default metric is that with the highest mean AUC (DSSD §3.4.1)."""
+    """Finds ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` and ``auc`` ``[K]`` (DSSD §3.4.1)."""
     right = torch.cat([right for _, right in texts], 1)
     tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:

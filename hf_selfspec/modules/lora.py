@@ -1,6 +1,6 @@
 """Low-rank additions to a model's first layers, for drafts alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.linear import linear_layers
+from ..model.patching import Forward
 from ..model.plan import Substitute, Substitutes
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
 from .draft_module import About, DraftModule
@@ -88,10 +89,8 @@ def widths(module: Any) -> tuple[int, int]:
     return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
-def _added(
-    down: torch.Tensor, up: torch.Tensor, forward: Callable[..., torch.Tensor], input: torch.Tensor
-) -> torch.Tensor:
-    output = forward(input)
+def _added(down: torch.Tensor, up: torch.Tensor, forward: Forward, input: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = forward(input)
     return output + F.linear(F.linear(input.to(down.dtype), down), up).to(output.dtype)
 
 

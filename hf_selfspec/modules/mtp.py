@@ -71,8 +71,7 @@ class _Layer(nn.Module):
 
 
 class MtpLayer(_Layer):
-    """``h' = norm(Block(W [norm(embedding); norm(h)]))``: an MTP layer of DeepSeek-V3 (arXiv 2412.19437, §2.2). Block
-    and last norm are a decoder of the model's own class with one layer, which runs by that model's code."""
+    """``h' = norm(Block(W [norm(embedding); norm(h)]))``: an MTP layer of DeepSeek-V3 (arXiv 2412.19437, §2.2)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -107,8 +106,7 @@ class MtpLayer(_Layer):
 
 
 class EagleLayer(_Layer):
-    """The layer of an EAGLE-3 head (arXiv 2503.01840): its attention reads ``[norm(embedding); norm(h)]``, and its
-    residual is ``h``, before or after its norm. It goes on with its output, before or after the last norm."""
+    """The layer of an EAGLE-3 head (arXiv 2503.01840): its attention reads ``[norm(embedding); norm(h)]``."""
 
     def __init__(self, config: PreTrainedConfig, norm_before_residual: bool, norm_output: bool) -> None:
         super().__init__(config)
@@ -174,6 +172,7 @@ class MtpHead(DraftModule):
 
     kind = "MTP head"
     tokens: torch.Tensor | None
+    layers: Any  # each an :class:`MtpLayer`, or one :class:`EagleLayer`
 
     def __init__(
         self,
@@ -206,25 +205,20 @@ class MtpHead(DraftModule):
                     else EagleLayer(layer, eagle3["norm_before_residual"], eagle3["norm_output"])
                     for layer in layers
                 )
-                width, count = self.parts[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
+                width, count = self.layers[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
                 self.fuse = nn.Linear(count * width, width, bias=False) if count else nn.Identity()
                 self.embedding: nn.Embedding | None = None
                 self.output: nn.Sequential | None = None
                 if eagle3 is not None:  # they are not the model's
-                    norm = self.parts[0].decoder.layers[0].hidden_norm
+                    norm = self.layers[0].decoder.layers[0].hidden_norm
                     norm = nn.Identity() if eagle3["norm_output"] else copy.deepcopy(norm)
                     self.embedding = nn.Embedding(eagle3["vocabulary"], width) if eagle3["own_embedding"] else None
                     self.output = nn.Sequential(norm, FewTokenLinear(width, size, bias=False))
             with torch.device("cpu"), torch.no_grad():
-                for layer in self.parts:
+                for layer in self.layers:
                     _compute_buffers(layer.decoder)
         except Exception as error:  # of the code of any model
             raise SettingError(f"MtpHead(configs) are no configs of MTP layers: {brief(error)}.") from error
-
-    @property
-    def parts(self) -> list[Any]:
-        """The layers, each an :class:`MtpLayer`, or one :class:`EagleLayer`."""
-        return list(self.layers)
 
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"
@@ -243,7 +237,7 @@ class MtpHead(DraftModule):
         n = anatomy.num_layers
         layers = self.state_layers or ((n,) if self.eagle3 is None else (2, n // 2, n - 3))
         is_above = layers[-1] > (n if self.eagle3 is None else n - 1)
-        widths = {number: part.width for number, part in enumerate(self.parts) if part.width != width}
+        widths = {number: part.width for number, part in enumerate(self.layers) if part.width != width}
         if anatomy.streams and layers != (n,):
             trouble = "this MTP head reads states between layers, of which the model has several a token"
         elif widths:
@@ -269,7 +263,7 @@ class MtpHead(DraftModule):
     ) -> torch.Tensor:
         """Returns the states ``[b, s, d]`` that go into the model's output head, and into the next layer, from the
         tokens' embeddings and what ``fuse`` makes of the model's states before them, or the last layer returned."""
-        dtype, module = next(self.parameters()).dtype, self.parts[layer]
+        dtype, module = next(self.parameters()).dtype, self.layers[layer]
         return module(embeddings.to(dtype), states.to(dtype), positions, cache)
 
     @classmethod
@@ -284,32 +278,36 @@ class MtpHead(DraftModule):
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
         """
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-        index = layer_of_kind(config, anatomy.num_layers)
+        index, width = layer_of_kind(config, anatomy.num_layers), model.get_input_embeddings().weight.shape[1]
+        if width != config.hidden_size:
+            raise UnsupportedModelError(
+                f"{anatomy.model_name} sends states of width {width} to its head and has {config.hidden_size} between "
+                "its layers, so no MTP head can be made of one of them."
+            )
         try:
             size = 0 if tokens is None else len(tokens)
             head = cls([config_of_layer(config, index)], size=size, state_layers=state_layers)
             if state_layers:
                 head.read_layers(model)
-                width = head.parts[0].width
                 weight = torch.zeros(width, len(state_layers) * width, device="cpu", dtype=torch.float32)
                 weight[:, -width:].fill_diagonal_(1)
                 head.fuse.load_state_dict({"weight": weight}, assign=True)
             if tokens is not None:
                 head.load_state_dict({"tokens": tokens.detach().clone()}, strict=False, assign=True)
-            head.parts[0].begin_like(model, anatomy, index)
+            head.layers[0].begin_like(model, anatomy, index)
             head.eval().try_out()
-        except SettingError:
-            raise
         except Exception as error:  # of the code of any model
+            if isinstance(error, SettingError) and error.__cause__ is None:  # about state_layers
+                raise
             raise UnsupportedModelError(
                 f"layer {index} of {anatomy.model_name} cannot stand alone, or keeps more than keys and values, so no "
-                f"MTP head can be made of it ({brief(error)})."
+                f"MTP head can be made of it ({brief(error.__cause__ or error)})."
             ) from error
         return head
 
     @torch.no_grad()
     def try_out(self) -> None:
         """Runs each layer over two tokens, with keys and values alone in its cache."""
-        for layer in self.parts:
+        for layer in self.layers:
             states = next(layer.parameters()).new_zeros(1, 2, layer.width)
             layer(states, states, torch.arange(2, device=states.device)[None], SpeculativeCache(1, 1, 2))

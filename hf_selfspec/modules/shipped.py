@@ -186,7 +186,7 @@ def _load(model: PreTrainedModel, name: str) -> MtpHead:
     head = MtpHead([names.settings(config, number, anatomy.num_layers) for number in range(len(found))])
     device = next(anatomy.layers[-1].parameters()).device
     try:
-        for part, layer, settings in zip(head.parts, found, head.configs, strict=True):
+        for part, layer, settings in zip(head.layers, found, head.configs, strict=True):
             for field in ("embedding_norm", "state_norm", "projection"):
                 weight, module = files.read(f"{layer[field]}.weight").to(device, model.dtype), getattr(part, field)
                 if weight.shape != module.weight.shape:
@@ -242,24 +242,11 @@ def _decoder(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
         raise SettingError(f"{path} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    try:
-        found = read_json(index)
-    except ValueError as error:
-        raise SettingError(f"{index} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
-    files = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise SettingError(f"{index} has no weight_map with the file of each tensor. Load the checkpoint again.")
-    return files
 
 
 class _Files:
@@ -277,7 +264,7 @@ class _Files:
     def read(self, key: str) -> torch.Tensor:
         if key not in self.paths:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
-        with _opened(self.paths[key]) as file:
+        with _reading(self.paths[key]), safe_open(self.paths[key], framework="pt", device="cpu") as file:
             found: torch.Tensor = file.get_tensor(key)
         if found.itemsize < 2 or not found.is_floating_point():
             raise SettingError(
@@ -297,14 +284,20 @@ class _Files:
     def _found(self) -> Iterator[tuple[str, Path]]:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            files = _weight_map(index)
+            with _reading(index):
+                content = read_json(index)
+            files = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise SettingError(
+                    f"{index} has no weight_map with the file of each tensor. Load the checkpoint again."
+                )
             paths = {file: self._file(file) for file in set(files.values())}
             for key, file in files.items():
                 if (path := paths[file]) is None:
                     raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
                 yield key, path
         elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
-            with _opened(whole) as file:
+            with _reading(whole), safe_open(whole, framework="pt", device="cpu") as file:
                 yield from ((key, whole) for key in file.keys())  # noqa: SIM118  # no dict
         else:
             raise SettingError(

@@ -72,11 +72,6 @@ class AdapterFit(TrainedFit[Adapter]):
                 f"fit_adapter(blocks={','.join(self.blocks)}): leave it out."
             )
 
-    def check_config(self, config: Any) -> None:
-        super().check_config(config)
-        with torch.device("meta"):
-            self._adapter(config, config.hidden_size)
-
     def exit_layers(self, config: Any) -> Sequence[int]:
         usual = 3 if config.num_hidden_layers >= 40 else 2
         layer = usual if self.exit_layer is None else self.exit_layer
@@ -84,7 +79,7 @@ class AdapterFit(TrainedFit[Adapter]):
         return (layer,)
 
     def module(self, frozen: FrozenModel) -> Adapter:
-        adapter = self._adapter(frozen.model.config.get_text_config(decoder=True), frozen.width)
+        adapter = super().module(frozen)
         if adapter.head is not None:
             frozen.copy_head(adapter.head)
         frozen.imitate_norm(adapter.norm, adapter.exit_layer)
@@ -101,7 +96,7 @@ class AdapterFit(TrainedFit[Adapter]):
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}
         return {"exit layer": module.exit_layer, **shape, "own head": self.own_head}
 
-    def _adapter(self, config: Any, width: int) -> Adapter:
+    def made(self, config: Any, width: int) -> Adapter:
         most = config.num_attention_heads
         usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
         return Adapter(

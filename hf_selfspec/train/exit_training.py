@@ -22,8 +22,7 @@ _IGNORED = -100
 
 
 class ExitTraining(TrainingRun):
-    """The exits of one model in training: their losses, with ``distils`` against the last layer's distribution, join
-    the loss that the model returns."""
+    """The exits of one model in training, whose losses join the loss that the model returns."""
 
     def __init__(self, exits: Exits, weights: Weights, distils: bool) -> None:
         self.exits, self._weights_of, self._distils = exits, weights, distils

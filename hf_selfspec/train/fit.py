@@ -119,8 +119,13 @@ class TrainedFit(Fit[M]):
     def exit_layers(self, config: Any) -> Sequence[int]:
         """The layers whose states the module reads, for a model with this config."""
 
-    @abstractmethod
-    def module(self, frozen: FrozenModel) -> M: ...
+    def made(self, config: Any, width: int) -> Any:
+        """Returns the module for a model with this config and states of this width, where that is all it takes."""
+
+    def module(self, frozen: FrozenModel) -> M:
+        """Returns the module with which the fit of this model begins."""
+        found: M = self.made(frozen.model.config.get_text_config(decoder=True), frozen.width)
+        return found
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
@@ -147,6 +152,8 @@ class TrainedFit(Fit[M]):
 
     def check(self) -> None:
         name = self.function
+        if torch.is_inference_mode_enabled():
+            raise SettingError(f"{name} trains, which torch.inference_mode does not allow: call it outside of that.")
         check_count(f"{name}(block_size)", self.block_size)
         if self.patience is not None:
             check_count(f"{name}(patience)", self.patience)
@@ -163,6 +170,8 @@ class TrainedFit(Fit[M]):
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
         self.exit_layers(config)
+        with torch.device("meta"):
+            self.made(config, config.hidden_size)
 
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         name = self.function
@@ -174,6 +183,7 @@ class TrainedFit(Fit[M]):
             )
         return text
 
+    @torch.enable_grad()
     def fit(self, model: Any, text: torch.Tensor) -> M:
         rows, held_out = divided(text)
         layers = self.exit_layers(model.config.get_text_config(decoder=True))
@@ -237,13 +247,11 @@ class TrainedFit(Fit[M]):
 class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
-    def __init__(
-        self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speedup: SpeedupEvaluator
-    ) -> None:
+    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speed: SpeedupEvaluator) -> None:
         super().__init__()
         self.part = module  # the name in checkpoints
         self.names: tuple[str, ...] = ()
-        self._fit, self._frozen, self.speedup = fit, frozen, speedup
+        self._fit, self._frozen, self.speedup = fit, frozen, speed
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""

@@ -25,8 +25,6 @@ from ..validation import StrPath, check_count
 _SUFFIX = ".safetensors"
 # Bytes of names and shapes in a file, at most, for up to a dozen exits.
 _NAMES = 2048
-
-
 # A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is
 # the output of layer E - 1, and "exits_E" the same after the model's own final norm; "final" goes into the head.
 HiddenStates = dict[str, torch.Tensor]
@@ -128,8 +126,7 @@ class FrozenModel:
         teacher: Head | None = None,
         vocabulary: int | None = None,
     ) -> torch.Tensor:
-        """``[b s]`` values of ``metric`` from the logits of ``head`` and those of a teacher, by default the whole
-        model's, in chunks of tokens."""
+        """``[b s]`` values of ``metric`` from logits of ``head`` and of a teacher, by default the whole model's."""
 
         def of(some: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():

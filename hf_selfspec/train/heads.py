@@ -94,10 +94,8 @@ class HeadsFit(TrainedFit[ExitHeads]):
                 f"{name}(copied=True, rank={self.rank}): the model's own head has full rank, so leave rank out."
             )
 
-    def check_config(self, config: Any) -> None:
-        super().check_config(config)
-        with torch.device("meta"):
-            ExitHeads(self.exit_layers(config), config.hidden_size, config.vocab_size, self.rank)
+    def made(self, config: Any, width: int) -> ExitHeads:
+        return ExitHeads(self.exit_layers(config), width, config.vocab_size, self.rank)
 
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         text = super().read(tokenizer, dataset)
@@ -116,7 +114,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
         return chosen
 
     def module(self, frozen: FrozenModel) -> ExitHeads:
-        module = ExitHeads(frozen.layers, frozen.width, frozen.vocabulary, self.rank)
+        module = super().module(frozen)
         if self.copied:
             for layer, head in zip(module.layers, module.heads, strict=True):
                 norm, linear = cast(nn.Sequential, head)

@@ -64,9 +64,16 @@ class LoraFit(TrainedFit[DraftLora]):
         return (layer,)
 
     def module(self, frozen: FrozenModel) -> DraftLora:
-        _check(frozen.anatomy)
-        (exit_layer,) = frozen.layers
-        return DraftLora(exit_layer, self.rank, shapes_of(frozen.anatomy, exit_layer))
+        anatomy, (exit_layer,) = frozen.anatomy, frozen.layers
+        # Some tokens of a row go through the layers again, after keys and values of the others.
+        takes_them = forward_parameters(anatomy.stack) >= {"input_ids", "position_ids", cache_name(anatomy.stack)}
+        if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not takes_them:
+            raise UnsupportedModelError(
+                "fit_draft_lora feeds a row's tokens to the first layers again, after the keys and values of the whole "
+                f"model, which {anatomy.model_name} does not take (recurrent states, shared keys and values, or no "
+                "`position_ids`). Fit an adapter instead: fit_adapter."
+            )
+        return DraftLora(exit_layer, self.rank, shapes_of(anatomy, exit_layer))
 
     def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
@@ -91,25 +98,12 @@ def shapes_of(anatomy: Anatomy, exit_layer: int) -> list[Shape]:
     return [(name, *widths(module)) for name, module in found]
 
 
-def _check(anatomy: Anatomy) -> None:
-    """Checks that some tokens of a row can go through the layers again, after keys and values of the others."""
-    taken = {"input_ids", "position_ids", cache_name(anatomy.stack)}
-    takes_them = forward_parameters(anatomy.stack) >= taken
-    if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not takes_them:
-        raise UnsupportedModelError(
-            f"fit_draft_lora feeds a row's tokens to the first layers again, after the keys and values of the whole "
-            f"model, which {anatomy.model_name} does not take (recurrent states, shared keys and values, or no "
-            "`position_ids`). Fit an adapter instead: fit_adapter."
-        )
-
-
 def _offset() -> int:
     return int(torch.randint(_WINDOW, (), device="cpu"))  # where the windows of a call begin
 
 
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
-    """What goes into the head as the first layers draft with LoRA, ``[b, s, d]`` for ids ``[b, s]``: windows, whose
-    place differs in each call, read all before them from layers without LoRA."""
+    """What goes into the head ``[b, s, d]`` as windows of ids ``[b, s]`` are drafted, after a text without LoRA."""
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
     count, stack, substitutes = anatomy.num_layers, anatomy.stack, lora.substitutes(anatomy)

@@ -11,6 +11,7 @@ from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..data.texts import read_prompts
 from ..draft.mtp import MTP
 from ..errors import SettingError, SettingTypeError
+from ..learned.files import path_of
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.plan import LayerPlan
@@ -110,7 +111,7 @@ class MtpFit(TrainedFit[MtpHead]):
                 MtpHead.of(model, state_layers=self.state_layers)
             reduced = self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)
             HeadRows(model, reduced.tokens)
-            file = None if self.output_dir is None else f"{self.output_dir}-text.json"
+            file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.json")
             written = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
             text = super().read(tokenizer, [*dataset, *written])
         if isinstance(self.head_rows, ReducedHead):

@@ -71,8 +71,8 @@ class ProbeFit(TrainedFit[LinearProbe]):
         check_exit(self.function, "exit_layer", self.exit_layer, config.num_hidden_layers)
         return (self.exit_layer,)
 
-    def module(self, frozen: FrozenModel) -> LinearProbe:
-        return LinearProbe(self.exit_layer, frozen.width, self.do_sample)
+    def made(self, config: Any, width: int) -> LinearProbe:
+        return LinearProbe(self.exit_layer, width, self.do_sample)
 
     def loss(self, module: LinearProbe, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         return F.binary_cross_entropy_with_logits(_scores(module, states), self._labels(frozen, states))

@@ -1,6 +1,5 @@
 """Texts of fits: packed into rows of tokens, some of which are held out, or written by the model itself."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import SettingError, SettingTypeError, brief
-from ..learned.files import path_of, read_json, reported, write_json
+from ..learned.files import read_json, reported, write_json
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
@@ -30,9 +29,8 @@ def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = 
     check_dataset(name, texts)
     tokens, end = list[int](), getattr(tokenizer, "eos_token_id", None)
     for text in texts:
-        tokens += _tokens(tokenizer, text, name)
-        if end is not None:
-            tokens.append(end)
+        found = _tokens(tokenizer, text, name)
+        tokens += found if end is None or found[-1:] == [end] else [*found, end]
     if not tokens:
         raise SettingError(f"{name} was given no text: the dataset is empty. Give texts that the model is used for.")
     if len(tokens) < length:
@@ -68,10 +66,7 @@ def _tokens(tokenizer: Tokenizer, text: Any, name: str) -> list[int]:
 
 
 def answered(
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
-    new_tokens: int,
-    file: str | os.PathLike[str] | None,
+    model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, file: Path | None
 ) -> list[list[int]]:
     """Returns the tokens of prompts with the model's answers. A file keeps them, so that writing can be resumed."""
     found: list[list[int]] = []
@@ -82,8 +77,8 @@ def answered(
             f"the {limit} positions of the model. Give fewer, or shorter prompts."
         )
     known = f"{Fingerprint.of_decoder(model).name}, {new_tokens} tokens"
-    if file is not None and path_of(file).exists():
-        found, made_by = _read(path_of(file))
+    if file is not None and file.exists():
+        found, made_by = _read(file)
         begun = [row[: len(prompt)] for row, prompt in zip(found, prompts, strict=False)]
         if begun != prompts[: len(found)] or made_by != known:
             raise SettingError(
@@ -100,12 +95,14 @@ def answered(
                 do_sample=is_drawn,
                 temperature=_TEMPERATURE if is_drawn else None,
                 pad_token_id=0,
+                num_beams=1,
+                num_return_sequences=1,
                 return_dict_in_generate=False,
             )
             found += continued(model, prompts[begin : begin + AT_ONCE], generation_config=settings, assistant=spec)
             if file is not None:
-                with reported(path_of(file)):
-                    write_json(path_of(file), {"made_by": known, "texts": found})
+                with reported(file):
+                    write_json(file, {"made_by": known, "texts": found})
     return found
 
 

@@ -184,6 +184,7 @@ def test_rows_of_text() -> None:
 
     found = packed(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
     assert found.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
+    assert packed(Tokens(), [{"input_ids": [5, 1]}, "ab"], 1).flatten().tolist() == [5, 1, 97, 98, 1]  # ends once
     many = packed(None, rows(40), 32)
     training, held_out = divided(many)
     assert torch.equal(torch.cat([training, held_out]), many)
@@ -388,6 +389,16 @@ def test_fits_of_nothing(change: dict[str, Any], error: type[Exception], words: 
         adapter_fit(**{"model": tiny_llama()} | change)
     assert "fit_adapter" in str(raised.value)
     assert words in str(raised.value)
+
+
+def test_fits_have_gradients_where_callers_have_none(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1)
+    with torch.no_grad():
+        adapter = adapter_fit(tiny_llama(), rows(4), args=args)
+        assert not torch.is_grad_enabled()
+    assert adapter.output.weight.any()
+    with torch.inference_mode(), pytest.raises(SettingError, match=r"fit_adapter trains, which torch\.inference_mode"):
+        adapter_fit(tiny_llama(), rows(4), args=args)
 
 
 def test_models_to_which_nothing_can_be_fitted() -> None:
