@@ -11,8 +11,8 @@ from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..modules.adapter import Adapter
 
-_QUERY, _KEYS_AND_VALUES, _OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
-_PROJECTIONS = (_QUERY, *_KEYS_AND_VALUES, _OUTPUT)
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+_PROJECTIONS = ("q_proj", *_KEYS_AND_VALUES, "o_proj")
 # The norm before a layer's attention.
 _NORM = "input_layernorm"
 # Norms are compared on states of this size, small enough for their epsilons to matter, with this tolerance.
@@ -32,10 +32,16 @@ def adapter_layer(
     config = model.config
     _check_positions(config, adapter, anatomy)
     twin = _layer_like_it(config, adapter, anatomy)
-    attention = anatomy.attention[twin]
+    attention: Any = anatomy.attention[twin]
     if attention is None or not all(isinstance(getattr(attention, name, None), nn.Linear) for name in _PROJECTIONS):
         raise _unlike(anatomy, f"its attention has no linear {', '.join(_PROJECTIONS)}")
-    _check_heads(config, attention, adapter, anatomy)
+    query, heads, width = attention.q_proj, config.num_attention_heads, adapter.num_heads * adapter.head_width
+    if heads != adapter.num_heads or tuple(query.weight.shape) != (width, width):
+        raise _unlike(
+            anatomy,
+            f"it has {heads} heads and queries of {list(query.weight.shape)}, the adapter {adapter.num_heads} heads "
+            f"and a width of {width}",
+        )
     new = _layer_tensors(adapter, anatomy, twin, attention)
     replaced = {f"{prefix}{adapter.exit_layer}.{name}": tensor for name, tensor in new.items()}
     replaced |= _final_norm(model, anatomy, adapter)
@@ -84,17 +90,6 @@ def _layer_like_it(config: Any, adapter: Adapter, anatomy: Anatomy) -> int:
     if not alike:
         raise _unlike(anatomy, "none of its layers sees the whole text with positions, as the adapter does")
     return alike[-1]
-
-
-def _check_heads(config: Any, attention: nn.Module, adapter: Adapter, anatomy: Anatomy) -> None:
-    query = getattr(attention, _QUERY)
-    heads = config.num_attention_heads
-    if heads != adapter.num_heads or tuple(query.weight.shape) != (heads * adapter.head_width,) * 2:
-        raise _unlike(
-            anatomy,
-            f"it has {heads} heads and queries of {list(query.weight.shape)}, the adapter {adapter.num_heads} heads "
-            f"and a width of {adapter.num_heads * adapter.head_width}",
-        )
 
 
 def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.Module) -> dict[str, torch.Tensor]:

@@ -38,7 +38,11 @@ def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int], changes: Ma
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
     depth_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    chosen |= _sparse_steps(values, kept) | {depth_name: len(kept), **changes}
+    if (step := values.get("decoder_sparse_step")) is not None:  # experts in every n-th layer (Qwen's MoE)
+        dense = values.get("mlp_only_layers") or ()
+        named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
+        chosen |= {"decoder_sparse_step": 1, "mlp_only_layers": named}
+    chosen |= {depth_name: len(kept), **changes}
     if "attention_types" in chosen:  # GPT-Neo's config holds the kinds of attention twice
         chosen["attention_types"] = [[list(chosen["attention_layers"]), 1]]
     if _FURTHER in chosen:
@@ -56,16 +60,6 @@ def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == depth and name not in _NO_LAYERS:
         return [value[layer] for layer in kept]
     return value
-
-
-def _sparse_steps(values: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Experts in every n-th layer (Qwen's MoE) as a list of the layers without them."""
-    step = values.get("decoder_sparse_step")
-    if step is None:
-        return {}
-    dense = values.get("mlp_only_layers") or ()
-    named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": named}
 
 
 def kept_layers(plan: LayerPlan) -> list[int]:

@@ -60,11 +60,8 @@ class Adapter(DraftModule):
                 f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): hidden_size must be a multiple of "
                 f"2 * num_heads, {2 * num_heads}."
             )
-        self.exit_layer = exit_layer
-        self.num_heads = num_heads
-        self.head_width = hidden_size // num_heads
-        self.rope_theta = rope_theta
-        self.about = about
+        self.exit_layer, self.rope_theta, self.about = exit_layer, rope_theta, about
+        self.num_heads, self.head_width = num_heads, hidden_size // num_heads
         self.norm = nn.RMSNorm(hidden_size, norm_eps)
         self.attention = "attention" in blocks
         if self.attention:

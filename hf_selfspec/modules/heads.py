@@ -25,16 +25,11 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def _margin(logits: torch.Tensor) -> torch.Tensor:
-    first, second = logits.softmax(-1).topk(2, -1).values.unbind(-1)
-    return first - second
-
-
 # The confidence of a distribution, from logits [..., v]; higher is surer, so the entropy is negated.
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "entropy": lambda logits: -entropy(logits),
     "probability": lambda logits: logits.softmax(-1).amax(-1),
-    "margin": _margin,
+    "margin": lambda logits: -logits.softmax(-1).topk(2, -1).values.diff()[..., 0],
 }
 
 
@@ -81,9 +76,8 @@ class ExitHeads(DraftModule):
         if not layers or list(layers) != sorted(set(layers)):
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on, in increasing order, got {layers!r}.")
         check_share("ExitHeads(norm_eps)", norm_eps, zero=False, one=False)
-        self.layers = tuple(layers)
-        self.vocabulary = vocabulary
-        self.about = about
+        self.layers, self.vocabulary = tuple(layers), vocabulary
+        self.about = about  # which depends on the layers
 
         def linear() -> nn.Module:
             if rank is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -225,10 +225,8 @@ class MtpHead(DraftModule):
 
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]`` by the head's own output head."""
-        assert self.output is not None
-        assert self.eagle3 is not None
-        assert self.tokens is not None
-        return spread(self.output(states), self.tokens, self.eagle3["vocabulary"])
+        output, tokens, eagle3 = cast(Any, (self.output, self.tokens, self.eagle3))
+        return spread(output(states), tokens, eagle3["vocabulary"])
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""

@@ -27,9 +27,7 @@ class LinearProbe(DraftModule):
         check_count("LinearProbe(exit_layer)", exit_layer, most=MOST_LAYERS)
         check_count("LinearProbe(hidden_size)", hidden_size, most=MOST_WIDTH)
         check_flag("LinearProbe(do_sample)", do_sample)
-        self.exit_layer = exit_layer
-        self.do_sample = do_sample
-        self.about = about
+        self.exit_layer, self.do_sample, self.about = exit_layer, do_sample, about
         self.direction = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.direction.weight)
         nn.init.zeros_(self.direction.bias)

@@ -37,8 +37,7 @@ class ReducedHead(DraftModule):
         super().__init__()
         check_count("ReducedHead(vocabulary)", vocabulary, most=MOST_WIDTH)
         check_count("ReducedHead(size)", size, most=vocabulary)
-        self.vocabulary = vocabulary
-        self.about = about
+        self.vocabulary, self.about = vocabulary, about
         self.tokens = nn.Parameter(torch.arange(size, device="cpu"), requires_grad=False)
 
     @classmethod

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from .frozen_model import FrozenModel, Head, HiddenStates
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterFit(TrainedFit[Adapter]):
+class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter"):
     """Fits Kangaroo's adapter (§3.1): cross entropy against the whole model's distribution, no labels needed.
 
     Args:
@@ -50,9 +50,6 @@ class AdapterFit(TrainedFit[Adapter]):
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model's layers were not found, or nothing can be fitted to them.
     """
-
-    command: ClassVar[str] = "adapter"
-    function: ClassVar[str] = "fit_adapter"
 
     exit_layer: Annotated[int | None, Option("The exit layer; 2 by default, 3 from 40 layers on.")] = None
     blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.", parse=words)] = (

@@ -112,10 +112,8 @@ class EarlyExitLoss(ModelCallback):
             raise SettingTypeError(
                 f"EarlyExitLoss(scale) must be loss_scale, even or a function of (l, L, e_scale), got {scale!r}."
             )
-        self.e_scale = float(e_scale)
-        self.scale = scale
-        self.curriculum = curriculum
-        self.self_distillation = self_distillation
+        self.e_scale, self.scale = float(e_scale), scale
+        self.curriculum, self.self_distillation = curriculum, self_distillation
         if layers is not None and (not isinstance(layers, Collection) or not layers):
             raise SettingTypeError(f"EarlyExitLoss(layers) must be a list of exit layers, or None, got {layers!r}.")
         for layer in layers or ():
@@ -137,8 +135,7 @@ class EarlyExitLoss(ModelCallback):
                     "trains the last layer with another loss. Train without it, or without EarlyExitLoss."
                 )
         model = causal_lm(trainer.model, "EarlyExitLoss")
-        loss = model.loss_function
-        if loss is not ForCausalLMLoss:
+        if (loss := model.loss_function) is not ForCausalLMLoss:
             raise UnsupportedModelError(
                 f"EarlyExitLoss trains exits with the cross entropy that causal LMs share, but the loss function of "
                 f"{type(model).__name__} is {loss!r}. Train without EarlyExitLoss."

@@ -57,8 +57,7 @@ class Fit(ABC, Generic[M]):
     """The settings of a fit, of which its function and its command are made.
 
     Attributes:
-        command: the fit's name on the command line.
-        function: the name of its function.
+        command, function: the fit's name on the command line, and that of its function.
         output_dir: folder in which the module is saved, with a model card.
     """
 
@@ -66,6 +65,9 @@ class Fit(ABC, Generic[M]):
     function: ClassVar[str]
 
     output_dir: StrPath | None = None
+
+    def __init_subclass__(cls, command: str = "", function: str = "") -> None:
+        cls.command, cls.function = command, function
 
     def check(self) -> None: ...
 

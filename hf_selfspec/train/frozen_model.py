@@ -11,7 +11,7 @@ import torch.nn as nn
 from accelerate import PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,8 +23,6 @@ from ..model.patching import evaluating
 from ..validation import StrPath, check_count
 
 _SUFFIX = ".safetensors"
-# Bytes of names and shapes in a file, at most, for up to a dozen exits.
-_NAMES = 2048
 # A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is
 # the output of layer E - 1, and "exits_E" the same after the model's own final norm; "final" goes into the head.
 HiddenStates = dict[str, torch.Tensor]
@@ -70,10 +68,6 @@ class FrozenModel:
                 f"{self.anatomy.model_name} is offloaded, so nothing can be fitted to it. Load all of it on devices."
             )
         return device
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def width(self) -> int:
@@ -133,7 +127,7 @@ class FrozenModel:
                 teacher_logits = (teacher or self.own_head)(final).float()
             return metric(head(some).float(), teacher_logits)
 
-        chunk = max(1, LOGIT_ELEMENTS // (vocabulary or self.vocabulary))
+        chunk = max(1, LOGIT_ELEMENTS // (vocabulary or self.model.config.get_text_config(decoder=True).vocab_size))
         pairs = list(zip(*(rows.flatten(0, 1).split(chunk) for rows in (states, seen["final"])), strict=True))
         is_kept = not torch.is_grad_enabled() or len(pairs) == 1
         return torch.cat([of(*pair) if is_kept else checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
@@ -186,11 +180,11 @@ class FrozenModel:
         return self._folder / f"{name}{_SUFFIX}"
 
     def _keep(self, file: Path, found: HiddenStates) -> None:
-        size = _NAMES + sum(tensor.nbytes for tensor in found.values())
-        if size <= self._room:
+        content = save({name: tensor.cpu().contiguous() for name, tensor in found.items()})
+        if len(content) <= self._room:
             with reported(file), written_whole(file) as beside:
-                save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, beside)
-            self._room -= size
+                beside.write_bytes(content)
+            self._room -= len(content)
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn as nn
@@ -36,7 +36,7 @@ _Texts = Sequence[tuple[torch.Tensor, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsFit(TrainedFit[ExitHeads]):
+class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"):
     """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates their thresholds (§3.4).
 
     A head learns the whole model's distribution, or the next token, or both. They are calibrated on what the model
@@ -62,9 +62,6 @@ class HeadsFit(TrainedFit[ExitHeads]):
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
             hold any out.
     """
-
-    command: ClassVar[str] = "heads"
-    function: ClassVar[str] = "fit_exit_heads"
 
     layers: Annotated[
         Sequence[int] | None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from transformers import DynamicCache
@@ -28,7 +28,7 @@ _WINDOW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraFit(TrainedFit[DraftLora]):
+class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
     """Fits LoRA to the first layers that is active while they draft: the whole model's output stays what it is.
 
     The layers learn the distribution of the model's own last layer (cross entropy, no labels needed), as they will
@@ -47,9 +47,6 @@ class LoraFit(TrainedFit[DraftLora]):
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model's layers were not found, or do not draft after given keys and values.
     """
-
-    command: ClassVar[str] = "lora"
-    function: ClassVar[str] = "fit_draft_lora"
 
     exit_layer: Annotated[int | None, Option("The exit layer; a quarter of the layers by default.")] = None
     rank: Annotated[int, Option("Rank of what is added to each linear layer.")] = 16

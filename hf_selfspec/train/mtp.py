@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def _read_prompts(file: str) -> list[Prompt]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpFit(TrainedFit[MtpHead]):
+class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
     """Fits an MTP layer: one decoder layer of the model's own class, which begins as a copy of its last one.
 
     It reads the model's last states, and learns the model's distribution over frequent tokens (cross entropy, no labels
@@ -61,9 +61,6 @@ class MtpFit(TrainedFit[MtpHead]):
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model's last layer cannot stand alone, or its head cannot be cut.
     """
-
-    command: ClassVar[str] = "mtp"
-    function: ClassVar[str] = "fit_mtp"
 
     prompts: Annotated[
         Iterable[Prompt] | None, Option("A file with prompts that the model answers first.", parse=_read_prompts)

@@ -1,7 +1,7 @@
 """Finding the tokens that drafts consist of (FR-Spec, arXiv 2502.14856 §3.2)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from .texts import HELD_OUT, ends_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedHeadFit(Fit[ReducedHead]):
+class ReducedHeadFit(Fit[ReducedHead], command="head", function="fit_reduced_head"):
     """Finds the most frequent tokens of some text, and adds the end-of-text tokens. Nothing is trained.
 
     Args:
@@ -33,9 +33,6 @@ class ReducedHeadFit(Fit[ReducedHead]):
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model has no output head.
     """
-
-    command: ClassVar[str] = "head"
-    function: ClassVar[str] = "fit_reduced_head"
 
     size: Annotated[int, Option("How many tokens.")] = 8192
 
@@ -60,8 +57,8 @@ class ReducedHeadFit(Fit[ReducedHead]):
         # Of equally frequent tokens, those with lower ids: tokenizers give these to the tokens they met most often.
         chosen = counts.sort(descending=True, stable=True).indices[: min(self.size, vocabulary)].sort().values
         head = ReducedHead.of(chosen.tolist(), vocabulary)
-        share = round(torch.isin(held_out, chosen).float().mean().item(), 4) if held else None
-        figures = {} if share is None else {"share of held-out tokens": share}
+        covered = torch.isin(held_out, chosen).float().mean().item()
+        figures = {"share of held-out tokens": round(covered, 4)} if held else {}
         recipe = {"tokens": len(chosen), "tokens of text": len(counted)}
         return saved(head, about(model, recipe, figures), self.output_dir)
 
