@@ -47,8 +47,7 @@ class Row(NamedTuple):
             found.encode()
         except UnicodeEncodeError as error:
             raise SettingError(
-                f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Leave that character "
-                "out."
+                f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Drop that character."
             ) from error
         return found
 

@@ -5,7 +5,7 @@ import os
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -143,8 +143,7 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
         return logits
     assert current.exit_state is not None
     part: Any = adapter.on(logits.device)
-    found: torch.Tensor = part.head(part(current.exit_state))
-    return found
+    return cast(torch.Tensor, part.head(part(current.exit_state)))
 
 
 def _in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
@@ -97,8 +97,7 @@ class Knowledge:
             return
         if difference := saved.fingerprint.difference(self.fingerprint(model)):
             raise SettingError(
-                f"{saved.path} was saved for {difference}. Use it with the model that it was saved for, or make a new "
-                "SelfSpec for this one."
+                f"{saved.path} was saved for {difference}. Use it with that model, or make a new SelfSpec for this one."
             )
 
     def save(
@@ -267,13 +266,11 @@ class KnowledgeOfCall:
         return found
 
     def _text_writer(self, texts: TextFile, key: Key) -> Callable[[], None]:
-        alive = weakref.ref(self.model)
-        knowledge, settings, cache_dir, task = self.knowledge, self.settings, self.cache_dir, self.task
+        alive, without_model = weakref.ref(self.model), replace(self, model=cast(Any, None))
 
         def write() -> None:
             if (model := alive()) is not None:
-                known = KnowledgeOfCall(knowledge, model, (False, False), settings, cache_dir, task)
-                known._cache(texts.path, texts, key)
+                replace(without_model, model=model)._cache(texts.path, texts, key)
 
         return write
 

@@ -91,8 +91,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             found = hashlib.sha256()
             for value in weights:
                 values = value.detach().flatten()
-                some = values[:: max(1, len(values) // 1024)].double().cpu()
-                found.update(some.numpy().tobytes())
+                found.update(values[:: max(1, len(values) // 1024)].double().cpu().numpy().tobytes())
             known = self.__dict__["_digest"] = (state, found.hexdigest()[:8])
         return str(known[1])
 
@@ -102,12 +101,9 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """Raises if the module was fitted to a model with another fingerprint."""
         kept = self.about.get("fingerprint")
-        if kept is None:
-            return
-        if difference := Fingerprint.read(kept, "fingerprint").difference(fingerprint()):
+        if kept is not None and (difference := Fingerprint.read(kept, "fingerprint").difference(fingerprint())):
             raise SettingError(
-                f"this {self.kind} was fitted to {difference}. Use it with the model that it was fitted to, or fit "
-                "another one."
+                f"this {self.kind} was fitted to {difference}. Use it with that model, or fit another one."
             )
 
     @classmethod

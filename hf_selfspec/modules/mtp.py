@@ -108,10 +108,10 @@ class MtpLayer(_Layer):
 class EagleLayer(_Layer):
     """The layer of an EAGLE-3 head (arXiv 2503.01840): its attention reads ``[norm(embedding); norm(h)]``."""
 
-    def __init__(self, config: PreTrainedConfig, norm_before_residual: bool, norm_output: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
         super().__init__(config)
-        self.decoder.layers[0] = _EagleBlock(self.decoder.layers[0], self.width, norm_before_residual)
-        if not norm_output:
+        self.decoder.layers[0] = _EagleBlock(self.decoder.layers[0], self.width, settings["norm_before_residual"])
+        if not settings["norm_output"]:
             self.decoder.norm = nn.Identity()
 
 
@@ -200,10 +200,7 @@ class MtpHead(DraftModule):
             with torch.device("meta"):
                 layers = [AutoConfig.for_model(**config) for config in configs]
                 self.layers = nn.ModuleList(
-                    MtpLayer(layer)
-                    if eagle3 is None
-                    else EagleLayer(layer, eagle3["norm_before_residual"], eagle3["norm_output"])
-                    for layer in layers
+                    MtpLayer(layer) if eagle3 is None else EagleLayer(layer, eagle3) for layer in layers
                 )
                 width, count = self.layers[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
                 self.fuse = nn.Linear(count * width, width, bias=False) if count else nn.Identity()

@@ -311,7 +311,5 @@ class _Files:
         try:
             found = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
-            raise SettingError(
-                f"load_mtp: {self.name!r} is no folder, and cannot be loaded ({brief(error)})."
-            ) from error
+            raise SettingError(f"load_mtp: {self.name!r} is no folder and cannot be read ({brief(error)}).") from error
         return None if found is None else Path(found)

@@ -173,7 +173,5 @@ class EarlyExitLoss(ModelCallback):
         scales = {layer: self.scale(layer, num_layers, self.e_scale) for layer in sorted({*layers, num_layers - 1})}
         if not all(0 <= weight < math.inf for weight in scales.values()):
             raise SettingError(f"EarlyExitLoss(scale) must return numbers of at least 0, got {scales} for the layers.")
-        total = sum(scales.values())
-        if total == 0:  # the one layer of a model that has no other
-            return {num_layers - 1: 1.0}
-        return {layer: weight / total for layer, weight in scales.items()}
+        total = sum(scales.values())  # 0 for the one layer of a model that has no other
+        return {layer: weight / total for layer, weight in scales.items()} if total else {num_layers - 1: 1.0}

@@ -126,8 +126,7 @@ class TrainedFit(Fit[M]):
 
     def module(self, frozen: FrozenModel) -> M:
         """Returns the module with which the fit of this model begins."""
-        found: M = self.made(frozen.model.config.get_text_config(decoder=True), frozen.width)
-        return found
+        return cast(M, self.made(frozen.model.config.get_text_config(decoder=True), frozen.width))
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
@@ -160,9 +159,7 @@ class TrainedFit(Fit[M]):
         if self.patience is not None:
             check_count(f"{name}(patience)", self.patience)
             if PartialState().num_processes > 1:
-                raise SettingError(
-                    f"{name}(patience={self.patience}): several processes would not stop alike. Leave patience out."
-                )
+                raise SettingError(f"{name}(patience={self.patience}): processes would not stop alike. Leave it out.")
         args: Any = self.args
         if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
@@ -281,8 +278,7 @@ def check_length(name: str, block_size: object, config: Any) -> None:
 def saved(module: M, known: dict[str, Any], folder: StrPath | None) -> M:
     """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
     module.about = known
-    if folder is not None:
-        with PartialState().main_process_first():
-            if PartialState().is_main_process:
-                module.save_pretrained(folder)
+    if folder is not None and PartialState().is_main_process:
+        module.save_pretrained(folder)
+    PartialState().wait_for_everyone()
     return module.eval()

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -106,7 +107,12 @@ class FrozenModel:
             new = self.run(ids[missing])
             for place, index in enumerate(missing):
                 rows[index] = {name: states[place] for name, states in new.items()}
-                self._keep(self._file(ids[index]), rows[index])
+                content = save({name: state.cpu().contiguous() for name, state in rows[index].items()})
+                if len(content) <= self._room:
+                    self._room -= len(content)
+                    file = self._file(ids[index])
+                    with reported(file), written_whole(file) as beside:
+                        beside.write_bytes(content)
         elif self.exits.final is None:  # the head has to see a forward
             self.run(ids[:1, :1])
         return {name: torch.stack([row[name].to(self.device) for row in rows]) for name in rows[0]}
@@ -142,13 +148,11 @@ class FrozenModel:
             exits.chosen, exits.is_watching = (), False
         if any(state.dim() != 3 for state in exits.left.values()):
             raise UnsupportedModelError(
-                f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
-                "be fitted."
+                f"{self.anatomy.model_name} has several states for each token between its layers, so nothing is fitted."
             )
-        assert exits.states is not None
-        assert exits.final is not None
-        found = {"ids": ids, "final": exits.final}
-        for layer, state in zip(self.layers, exits.states, strict=True):
+        final, states = cast(Any, (exits.final, exits.states))
+        found = {"ids": ids, "final": final}
+        for layer, state in zip(self.layers, states, strict=True):
             found |= {f"states_{layer}": exits.left[layer], f"exits_{layer}": state}
         return {name: state.to(self.device) for name, state in found.items()}
 
@@ -173,18 +177,10 @@ class FrozenModel:
         linear.weight.copy_(weight)
 
     def _file(self, row: torch.Tensor) -> Path:
-        assert self._folder is not None
         kind = self.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         name = hashlib.sha256(repr((row.tolist(), self.layers, precision)).encode()).hexdigest()[:32]
-        return self._folder / f"{name}{_SUFFIX}"
-
-    def _keep(self, file: Path, found: HiddenStates) -> None:
-        content = save({name: tensor.cpu().contiguous() for name, tensor in found.items()})
-        if len(content) <= self._room:
-            with reported(file), written_whole(file) as beside:
-                beside.write_bytes(content)
-            self._room -= len(content)
+        return cast(Path, self._folder) / f"{name}{_SUFFIX}"
 
 
 def _name(model: PreTrainedModel) -> str:

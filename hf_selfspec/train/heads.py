@@ -141,11 +141,11 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             return _written(frozen, held_out[:AT_ONCE])
 
         def spec(module: ExitHeads) -> SelfSpec | None:
-            if module.about.get("calibration"):
-                return _dssd(module)
-            heads = copy.copy(module)
-            heads.about = {"calibration": calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)}
-            return _dssd(heads)
+            if not module.about.get("calibration"):
+                found = calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)
+                module = copy.copy(module)
+                module.about = {"calibration": found}
+            return _dssd(module)
 
         return spec
 
