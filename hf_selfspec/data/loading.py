@@ -19,10 +19,7 @@ _CONFIG = "config.json"
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
 # Errors that mean that the Hub did not answer. The Hub's errors derive from those of its HTTP library, which differs
 # between versions.
-NO_ANSWER: tuple[type[Exception], ...] = (
-    OSError,
-    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
-)
+NO_ANSWER: tuple[Any, ...] = (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
 # Seconds within which the Hub has to answer. Downloads retry for half a minute before they give up.
 _PATIENCE = 10.0
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,29 +47,27 @@ class Row(NamedTuple):
             found.encode()
         except UnicodeEncodeError as error:
             raise SettingError(
-                f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Leave that character "
-                "out."
+                f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Drop that character."
             ) from error
         return found
 
 
 def texts(data: str, field: str | None = None) -> list[str]:
     """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
-    if Path(data).suffix == _WHOLE:
-        _check_no_field(data, field, "is one text")
-        found = [content("--data", data)]
-    else:
-        found = [row.text(field or "text") for row in _rows(data)]
+    found = [row.text(field or "text") for row in read_rows(data, field, is_one=True)]
     return _some(found, data, any(text.strip() for text in found))
 
 
-def read_rows(data: str, field: str | None = None) -> list[Row]:
-    """All rows, at least one, of a file (``.txt``, ``.jsonl``, ``.json``) or a Hub dataset's training split."""
-    if Path(data).suffix == _WHOLE:
-        _check_no_field(data, field, "has a prompt in each line")
-        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in _lines(data)]
+def read_rows(data: str, field: str | None = None, is_one: bool = False) -> list[Row]:
+    """All rows, at least one, of a file (lines of a ``.txt``, unless it ``is_one``; ``.jsonl``) or a Hub dataset."""
+    if Path(data).suffix != _WHOLE:
+        found = _rows(data)
+    elif field is not None:
+        why = "is one text" if is_one else "has a prompt in each line"
+        raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
     else:
-        found = list(_rows(data))
+        parts = [(1, content("--data", data))] if is_one else _lines(data)
+        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in parts]
     return _some(found, data, bool(found))
 
 
@@ -94,29 +92,17 @@ def _some(found: list[Any], data: str, is_any: bool) -> list[Any]:
     return found
 
 
-def _check_no_field(data: str, field: str | None, why: str) -> None:
-    if field is not None:
-        raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
-
-
-def _rows(data: str) -> Iterator[Row]:
+def _rows(data: str) -> list[Row]:
     suffix = Path(data).suffix
-    found: Iterable[tuple[int, Any]]
     if suffix in _LINES:
-        found, place = _objects(data), "line"
-    elif os.path.exists(data):
+        places = [(f"--data {data}, line {number}", line) for number, line in _lines(data)]
+        return [Row(place, _object(place, line)) for place, line in places]
+    if os.path.exists(data):
         kind = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
         raise SettingError(
             f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
         )
-    else:
-        found, place = enumerate(_rows_of_hub(data), start=1), "row"
-    for number, row in found:
-        if not isinstance(row, dict):
-            raise SettingError(
-                f"--data {data}, {place} {number}: {repr(row)[:_SHOWN]} is not an object with a text, {_EXAMPLE}"
-            )
-        yield Row(f"--data {data}, {place} {number}", row)
+    return [Row(f"--data {data}, row {number}", row) for number, row in enumerate(_rows_of_hub(data), start=1)]
 
 
 def _lines(data: str) -> Iterator[tuple[int, str]]:
@@ -126,14 +112,14 @@ def _lines(data: str) -> Iterator[tuple[int, str]]:
     return ((number, line.strip()) for number, line in lines if line.strip())
 
 
-def _objects(data: str) -> Iterator[tuple[int, Any]]:
-    for number, line in _lines(data):
-        try:
-            yield number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise SettingError(
-                f"--data {data}, line {number}: this is not JSON ({error}). Each line is one object, {_EXAMPLE}"
-            ) from error
+def _object(place: str, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{place}: this is not JSON ({error}). Each line is one object, {_EXAMPLE}") from error
+    if not isinstance(found, dict):
+        raise SettingError(f"{place}: {repr(found)[:_SHOWN]} is not an object with a text, {_EXAMPLE}")
+    return found
 
 
 def _rows_of_hub(data: str) -> Sequence[Any]:

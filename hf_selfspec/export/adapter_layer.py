@@ -1,8 +1,6 @@
 """Turns an adapter (Kangaroo) into one more decoder layer, with an MLP that adds nothing."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,30 +11,19 @@ from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..modules.adapter import Adapter
 
-_QUERY, _KEYS_AND_VALUES, _OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
-_PROJECTIONS = (_QUERY, *_KEYS_AND_VALUES, _OUTPUT)
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+_PROJECTIONS = ("q_proj", *_KEYS_AND_VALUES, "o_proj")
 # The norm before a layer's attention.
 _NORM = "input_layernorm"
 # Norms are compared on states of this size, small enough for their epsilons to matter, with this tolerance.
 _SMALL, _CLOSE = 0.05, 1e-4
-# Attributes in which an attention block differs once each head has keys and values of its own.
-WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
 
 
-@dataclass(frozen=True)
-class AdapterLayer:
-    """The tensors and settings that make an adapter a layer of a checkpoint."""
-
-    twin: int  # index of the model's layer on which the new layer is modelled
-    # By names in the checkpoint: the new layer, the final norm, the head, and projections of shared keys and values.
-    replaced: Mapping[str, torch.Tensor]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # changes to the model's config
-    may_differ: tuple[str, ...] = ()  # attributes in which the checkpoint's layers may differ from the model's
-
-
-def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
-    """The adapter as a decoder layer after its exit layer; keys and values that heads share are repeated in all layers.
-    ``prefix`` is the name of the list of layers, with a trailing dot."""
+def adapter_layer(
+    model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str
+) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
+    """The adapter as a decoder layer after its exit layer: the model's layer on which it is modelled, tensors by their
+    names in the checkpoint (keys and values that heads share are repeated in all layers), and changes to the config."""
     if not adapter.attention or adapter.mlp is not None:
         raise UnsupportedOptionError(
             "only an adapter with attention alone can be exported: no layer of a model has an MLP like the adapter's. "
@@ -45,24 +32,33 @@ def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, pr
     config = model.config
     _check_positions(config, adapter, anatomy)
     twin = _layer_like_it(config, adapter, anatomy)
-    attention = anatomy.attention[twin]
+    attention: Any = anatomy.attention[twin]
     if attention is None or not all(isinstance(getattr(attention, name, None), nn.Linear) for name in _PROJECTIONS):
         raise _unlike(anatomy, f"its attention has no linear {', '.join(_PROJECTIONS)}")
-    _check_heads(config, attention, adapter, anatomy)
+    query, heads, width = attention.q_proj, config.num_attention_heads, adapter.num_heads * adapter.head_width
+    if heads != adapter.num_heads or tuple(query.weight.shape) != (width, width):
+        raise _unlike(
+            anatomy,
+            f"it has {heads} heads and queries of {list(query.weight.shape)}, the adapter {adapter.num_heads} heads "
+            f"and a width of {width}",
+        )
     new = _layer_tensors(adapter, anatomy, twin, attention)
     replaced = {f"{prefix}{adapter.exit_layer}.{name}": tensor for name, tensor in new.items()}
     replaced |= _final_norm(model, anatomy, adapter)
     settings: dict[str, Any] = {}
     if adapter.head is not None:
-        replaced |= _own_head(model, anatomy, adapter)
+        head: Any = model.get_output_embeddings()
+        if head is None or head.bias is not None or head.weight.shape != adapter.head.weight.shape:
+            raise _unlike(anatomy, "its output head is not a matrix of the shape of the adapter's head")
+        name = next(name for name, module in model.named_modules() if module is head)
+        replaced[f"{name}.weight"] = adapter.head.weight
         settings["tie_word_embeddings"] = False
     groups = config.num_attention_heads // config.num_key_value_heads
-    if groups == 1:
-        return AdapterLayer(twin, replaced, settings)
-    settings["num_key_value_heads"] = config.num_attention_heads
-    for index in range(adapter.exit_layer):
-        replaced |= _written_out(anatomy, index, f"{prefix}{index}", groups, adapter.head_width)
-    return AdapterLayer(twin, replaced, settings, WRITTEN_OUT)
+    if groups > 1:
+        settings["num_key_value_heads"] = config.num_attention_heads
+        for index in range(adapter.exit_layer):
+            replaced |= _written_out(anatomy, index, f"{prefix}{index}", groups, adapter.head_width)
+    return twin, replaced, settings
 
 
 def _unlike(anatomy: Anatomy, why: str) -> UnsupportedModelError:
@@ -96,17 +92,6 @@ def _layer_like_it(config: Any, adapter: Adapter, anatomy: Anatomy) -> int:
     return alike[-1]
 
 
-def _check_heads(config: Any, attention: nn.Module, adapter: Adapter, anatomy: Anatomy) -> None:
-    query = getattr(attention, _QUERY)
-    heads = config.num_attention_heads
-    if heads != adapter.num_heads or tuple(query.weight.shape) != (heads * adapter.head_width,) * 2:
-        raise _unlike(
-            anatomy,
-            f"it has {heads} heads and queries of {list(query.weight.shape)}, the adapter {adapter.num_heads} heads "
-            f"and a width of {adapter.num_heads * adapter.head_width}",
-        )
-
-
 def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.Module) -> dict[str, torch.Tensor]:
     """All tensors of the new layer by their names in it; those of its MLP, and others unknown to the adapter, are 0."""
     layer = anatomy.layers[twin]
@@ -129,7 +114,7 @@ def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.
 def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch.Tensor:
     """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to theirs)."""
     twin = copy.deepcopy(module).float().cpu()
-    weights = [parameter for _, parameter in twin.named_parameters()]
+    weights = list(twin.parameters())
     generator = torch.Generator("cpu").manual_seed(0)
     wanted = norm.weight.detach().float().cpu()
     states = _SMALL * torch.randn(4, len(wanted), generator=generator, device="cpu", dtype=torch.float32)
@@ -154,15 +139,6 @@ def _final_norm(model: nn.Module, anatomy: Anatomy, adapter: Adapter) -> dict[st
         raise _unlike(anatomy, f"it has {len(norms)} norms after its layers")
     name, module = norms[0]
     return {".".join(filter(None, (path, name, "weight"))): _norm_weight(module, adapter.norm, anatomy)}
-
-
-def _own_head(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter) -> dict[str, torch.Tensor]:
-    head = model.get_output_embeddings()
-    assert adapter.head is not None
-    if head is None or head.bias is not None or head.weight.shape != adapter.head.weight.shape:
-        raise _unlike(anatomy, "its output head is not a matrix of the shape of the adapter's head")
-    name = next(name for name, module in model.named_modules() if module is head)
-    return {f"{name}.weight": adapter.head.weight}
 
 
 def _written_out(anatomy: Anatomy, index: int, path: str, groups: int, width: int) -> dict[str, torch.Tensor]:

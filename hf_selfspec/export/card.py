@@ -47,8 +47,7 @@ def card_of(
 
 def _notes(blocks: DraftBlocks, draft: PreTrainedModel) -> list[str]:
     notes = []
-    alone = blocks.plan.skipped_attention ^ blocks.plan.skipped_mlp
-    if alone:
+    if alone := blocks.plan.skipped_attention ^ blocks.plan.skipped_mlp:
         notes.append(
             f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
             "still compute: leave out whole layers where that costs too much"

@@ -24,7 +24,7 @@ _NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens
 _FURTHER = "num_nextn_predict_layers"
 # Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.
 # ``dense`` is the last one of an attention block only, ``2`` is the last one of a Sequential (CTRL).
-_LAST_OF_ATTENTION = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
+_LAST_OF_ATTENTION: tuple[str, ...] = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
 _LAST_OF_MLP = (
     "2", "Wo", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
 )  # fmt: skip
@@ -38,7 +38,11 @@ def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int], changes: Ma
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
     depth_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    chosen |= _sparse_steps(values, kept) | {depth_name: len(kept), **changes}
+    if (step := values.get("decoder_sparse_step")) is not None:  # experts in every n-th layer (Qwen's MoE)
+        dense = values.get("mlp_only_layers") or ()
+        named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
+        chosen |= {"decoder_sparse_step": 1, "mlp_only_layers": named}
+    chosen |= {depth_name: len(kept), **changes}
     if "attention_types" in chosen:  # GPT-Neo's config holds the kinds of attention twice
         chosen["attention_types"] = [[list(chosen["attention_layers"]), 1]]
     if _FURTHER in chosen:
@@ -58,16 +62,6 @@ def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
     return value
 
 
-def _sparse_steps(values: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Experts in every n-th layer (Qwen's MoE) as a list of the layers without them."""
-    step = values.get("decoder_sparse_step")
-    if step is None:
-        return {}
-    dense = values.get("mlp_only_layers") or ()
-    named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": named}
-
-
 def kept_layers(plan: LayerPlan) -> list[int]:
     """Layers of which at least one block runs."""
     return [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
@@ -83,7 +77,6 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
     check_plan(plan, anatomy)
     found: dict[str, torch.Tensor] = {}
     for place, layer in enumerate(kept_layers(plan)):
-        last: tuple[str, ...]
         if layer in plan.skipped_attention:
             block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
         elif layer in plan.skipped_mlp:
@@ -113,8 +106,7 @@ def model_of_layers(
     replaced: Mapping[str, torch.Tensor],
     settings: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """A model with the ``kept`` layers' tensors, not copied, ``replaced`` ones, by their new names, and ``settings`` of
-    its own in the config; ``prefix`` is the name of the list of layers, with a trailing dot."""
+    """A model with the ``kept`` layers' own tensors, others ``replaced`` by their new names, and changed settings."""
     try:
         with torch.device("meta"):
             draft = type(model)(_config_of_layers(model.config, kept, settings))
@@ -185,7 +177,10 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: 
         if type(twin) is not type(module):
             yield f"{name} is a {type(twin).__name__} and would be a {type(module).__name__}"
             return
-        was, now = _plain(twin), _plain(module)
+        was, now = (
+            {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN) and name not in _STATES}
+            for one in (twin, module)
+        )
         for attribute in was.keys() | now.keys():
             pair = was.get(attribute), now.get(attribute)
             # A layer's own index is expected to change.
@@ -193,7 +188,3 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: 
                 yield f"its {name}.{attribute} is {pair[0]!r} and would be {pair[1]!r}"
     if modules:
         yield f"it would have no {next(iter(modules))}"
-
-
-def _plain(module: nn.Module | None) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _STATES}

@@ -4,11 +4,13 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..draft.source import DraftBlocks, DraftSource
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
@@ -16,16 +18,18 @@ from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
+from ..model.linear import ADAPTED
 from ..model.modules import is_tensor_parallel
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
+from ..modules.mtp import MtpHead
+from ..modules.shipped import FIRST, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
-from .adapter_layer import AdapterLayer, adapter_layer
+from .adapter_layer import adapter_layer
 from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
-from .mtp_layers import in_own_format
 
 # Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
 USUAL_TOKENS = 5
@@ -35,8 +39,8 @@ _README, _MTP = "README.md", "model-mtp.safetensors"
 # Files that show that a folder holds a model.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
-# An attribute that only PEFT's layers have.
-_ADAPTED = "_disable_adapters"
+# Attributes in which an attention block differs once each head has keys and values of its own.
+_WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
 
 # Tokens of the text on which the two are compared.
 _TOKENS = 16
@@ -59,7 +63,7 @@ def export_draft(
     blocks = source.blocks(anatomy, partial(_choice, known))
     if blocks.mtp is not None:
         blocks.mtp.check(known.fingerprint)
-        tensors = in_own_format(inner, blocks.mtp)
+        tensors = _in_own_format(inner, blocks.mtp)
         with reported(at), folder_written_whole(at) as inside:
             save_file(tensors, inside / _MTP)
         return
@@ -93,13 +97,12 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
             f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
             "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
         )
-    more = AdapterLayer(0, {})
+    replaced, settings = zeroed_projections(blocks.plan, anatomy, prefix), dict[str, Any]()
     if blocks.adapter is not None:
-        more = adapter_layer(model, anatomy, blocks.adapter, prefix)
-        kept = [*kept, more.twin]
-    replaced = {**zeroed_projections(blocks.plan, anatomy, prefix), **more.replaced}
-    draft = model_of_layers(model, kept, prefix, replaced, more.settings)
-    check_same_layers(model, draft, kept, prefix, more.may_differ)
+        twin, layer, settings = adapter_layer(model, anatomy, blocks.adapter, prefix)
+        kept, replaced = [*kept, twin], replaced | layer
+    draft = model_of_layers(model, kept, prefix, replaced, settings)
+    check_same_layers(model, draft, kept, prefix, _WRITTEN_OUT if "num_key_value_heads" in settings else ())
     draft.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(draft.generation_config, "assistant"):
         del draft.generation_config.assistant
@@ -139,9 +142,39 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
     if adapter is None or adapter.head is None:
         return logits
     assert current.exit_state is not None
-    part = adapter.on(logits.device)
-    assert part.head is not None
-    return part.head(part(current.exit_state))
+    part: Any = adapter.on(logits.device)
+    return cast(torch.Tensor, part.head(part(current.exit_state)))
+
+
+def _in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
+    """The tensors of a head by the names of checkpoints of the model's type; raises if these have no such layers."""
+    if head.state_layers or head.eagle3 is not None or not ships_layers(model):
+        raise UnsupportedModelError(
+            "SelfSpec.export_draft: engines take MTP layers only in the format of models that ship with them, and "
+            f"{type(model).__name__} has none for this head. Use it with generate(assistant=...)."
+        )
+    names, found = format_of(model), dict[str, torch.Tensor]()
+    for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
+        layer = names.of_layer(number, Anatomy.of(model).num_layers)
+        halves = part.projection.weight.chunk(2, dim=1)
+        found[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)
+        for field in ("embedding_norm", "state_norm"):
+            found[f"{layer[field]}.weight"] = getattr(part, field).weight
+        for key, value in _as_saved(settings, part.decoder.state_dict()).items():
+            is_block = key.startswith(FIRST)
+            found[f"{layer['block']}{key[len(FIRST) :]}" if is_block else f"{layer['norm']}.weight"] = value
+    return {key: value.detach().to(model.dtype).contiguous() for key, value in found.items()}
+
+
+def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a decoder as transformers saves them, in whose files experts are apart."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    stack = Anatomy.of(model).stack
+    inside = next(name for name, module in model.named_modules() if module is stack)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict={f"{inside}.{name}": value for name, value in state.items()})
+        return load_file(Path(folder) / SAFE_WEIGHTS_NAME)
 
 
 def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:
@@ -171,7 +204,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     which = type(model).__name__
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device) for tensor in tensors}
-    if any(hasattr(module, _ADAPTED) for module in model.modules()):
+    if any(hasattr(module, ADAPTED) for module in model.modules()):
         why, what = "it has adapters (PEFT)", "Merge them first: model = model.merge_and_unload()"
     elif getattr(model, "hf_quantizer", None) is not None:
         why, what = "it is quantised", "Load it in its own precision, and quantise the draft with the engine's tools"

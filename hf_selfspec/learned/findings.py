@@ -17,13 +17,9 @@ _PATIENCE = 10.0
 
 
 class Findings:
-    """What is known of one model for one kind of call; a source overrides what it needs.
+    """What is known of one model for one kind of call; a source overrides what it needs."""
 
-    Attributes:
-        changed: called when there is something new to save, or ``None``.
-    """
-
-    changed: Callable[[], None] | None = None
+    changed: Callable[[], None] | None = None  # called when there is something new to save
 
     @property
     def is_idle(self) -> bool:
@@ -38,11 +34,7 @@ class Findings:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else; nothing is changed then.
-        """
+        """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
 
 
 class TextFindings(Findings):
@@ -68,8 +60,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class TextFile:
-    """The link between the file and one model's findings. If the ``id`` of the findings is not the file's, its texts
-    were forgotten since, so the findings are dropped."""
+    """The link of a file and one model's findings, which are dropped if their ``id`` is not that of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,11 +69,10 @@ class TextFile:
 
     def read(self) -> Saved | None:
         """Reads the file, ``None`` if there is none; findings that start from it belong to the file."""
-        if not self.path.exists():
-            return None
-        # In a folder that cannot be written nothing changes, so the file is read without the lock.
-        with suppress(OSError), locked(self.path):
-            return self._read()
+        if self.path.exists():
+            # In a folder that cannot be written nothing changes, so the file is read without the lock.
+            with suppress(OSError), locked(self.path):
+                return self._read()
         return self._read()
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
@@ -97,8 +97,7 @@ class Knowledge:
             return
         if difference := saved.fingerprint.difference(self.fingerprint(model)):
             raise SettingError(
-                f"{saved.path} was saved for {difference}. Use it with the model that it was saved for, or make a new "
-                "SelfSpec for this one."
+                f"{saved.path} was saved for {difference}. Use it with that model, or make a new SelfSpec for this one."
             )
 
     def save(
@@ -165,12 +164,7 @@ class KnowledgeOfCall:
         return self.knowledge.record(self.model)
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Returns a source's :class:`Findings` for this kind of call, of which the session of a drafter has one.
-
-        Args:
-            name: name of the source that keeps them.
-            make: creates the findings with which a kind of call starts, given those of another kind or ``None``.
-        """
+        """Returns a source's findings for this kind of call; ``make`` begins them, given those of another kind."""
         return self._used(Key(self.kind, name), make)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
@@ -208,7 +202,7 @@ class KnowledgeOfCall:
             self.knowledge.check(self.model)
             return self.knowledge.saved
         path = self._file(Key(self.kind, ""))
-        return None if path is None else saving.read_if_there(path)
+        return saving.read(path) if path is not None and path.exists() else None
 
     def write(self) -> None:
         """Writes what calls have found since the last time, where it is kept on disk."""
@@ -261,7 +255,7 @@ class KnowledgeOfCall:
         texts = TextFile(path) if key.kind is None else None
         if saved is None:
             with beginning_anew(path):
-                read = saving.read_if_there(path) if texts is None else texts.read()
+                read = texts.read() if texts is not None else saving.read(path) if path.exists() else None
                 found = found if read is None else _restored(read, key, make, other)
                 self._record.read = self._record.read if texts is not None else read
         if texts is None:
@@ -272,13 +266,11 @@ class KnowledgeOfCall:
         return found
 
     def _text_writer(self, texts: TextFile, key: Key) -> Callable[[], None]:
-        alive = weakref.ref(self.model)
-        knowledge, settings, cache_dir, task = self.knowledge, self.settings, self.cache_dir, self.task
+        alive, without_model = weakref.ref(self.model), replace(self, model=cast(Any, None))
 
         def write() -> None:
             if (model := alive()) is not None:
-                known = KnowledgeOfCall(knowledge, model, (False, False), settings, cache_dir, task)
-                known._cache(texts.path, texts, key)
+                replace(without_model, model=model)._cache(texts.path, texts, key)
 
         return write
 

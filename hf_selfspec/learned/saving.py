@@ -183,12 +183,9 @@ def write(saved: Saved) -> None:
 def read(path: Path) -> Saved:
     """Reads a file; raises a ``SettingError`` if it is not a saved ``SelfSpec``, or was cut short or changed."""
     with reading(path):
-        try:
-            content = read_json(path)
-        except FileNotFoundError as error:
-            raise SettingError(
-                "it does not exist. Give the folder that `spec.save_pretrained(folder)` has written."
-            ) from error
+        if not path.exists():
+            raise SettingError("it does not exist. Give the folder that `spec.save_pretrained(folder)` has written.")
+        content = read_json(path)
         if content["format"] != _FORMAT:
             raise SettingError(
                 f"it has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. "
@@ -202,11 +199,6 @@ def read(path: Path) -> Saved:
             path=path,
             text_id=str(content.get("text_id", "")),
         )
-
-
-def read_if_there(path: Path) -> Saved | None:
-    """As :func:`read`, ``None`` where there is no file."""
-    return read(path) if path.exists() else None
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..errors import SettingError
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 BLOCKS = ("attention", "mlp")
 
@@ -43,7 +44,7 @@ class Adapter(DraftModule):
         vocabulary: int | None = None,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-6,
-        about: dict[str, Any] | None = None,
+        about: About = None,
     ) -> None:
         super().__init__()
         check_count("Adapter(exit_layer)", exit_layer, most=MOST_LAYERS)
@@ -59,11 +60,8 @@ class Adapter(DraftModule):
                 f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): hidden_size must be a multiple of "
                 f"2 * num_heads, {2 * num_heads}."
             )
-        self.exit_layer = exit_layer
-        self.num_heads = num_heads
-        self.head_width = hidden_size // num_heads
-        self.rope_theta = rope_theta
-        self.about = about
+        self.exit_layer, self.rope_theta, self.about = exit_layer, rope_theta, about
+        self.num_heads, self.head_width = num_heads, hidden_size // num_heads
         self.norm = nn.RMSNorm(hidden_size, norm_eps)
         self.attention = "attention" in blocks
         if self.attention:
@@ -87,41 +85,23 @@ class Adapter(DraftModule):
         cache: Any = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the states that go into the head.
-
-        Args:
-            states: ``[b, s, d]`` that left layer ``E - 1``.
-            positions: ``[b, s]``, from 0 on by default.
-            cache: keys and values of earlier tokens, a ``Cache`` of transformers; ``None`` if there are none.
-            mask: ``[b, 1, s, n]`` which tokens each token attends to; ``None`` for itself and all before it.
-
-        Returns:
-            ``[b, s, d]``.
-        """
+        """Returns the states ``[b, s, d]`` that go into the head, from those that left layer ``E - 1``; ``mask`` is
+        ``[b, 1, s, n]``, by default each token attends to itself and all before it."""
         hidden = states.to(self.norm.weight.dtype)
         if self.attention:
-            hidden = hidden + self._attend(self.input_norm(hidden), positions, cache, mask)
+            (b, s, d), half = hidden.shape, self.head_width // 2
+            if positions is None:
+                positions = torch.arange(s, device=hidden.device)[None]
+            projected = self.qkv(self.input_norm(hidden)).view(b, s, 3, self.num_heads, self.head_width)
+            query, key, value = projected.permute(2, 0, 3, 1, 4)
+            speeds = self.rope_theta ** (-torch.arange(half, device=hidden.device, dtype=torch.float32) / half)
+            angles = (positions[..., None].float() * speeds).repeat(1, 1, 2)
+            cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+            if cache is not None:
+                key, value = cache.update(key, value, 0)
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
+            hidden = hidden + self.output(found.transpose(1, 2).reshape(b, s, d))
         if self.mlp is not None:
             hidden = hidden + self.mlp(hidden)
         return self.norm(hidden)
-
-    def _attend(
-        self, hidden: torch.Tensor, positions: torch.Tensor | None, cache: Any, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        b, s, d = hidden.shape
-        if positions is None:
-            positions = torch.arange(s, device=hidden.device)[None]
-        query, key, value = self.qkv(hidden).view(b, s, 3, self.num_heads, self.head_width).permute(2, 0, 3, 1, 4)
-        query, key = self._rotated(torch.stack([query, key]), positions)
-        if cache is not None:
-            key, value = cache.update(key, value, 0)
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
-        return self.output(found.transpose(1, 2).reshape(b, s, d))
-
-    def _rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        half = self.head_width // 2
-        speeds = self.rope_theta ** (-torch.arange(half, device=vectors.device, dtype=torch.float32) / half)
-        angles = (positions[:, None, :, None].float() * speeds).to(torch.float32)
-        cos, sin = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
-        first, second = vectors[..., :half], vectors[..., half:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.nn as nn
@@ -26,6 +26,7 @@ CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 # Copies of modules on other devices, or of other types.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
+About: TypeAlias = dict[str, Any] | None
 
 
 class DraftModule(nn.Module, PyTorchModelHubMixin):
@@ -47,7 +48,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         return self.__dict__["_about"]
 
     @about.setter
-    def about(self, known: dict[str, Any] | None) -> None:
+    def about(self, known: About) -> None:
         name = f"{type(self).__name__}(about)"
         found = _object(name, known)
         for entry in ("recipe", "figures"):
@@ -90,8 +91,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             found = hashlib.sha256()
             for value in weights:
                 values = value.detach().flatten()
-                some = values[:: max(1, len(values) // 1024)].double().cpu()
-                found.update(some.numpy().tobytes())
+                found.update(values[:: max(1, len(values) // 1024)].double().cpu().numpy().tobytes())
             known = self.__dict__["_digest"] = (state, found.hexdigest()[:8])
         return str(known[1])
 
@@ -101,12 +101,9 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """Raises if the module was fitted to a model with another fingerprint."""
         kept = self.about.get("fingerprint")
-        if kept is None:
-            return
-        if difference := Fingerprint.read(kept, "fingerprint").difference(fingerprint()):
+        if kept is not None and (difference := Fingerprint.read(kept, "fingerprint").difference(fingerprint())):
             raise SettingError(
-                f"this {self.kind} was fitted to {difference}. Use it with the model that it was fitted to, or fit "
-                "another one."
+                f"this {self.kind} was fitted to {difference}. Use it with that model, or fit another one."
             )
 
     @classmethod
@@ -120,16 +117,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """Like huggingface_hub's, with a check that settings and weights fit each other; see :meth:`load`.
-
-        Args:
-            pretrained_model_name_or_path: a folder or a repository of the Hub.
-            options: options of the download (``revision``, ``token``, ``cache_dir``, ``force_download``,
-                ``local_files_only``).
-
-        Raises:
-            SettingError: see :meth:`load`.
-        """
+        """Like huggingface_hub's, with the options of its download, and a check that settings and weights fit each
+        other; see :meth:`load`."""
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
         try:

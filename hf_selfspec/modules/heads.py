@@ -13,7 +13,7 @@ import torch.nn as nn
 from ..errors import SettingError, SettingTypeError, brief
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
 _LONGEST = 32
@@ -25,16 +25,11 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def _margin(logits: torch.Tensor) -> torch.Tensor:
-    first, second = logits.softmax(-1).topk(2, -1).values.unbind(-1)
-    return first - second
-
-
 # The confidence of a distribution, from logits [..., v]; higher is surer, so the entropy is negated.
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "entropy": lambda logits: -entropy(logits),
     "probability": lambda logits: logits.softmax(-1).amax(-1),
-    "margin": _margin,
+    "margin": lambda logits: -logits.softmax(-1).topk(2, -1).values.diff()[..., 0],
 }
 
 
@@ -68,7 +63,7 @@ class ExitHeads(DraftModule):
         vocabulary: int,
         rank: int | None = None,
         norm_eps: float = 1e-6,
-        about: dict[str, Any] | None = None,
+        about: About = None,
     ) -> None:
         super().__init__()
         for name, value in (("hidden_size", hidden_size), ("vocabulary", vocabulary), ("rank", rank)):
@@ -81,9 +76,8 @@ class ExitHeads(DraftModule):
         if not layers or list(layers) != sorted(set(layers)):
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on, in increasing order, got {layers!r}.")
         check_share("ExitHeads(norm_eps)", norm_eps, zero=False, one=False)
-        self.layers = tuple(layers)
-        self.vocabulary = vocabulary
-        self.about = about
+        self.layers, self.vocabulary = tuple(layers), vocabulary
+        self.about = about  # which depends on the layers
 
         def linear() -> nn.Module:
             if rank is None:
@@ -115,52 +109,52 @@ class ExitHeads(DraftModule):
 
     @property
     def metric(self) -> str:
-        return str(self._calibration["metric"])
+        return str(self.calibration["metric"])
 
     @property
-    def _calibration(self) -> dict[str, Any]:
+    def calibration(self) -> dict[str, Any]:
         found = self.about.get("calibration")
         if not found:
             raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
         return dict(found)
 
     def thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
-        """For each head the least confidence at which it was right often enough (DSSD §3.4).
+        """For each head the least confidence at which it was right often enough (DSSD §3.4), infinite if it never was.
 
         Args:
             epsilon: the wanted accuracy, above 0 and at most 1; the next higher accuracy that was calibrated is used.
             metric: metric of confidence, :attr:`metric` by default.
 
-        Returns:
-            A confidence for each head; infinite for a head that never was right often enough.
-
         Raises:
             SettingError: no accuracy that high was calibrated, or there is no such metric.
         """
-        known = self._calibration["epsilons"]
+        known = self.calibration["epsilons"]
         return self._first(known, epsilon, metric, f"is above all accuracies that were calibrated, up to {known[-1]}.")
 
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
         """Like :meth:`thresholds`, but the loosest at which drafted tokens were accepted often enough.
 
-        A draft is accepted up to its first wrong token, so this is stricter than each head being right as often.
-
-        Args:
-            epsilon: the wanted acceptance rate, above 0 and at most 1.
-            metric: see :meth:`thresholds`.
-
-        Raises:
-            SettingError: this rate was never reached, or there is no such metric.
+        A draft is accepted up to its first wrong token, so this is stricter than each head being right as often. Raises
+        if the rate ``epsilon`` was never reached.
         """
-        rates = [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
-        return self._first(
-            rates,
-            epsilon,
-            metric,
-            f"is more than these exit heads reach: when they were calibrated, at best {_down(max(rates))} of what they "
-            "drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer to "
-            "what they are used for.",
+        too_high = (
+            f"is more than these exit heads reach: when they were calibrated, at best {self.reached(metric)} of what "
+            "they drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer "
+            "to what they are used for."
         )
+        return self._first(self._rates(metric), epsilon, metric, too_high)
+
+    def reached(self, metric: str | None = None) -> float:
+        """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
+        return math.floor(1000 * max(self._rates(metric))) / 1000
+
+    def figures(self) -> dict[str, float]:
+        """The model card's lines about the calibration."""
+        found = {f"ROC AUC of {name}": round(auc, 4) for name, auc in _mean_auc(self.calibration["auc"]).items()}
+        return found | {"drafts accepted at best": self.reached()}
+
+    def _rates(self, metric: str | None) -> list[float]:
+        return [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
 
     def _first(self, rates: list[float], epsilon: float, metric: str | None, too_high: str) -> list[float]:
         """The thresholds of the first of ``rates`` that is high enough."""
@@ -172,7 +166,7 @@ class ExitHeads(DraftModule):
 
     def _by_metric(self, table: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)
-        return list(self._calibration[table][metric or self.metric])
+        return list(self.calibration[table][metric or self.metric])
 
 
 def check_metric(name: str, metric: str | None) -> None:
@@ -186,8 +180,7 @@ Predictions = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
-    """Finds ``thresholds`` ``[K][epsilons]`` by metric, their ``acceptance`` ``[epsilons]`` and ``auc`` ``[K]``;
-    ``None`` where unmeasured. The default metric is that with the highest mean AUC (DSSD §3.4.1)."""
+    """Finds ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` and ``auc`` ``[K]`` (DSSD §3.4.1)."""
     right = torch.cat([right for _, right in texts], 1)
     tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:
@@ -250,18 +243,3 @@ def _acceptance(texts: Sequence[Predictions], metric: str, limits: Sequence[floa
         more, kept = drafts(sure.any(0).tolist(), right.tolist(), _LONGEST)
         drafted, accepted = drafted + more, accepted + kept
     return accepted / drafted if drafted else None
-
-
-def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
-    """The model card's lines about a calibration."""
-    figures = {f"ROC AUC of {metric}": round(value, 4) for metric, value in _mean_auc(calibration["auc"]).items()}
-    return figures | {"drafts accepted at best": reached(calibration)}
-
-
-def reached(calibration: dict[str, Any]) -> float:
-    """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
-    return _down(max(rate or 0.0 for rate in calibration["acceptance"][calibration["metric"]]))
-
-
-def _down(rate: float) -> float:
-    return math.floor(1000 * rate) / 1000

@@ -1,6 +1,6 @@
 """Low-rank additions to a model's first layers, for drafts alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
+from ..model.linear import linear_layers
+from ..model.patching import Forward
 from ..model.plan import Substitute, Substitutes
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 # The additions are `SCALE B A x`, as LoRA's with `lora_alpha = 2 r`.
 _SCALE = 2.0
@@ -40,9 +42,7 @@ class DraftLora(DraftModule):
 
     kind = "draft LoRA"
 
-    def __init__(
-        self, exit_layer: int, rank: int, shapes: Sequence[Sequence[Any]], about: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, exit_layer: int, rank: int, shapes: Sequence[Sequence[Any]], about: About = None) -> None:
         super().__init__()
         check_count("DraftLora(exit_layer)", exit_layer, most=MOST_LAYERS)
         check_count("DraftLora(rank)", rank, most=MOST_WIDTH)
@@ -61,20 +61,16 @@ class DraftLora(DraftModule):
 
     def substitutes(self, anatomy: Anatomy) -> Substitutes:
         """Returns a model's linear layers with the additions, through which gradients flow to this module."""
-        found = dict[nn.Module, Substitute]()
+        found, known = dict[nn.Module, Substitute](), dict(linear_layers(dict(enumerate(anatomy.layers))))
         for index, (name, width, out) in enumerate(self.shapes):
-            layer, _, path = name.partition(".")
-            try:
-                module: nn.Module | None = anatomy.layers[int(layer)].get_submodule(path)
-            except (AttributeError, IndexError):
-                module = None
+            module: Any = known.get(name)
             if module is None or widths(module) != (width, out):
+                layer, _, path = name.partition(".")
                 raise SettingError(
                     f"this {self.kind} adds to a linear layer {path!r} of {width} to {out} in layer {layer}, which "
                     f"{anatomy.model_name} does not have. Use it with the model that it was fitted to."
                 )
             weight = module.weight
-            assert isinstance(weight, torch.Tensor)
             if hasattr(weight, "device_mesh") or weight.device.type == "meta":
                 raise UnsupportedModelError(
                     f"the weights of {anatomy.model_name} are spread over processes or offloaded, so nothing can be "
@@ -88,19 +84,13 @@ class DraftLora(DraftModule):
         return Substitutes(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 
-def widths(module: nn.Module) -> tuple[int, int] | None:
-    """Widths of a linear layer's input and output, ``None`` for other modules."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return None
+def widths(module: Any) -> tuple[int, int]:
+    """Widths of a linear layer's input and output."""
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
-def _added(
-    down: torch.Tensor, up: torch.Tensor, forward: Callable[..., torch.Tensor], input: torch.Tensor
-) -> torch.Tensor:
-    output = forward(input)
+def _added(down: torch.Tensor, up: torch.Tensor, forward: Forward, input: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = forward(input)
     return output + F.linear(F.linear(input.to(down.dtype), down), up).to(output.dtype)
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head import spread
 from ..model.linear import FewTokenLinear
+from ..model.modules import forward_parameters
+from ..model.patching import states_of
+from ..model.prompt import cache_name
 from ..validation import MOST_LAYERS, check_count
-from .draft_module import DraftModule
-from .mtp_layers import EagleLayer, MtpLayer
+from .draft_module import About, DraftModule
 
 # Entries of a config that have a value for each layer.
 PER_LAYER = ("layer_types", "mlp_layer_types")
@@ -43,6 +45,99 @@ def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
     found.num_hidden_layers = found.vocab_size = 1
     found.pad_token_id = found.bos_token_id = found.eos_token_id = None
     return found.to_dict()
+
+
+class _Layer(nn.Module):
+    """A decoder of the model's own class with one layer, which runs by that model's code."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.width = config.hidden_size
+        decoder: Any = Anatomy.of(AutoModelForCausalLM.from_config(config)).stack
+        decoder.set_input_embeddings(nn.Identity())
+        self.decoder = decoder
+
+    def forward(
+        self, embeddings: torch.Tensor, states: torch.Tensor, positions: torch.Tensor | None = None, cache: Any = None
+    ) -> torch.Tensor:
+        """See :meth:`MtpHead.forward`."""
+        given = {"position_ids": positions, cache_name(self.decoder): cache, "use_cache": cache is not None}
+        known = {name: value for name, value in given.items() if name in forward_parameters(self.decoder)}
+        return states_of(self.decoder(inputs_embeds=self.entered(embeddings, states), **known))
+
+    def entered(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What enters the decoder: both, side by side."""
+        return torch.cat([embeddings, states], dim=-1)
+
+
+class MtpLayer(_Layer):
+    """``h' = norm(Block(W [norm(embedding); norm(h)]))``: an MTP layer of DeepSeek-V3 (arXiv 2412.19437, §2.2)."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        norms = filter(partial(_is_norm, self.width), self.decoder.children())
+        norm: Any = next(norms, nn.RMSNorm(self.width, 1e-6))
+        self.embedding_norm, self.state_norm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.projection = nn.Linear(2 * self.width, self.width, bias=False)
+
+    def entered(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`MtpLayer`."""
+        both = super().entered(self.embedding_norm(embeddings), self.state_norm(states))
+        found: torch.Tensor = self.projection(both)
+        return found
+
+    def begin_like(self, model: PreTrainedModel, anatomy: Anatomy, index: int) -> None:
+        """Copies a layer of a model and its final norm; the projection is the mean of embedding and state."""
+        inside = next(name for name, child in anatomy.stack.named_children() if anatomy.layers[0] in child.children())
+        # Adapters of PEFT wrap layers; the copy has what these were without.
+        theirs = {name.replace(".base_layer.", "."): value for name, value in anatomy.stack.state_dict().items()}
+        own = {name: name.replace(f"{inside}.0.", f"{inside}.{index}.", 1) for name in self.decoder.state_dict()}
+        copies = {name: theirs[their].to(torch.float32, copy=True) for name, their in own.items()}
+        self.decoder.load_state_dict(copies, assign=True)
+        half = torch.eye(self.projection.out_features, device="cpu", dtype=torch.float32) / 2
+        self.projection.load_state_dict({"weight": torch.cat([half, half], dim=1)}, assign=True)
+        for norm in (self.embedding_norm, self.state_norm):
+            norm.to_empty(device="cpu")
+            for parameter in norm.parameters():
+                nn.init.zeros_(parameter)
+            # Those of some models have weights around zero.
+            if not norm(torch.linspace(-1, 1, self.projection.out_features, device="cpu", dtype=torch.float32)).any():
+                nn.init.ones_(norm.weight)
+
+
+class EagleLayer(_Layer):
+    """The layer of an EAGLE-3 head (arXiv 2503.01840): its attention reads ``[norm(embedding); norm(h)]``."""
+
+    def __init__(self, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.decoder.layers[0] = _EagleBlock(self.decoder.layers[0], self.width, settings["norm_before_residual"])
+        if not settings["norm_output"]:
+            self.decoder.norm = nn.Identity()
+
+
+class _EagleBlock(nn.Module):
+    def __init__(self, layer: Any, width: int, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.input_layernorm = layer.self_attn, layer.mlp, layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
+        self.norm_before_residual = norm_before_residual
+        for name in ("q_proj", "k_proj", "v_proj"):
+            known = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * width, known.out_features, known.bias is not None))
+
+    def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        embeddings, states = hidden_states.chunk(2, dim=-1)
+        normed = self.hidden_norm(states)
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        states = (normed if self.norm_before_residual else states) + self.self_attn(hidden_states=both, **given)[0]
+        found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return found
+
+
+def _is_norm(width: int, module: nn.Module) -> bool:
+    shapes = [parameter.shape for parameter in module.parameters()]
+    return bool(shapes) and all(shape == (width,) for shape in shapes)
 
 
 def _compute_buffers(decoder: PreTrainedModel) -> None:
@@ -77,11 +172,12 @@ class MtpHead(DraftModule):
 
     kind = "MTP head"
     tokens: torch.Tensor | None
+    layers: Any  # each an :class:`MtpLayer`, or one :class:`EagleLayer`
 
     def __init__(
         self,
         configs: list[dict[str, Any]],
-        about: dict[str, Any] | None = None,
+        about: About = None,
         size: int = 0,
         state_layers: Sequence[int] = (),
         eagle3: dict[str, Any] | None = None,
@@ -102,77 +198,55 @@ class MtpHead(DraftModule):
         try:
             # Weights come from a file or from a model.
             with torch.device("meta"):
-                kind: Any = MtpLayer
-                if eagle3 is not None:
-                    kind = partial(
-                        EagleLayer, **{name: eagle3[name] for name in ("norm_before_residual", "norm_output")}
-                    )
-                self.layers = nn.ModuleList(kind(AutoConfig.for_model(**config)) for config in configs)
-                width, count = self.parts[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
+                layers = [AutoConfig.for_model(**config) for config in configs]
+                self.layers = nn.ModuleList(
+                    MtpLayer(layer) if eagle3 is None else EagleLayer(layer, eagle3) for layer in layers
+                )
+                width, count = self.layers[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
                 self.fuse = nn.Linear(count * width, width, bias=False) if count else nn.Identity()
-                self.embedding, self.output = self._own(eagle3, width, size)
+                self.embedding: nn.Embedding | None = None
+                self.output: nn.Sequential | None = None
+                if eagle3 is not None:  # they are not the model's
+                    norm = self.layers[0].decoder.layers[0].hidden_norm
+                    norm = nn.Identity() if eagle3["norm_output"] else copy.deepcopy(norm)
+                    self.embedding = nn.Embedding(eagle3["vocabulary"], width) if eagle3["own_embedding"] else None
+                    self.output = nn.Sequential(norm, FewTokenLinear(width, size, bias=False))
             with torch.device("cpu"), torch.no_grad():
-                for layer in self.parts:
+                for layer in self.layers:
                     _compute_buffers(layer.decoder)
         except Exception as error:  # of the code of any model
             raise SettingError(f"MtpHead(configs) are no configs of MTP layers: {brief(error)}.") from error
 
-    @property
-    def parts(self) -> list[Any]:
-        """The layers, each an :class:`MtpLayer`, or one :class:`EagleLayer`."""
-        return list(self.layers)
-
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"
 
-    def _own(
-        self, eagle3: dict[str, Any] | None, width: int, size: int
-    ) -> tuple[nn.Embedding | None, nn.Sequential | None]:
-        """Embedding and output head, where they are not the model's."""
-        if eagle3 is None:
-            return None, None
-        norm = nn.Identity() if eagle3["norm_output"] else copy.deepcopy(self.parts[0].decoder.layers[0].hidden_norm)
-        embedding = nn.Embedding(eagle3["vocabulary"], width) if eagle3["own_embedding"] else None
-        return embedding, nn.Sequential(norm, FewTokenLinear(width, size, bias=False))
-
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]`` by the head's own output head."""
-        assert self.output is not None
-        assert self.eagle3 is not None
-        assert self.tokens is not None
-        return spread(self.output(states), self.tokens, self.eagle3["vocabulary"])
+        output, tokens, eagle3 = cast(Any, (self.output, self.tokens, self.eagle3))
+        return spread(output(states), tokens, eagle3["vocabulary"])
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Returns the layers of a model whose entering states are read, ``L`` for what leaves its final norm.
-
-        Raises:
-            SettingError: the head was made for a model of another width, vocabulary or number of layers.
-        """
+        """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
         vocabulary, width = model.get_input_embeddings().weight.shape
-        anatomy = Anatomy.of(model)
-        n = last = anatomy.num_layers
-        layers, trouble = self.state_layers or (n,), ""
-        if self.eagle3 is not None:
-            layers, last = self.state_layers or (2, n // 2, n - 3), n - 1
-            if self.eagle3["vocabulary"] != vocabulary:
-                trouble = (
-                    f"this MTP head has a vocabulary of {self.eagle3['vocabulary']}, and the model of {vocabulary}"
-                )
-        for number, part in enumerate(self.parts):
-            if part.width != width:
-                trouble = (
-                    f"layer {number} of this MTP head takes states of width {part.width}, and the model has {width}"
-                )
+        anatomy, own = Anatomy.of(model), vocabulary if self.eagle3 is None else self.eagle3["vocabulary"]
+        n = anatomy.num_layers
+        layers = self.state_layers or ((n,) if self.eagle3 is None else (2, n // 2, n - 3))
+        is_above = layers[-1] > (n if self.eagle3 is None else n - 1)
+        widths = {number: part.width for number, part in enumerate(self.layers) if part.width != width}
         if anatomy.streams and layers != (n,):
             trouble = "this MTP head reads states between layers, of which the model has several a token"
-        if layers[-1] > last or list(layers) != sorted(set(layers)):
-            trouble = trouble or f"this MTP head reads the states before layers {list(layers)}, and the model has {n}"
-        if trouble:
-            raise SettingError(
-                f"{trouble}: it was made for another model. Give the head of this one, or make one by "
-                "MtpHead.of(model)."
-            )
-        return layers
+        elif widths:
+            number, found = widths.popitem()
+            trouble = f"layer {number} of this MTP head takes states of width {found}, and the model has {width}"
+        elif own != vocabulary:
+            trouble = f"this MTP head has a vocabulary of {own}, and the model of {vocabulary}"
+        elif is_above or list(layers) != sorted(set(layers)):
+            trouble = f"this MTP head reads the states before layers {list(layers)}, and the model has {n}"
+        else:
+            return layers
+        raise SettingError(
+            f"{trouble}: it was made for another model. Give the head of this one, or make one by MtpHead.of(model)."
+        )
 
     def forward(
         self,
@@ -182,20 +256,9 @@ class MtpHead(DraftModule):
         cache: Any = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Returns the states that go into the model's output head, and into the next layer.
-
-        Args:
-            embeddings: ``[b, s, d]`` of the tokens, by the model's own embedding.
-            states: ``[b, s, d]`` what ``fuse`` makes of the model's states at the tokens before these, or what the
-                layer before this one returned.
-            positions: ``[b, s]`` of the tokens in the text; from 0 on by default.
-            cache: keys and values of this layer, a ``Cache`` of transformers; ``None`` if there are none.
-            layer: which layer runs.
-
-        Returns:
-            ``[b, s, d]``.
-        """
-        dtype, module = next(self.parameters()).dtype, self.parts[layer]
+        """Returns the states ``[b, s, d]`` that go into the model's output head, and into the next layer, from the
+        tokens' embeddings and what ``fuse`` makes of the model's states before them, or the last layer returned."""
+        dtype, module = next(self.parameters()).dtype, self.layers[layer]
         return module(embeddings.to(dtype), states.to(dtype), positions, cache)
 
     @classmethod
@@ -210,32 +273,36 @@ class MtpHead(DraftModule):
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
         """
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-        index = layer_of_kind(config, anatomy.num_layers)
+        index, width = layer_of_kind(config, anatomy.num_layers), model.get_input_embeddings().weight.shape[1]
+        if width != config.hidden_size:
+            raise UnsupportedModelError(
+                f"{anatomy.model_name} sends states of width {width} to its head and has {config.hidden_size} between "
+                "its layers, so no MTP head can be made of one of them."
+            )
         try:
             size = 0 if tokens is None else len(tokens)
             head = cls([config_of_layer(config, index)], size=size, state_layers=state_layers)
             if state_layers:
                 head.read_layers(model)
-                width = head.parts[0].width
                 weight = torch.zeros(width, len(state_layers) * width, device="cpu", dtype=torch.float32)
                 weight[:, -width:].fill_diagonal_(1)
                 head.fuse.load_state_dict({"weight": weight}, assign=True)
             if tokens is not None:
                 head.load_state_dict({"tokens": tokens.detach().clone()}, strict=False, assign=True)
-            head.parts[0].begin_like(model, anatomy, index)
+            head.layers[0].begin_like(model, anatomy, index)
             head.eval().try_out()
-        except SettingError:
-            raise
         except Exception as error:  # of the code of any model
+            if isinstance(error, SettingError) and error.__cause__ is None:  # about state_layers
+                raise
             raise UnsupportedModelError(
                 f"layer {index} of {anatomy.model_name} cannot stand alone, or keeps more than keys and values, so no "
-                f"MTP head can be made of it ({brief(error)})."
+                f"MTP head can be made of it ({brief(error.__cause__ or error)})."
             ) from error
         return head
 
     @torch.no_grad()
     def try_out(self) -> None:
         """Runs each layer over two tokens, with keys and values alone in its cache."""
-        for layer in self.parts:
+        for layer in self.layers:
             states = next(layer.parameters()).new_zeros(1, 2, layer.width)
             layer(states, states, torch.arange(2, device=states.device)[None], SpeculativeCache(1, 1, 2))

@@ -1,12 +1,10 @@
 """A linear probe that estimates the probability that a drafted token is accepted (AdaSPEED §II.B)."""
 
-from typing import Any
-
 import torch
 import torch.nn as nn
 
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_flag
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 
 class LinearProbe(DraftModule):
@@ -24,16 +22,12 @@ class LinearProbe(DraftModule):
 
     kind = "probe"
 
-    def __init__(
-        self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: About = None) -> None:
         super().__init__()
         check_count("LinearProbe(exit_layer)", exit_layer, most=MOST_LAYERS)
         check_count("LinearProbe(hidden_size)", hidden_size, most=MOST_WIDTH)
         check_flag("LinearProbe(do_sample)", do_sample)
-        self.exit_layer = exit_layer
-        self.do_sample = do_sample
-        self.about = about
+        self.exit_layer, self.do_sample, self.about = exit_layer, do_sample, about
         self.direction = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.direction.weight)
         nn.init.zeros_(self.direction.bias)

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from ..errors import SettingError
 from ..validation import MOST_WIDTH, check_count
-from .draft_module import DraftModule
+from .draft_module import About, DraftModule
 
 
 class ReducedHead(DraftModule):
@@ -33,12 +33,11 @@ class ReducedHead(DraftModule):
 
     kind = "reduced head"
 
-    def __init__(self, size: int, vocabulary: int, about: dict[str, Any] | None = None) -> None:
+    def __init__(self, size: int, vocabulary: int, about: About = None) -> None:
         super().__init__()
         check_count("ReducedHead(vocabulary)", vocabulary, most=MOST_WIDTH)
         check_count("ReducedHead(size)", size, most=vocabulary)
-        self.vocabulary = vocabulary
-        self.about = about
+        self.vocabulary, self.about = vocabulary, about
         self.tokens = nn.Parameter(torch.arange(size, device="cpu"), requires_grad=False)
 
     @classmethod

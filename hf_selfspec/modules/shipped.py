@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import threading
@@ -21,7 +20,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
-from ..learned.files import path_of
+from ..learned.files import path_of, read_json
 from ..model.anatomy import Anatomy, causal_lm
 from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
@@ -187,7 +186,7 @@ def _load(model: PreTrainedModel, name: str) -> MtpHead:
     head = MtpHead([names.settings(config, number, anatomy.num_layers) for number in range(len(found))])
     device = next(anatomy.layers[-1].parameters()).device
     try:
-        for part, layer, settings in zip(head.parts, found, head.configs, strict=True):
+        for part, layer, settings in zip(head.layers, found, head.configs, strict=True):
             for field in ("embedding_norm", "state_norm", "projection"):
                 weight, module = files.read(f"{layer[field]}.weight").to(device, model.dtype), getattr(part, field)
                 if weight.shape != module.weight.shape:
@@ -214,7 +213,7 @@ def _decoder(
     config, begin = AutoConfig.for_model(**settings), layer["block"]
     others = tuple(f"{name}." for field, name in layer.items() if field != "block")
     others += tuple(f"{begin}{name}" for name in _COPIES)
-    keys = [key for key in files.names if key.startswith(begin) and not key.startswith(others)]
+    keys = [key for key in files.paths if key.startswith(begin) and not key.startswith(others)]
     state = {f"{FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -243,24 +242,11 @@ def _decoder(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
         raise SettingError(f"{path} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{index} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
-    files = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise SettingError(f"{index} has no weight_map with the file of each tensor. Load the checkpoint again.")
-    return files
 
 
 class _Files:
@@ -268,21 +254,17 @@ class _Files:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._files = dict(self._found())
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._files)
+        self.paths = dict(self._found())
 
     def has(self, layer: dict[str, str]) -> bool:
         """Whether there is a layer with these names."""
-        is_block = any(key.startswith(layer["block"]) for key in self._files)
-        return is_block and f"{layer['projection']}.weight" in self._files
+        is_block = any(key.startswith(layer["block"]) for key in self.paths)
+        return is_block and f"{layer['projection']}.weight" in self.paths
 
     def read(self, key: str) -> torch.Tensor:
-        if key not in self._files:
+        if key not in self.paths:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
-        with _opened(self._files[key]) as file:
+        with _reading(self.paths[key]), safe_open(self.paths[key], framework="pt", device="cpu") as file:
             found: torch.Tensor = file.get_tensor(key)
         if found.itemsize < 2 or not found.is_floating_point():
             raise SettingError(
@@ -302,14 +284,20 @@ class _Files:
     def _found(self) -> Iterator[tuple[str, Path]]:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            files = _weight_map(index)
+            with _reading(index):
+                content = read_json(index)
+            files = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise SettingError(
+                    f"{index} has no weight_map with the file of each tensor. Load the checkpoint again."
+                )
             paths = {file: self._file(file) for file in set(files.values())}
             for key, file in files.items():
                 if (path := paths[file]) is None:
                     raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
                 yield key, path
         elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
-            with _opened(whole) as file:
+            with _reading(whole), safe_open(whole, framework="pt", device="cpu") as file:
                 yield from ((key, whole) for key in file.keys())  # noqa: SIM118  # no dict
         else:
             raise SettingError(
@@ -319,12 +307,9 @@ class _Files:
 
     def _file(self, file: str) -> Path | None:
         folder = path_of(self.name)
-        if folder.is_dir():
-            return folder / file if (folder / file).is_file() else None
+        place = folder if folder.is_dir() else self.name
         try:
-            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+            found = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
-            raise SettingError(
-                f"load_mtp: {self.name!r} is no folder, and cannot be loaded ({brief(error)})."
-            ) from error
+            raise SettingError(f"load_mtp: {self.name!r} is no folder and cannot be read ({brief(error)}).") from error
         return None if found is None else Path(found)

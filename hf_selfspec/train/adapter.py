@@ -1,8 +1,9 @@
 """Fitting an adapter behind a shallow exit (Kangaroo §3.1)."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -15,7 +16,7 @@ from .frozen_model import FrozenModel, Head, HiddenStates
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterFit(TrainedFit[Adapter]):
+class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter"):
     """Fits Kangaroo's adapter (§3.1): cross entropy against the whole model's distribution, no labels needed.
 
     Args:
@@ -50,9 +51,6 @@ class AdapterFit(TrainedFit[Adapter]):
         UnsupportedModelError: the model's layers were not found, or nothing can be fitted to them.
     """
 
-    command: ClassVar[str] = "adapter"
-    function: ClassVar[str] = "fit_adapter"
-
     exit_layer: Annotated[int | None, Option("The exit layer; 2 by default, 3 from 40 layers on.")] = None
     blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.", parse=words)] = (
         "attention",
@@ -71,11 +69,6 @@ class AdapterFit(TrainedFit[Adapter]):
                 f"fit_adapter(blocks={','.join(self.blocks)}): leave it out."
             )
 
-    def check_config(self, config: Any) -> None:
-        super().check_config(config)
-        with torch.device("meta"):
-            self._adapter(config, config.hidden_size)
-
     def exit_layers(self, config: Any) -> Sequence[int]:
         usual = 3 if config.num_hidden_layers >= 40 else 2
         layer = usual if self.exit_layer is None else self.exit_layer
@@ -83,7 +76,7 @@ class AdapterFit(TrainedFit[Adapter]):
         return (layer,)
 
     def module(self, frozen: FrozenModel) -> Adapter:
-        adapter = self._adapter(frozen.model.config.get_text_config(decoder=True), frozen.width)
+        adapter = super().module(frozen)
         if adapter.head is not None:
             frozen.copy_head(adapter.head)
         frozen.imitate_norm(adapter.norm, adapter.exit_layer)
@@ -100,7 +93,7 @@ class AdapterFit(TrainedFit[Adapter]):
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}
         return {"exit layer": module.exit_layer, **shape, "own head": self.own_head}
 
-    def _adapter(self, config: Any, width: int) -> Adapter:
+    def made(self, config: Any, width: int) -> Adapter:
         most = config.num_attention_heads
         usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
         return Adapter(
@@ -109,21 +102,16 @@ class AdapterFit(TrainedFit[Adapter]):
             self.num_heads or usual,
             tuple(self.blocks),
             config.vocab_size if self.own_head else None,
-            usual_theta(config),
-            usual_eps(config),
+            **usual_settings(config),
         )
 
 
 fit_adapter = as_function(AdapterFit)
 
 
-def usual_theta(config: Any) -> float:
-    """Base of an adapter's rotary positions: the model's, so that the adapter can be a layer of it."""
+def usual_settings(config: Any) -> dict[str, Any]:
+    """An adapter's base of rotary positions and epsilon: the model's, so that the adapter can be a layer of it."""
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    return float(theta) if isinstance(theta, (int, float)) and theta > 0 else 10000.0
-
-
-def usual_eps(config: Any) -> float:
-    """Epsilon of an adapter's norms: the model's, or 1e-6."""
-    eps = getattr(config, "rms_norm_eps", None)
-    return float(eps) if isinstance(eps, (int, float)) and 0 < eps < 1 else 1e-6
+    known = {"rope_theta": (theta, math.inf), "norm_eps": (getattr(config, "rms_norm_eps", None), 1)}
+    is_number = (int, float)
+    return {name: float(own) for name, (own, end) in known.items() if isinstance(own, is_number) and 0 < own < end}

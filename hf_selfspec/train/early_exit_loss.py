@@ -19,11 +19,8 @@ Scale = Callable[[int, int, float], float]
 
 
 class Curriculum(Protocol):
-    """Which exits take part in which training step: ``C(t, l)`` of LayerSkip, equation 6.
-
-    ``enabled(step, steps, num_layers)`` returns the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose
-    loss counts in step ``t`` of ``T``. The last layer always counts, whatever is returned.
-    """
+    """``C(t, l)`` of LayerSkip, equation 6: the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose loss
+    counts in step ``t`` of ``T``. The last layer always counts, whatever is returned."""
 
     def enabled(self, step: int, steps: int, num_layers: int) -> frozenset[int]: ...
 
@@ -115,10 +112,8 @@ class EarlyExitLoss(ModelCallback):
             raise SettingTypeError(
                 f"EarlyExitLoss(scale) must be loss_scale, even or a function of (l, L, e_scale), got {scale!r}."
             )
-        self.e_scale = float(e_scale)
-        self.scale = scale
-        self.curriculum = curriculum
-        self.self_distillation = self_distillation
+        self.e_scale, self.scale = float(e_scale), scale
+        self.curriculum, self.self_distillation = curriculum, self_distillation
         if layers is not None and (not isinstance(layers, Collection) or not layers):
             raise SettingTypeError(f"EarlyExitLoss(layers) must be a list of exit layers, or None, got {layers!r}.")
         for layer in layers or ():
@@ -128,9 +123,9 @@ class EarlyExitLoss(ModelCallback):
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
         refused = {
-            "compute_loss_func": getattr(trainer, "compute_loss_func", None) is not None,
+            "compute_loss_func": trainer.compute_loss_func is not None,
             f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor != 0,
-            "use_liger_kernel=True": bool(getattr(args, "use_liger_kernel", False)),
+            "use_liger_kernel=True": args.use_liger_kernel,
             f"loss_type={getattr(args, 'loss_type', None)!r}": getattr(args, "loss_type", None) == "dft",
         }
         for option, is_set in refused.items():
@@ -140,16 +135,14 @@ class EarlyExitLoss(ModelCallback):
                     "trains the last layer with another loss. Train without it, or without EarlyExitLoss."
                 )
         model = causal_lm(trainer.model, "EarlyExitLoss")
-        loss = model.loss_function
-        if loss is not ForCausalLMLoss:
+        if (loss := model.loss_function) is not ForCausalLMLoss:
             raise UnsupportedModelError(
                 f"EarlyExitLoss trains exits with the cross entropy that causal LMs share, but the loss function of "
                 f"{type(model).__name__} is {loss!r}. Train without EarlyExitLoss."
             )
 
     def make_run(self, model: Any, args: TrainingArguments) -> ExitTraining:
-        inner = causal_lm(model, "EarlyExitLoss")
-        exits = Exits(inner)
+        exits = Exits(causal_lm(model, "EarlyExitLoss"))
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         num_layers = exits.anatomy.num_layers
         self._shares(range(num_layers), num_layers)  # raises if a weight is not allowed
@@ -159,7 +152,7 @@ class EarlyExitLoss(ModelCallback):
                 f"EarlyExitLoss(layers={sorted(self.layers or ())}) trains no exit: e(l) of LayerSkip is 0 for the "
                 "first layer. Name a later one, or set scale=hf_selfspec.train.even."
             )
-        return ExitTraining(inner, exits, self.weights, self.self_distillation)
+        return ExitTraining(exits, self.weights, self.self_distillation)
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""
@@ -180,7 +173,5 @@ class EarlyExitLoss(ModelCallback):
         scales = {layer: self.scale(layer, num_layers, self.e_scale) for layer in sorted({*layers, num_layers - 1})}
         if not all(0 <= weight < math.inf for weight in scales.values()):
             raise SettingError(f"EarlyExitLoss(scale) must return numbers of at least 0, got {scales} for the layers.")
-        total = sum(scales.values())
-        if total == 0:  # the one layer of a model that has no other
-            return {num_layers - 1: 1.0}
-        return {layer: weight / total for layer, weight in scales.items()}
+        total = sum(scales.values())  # 0 for the one layer of a model that has no other
+        return {layer: weight / total for layer, weight in scales.items()} if total else {num_layers - 1: 1.0}

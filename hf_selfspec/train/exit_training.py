@@ -9,28 +9,24 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from .trainer import TrainingRun
 
+# The weights of the layers in step t of T, for L layers.
+Weights = Callable[[int, int, int], dict[int, float]]
 # The label of positions without a target, as in transformers.
 _IGNORED = -100
 
 
 class ExitTraining(TrainingRun):
-    """The exits of one model in training: their losses, with ``distils`` against the last layer's distribution, join
-    the loss that the model returns."""
+    """The exits of one model in training, whose losses join the loss that the model returns."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        exits: Exits,
-        weights: Callable[[int, int, int], dict[int, float]],  # of the layers in step t of T, for L layers
-        distils: bool,
-    ) -> None:
-        self.model, self.exits, self._weights_of, self._distils = model, exits, weights, distils
+    def __init__(self, exits: Exits, weights: Weights, distils: bool) -> None:
+        self.exits, self._weights_of, self._distils = exits, weights, distils
+        self.model = model = exits.model
         self._in_step, self._thread = False, threading.get_ident()
         self._hooks = ExitStack()
         config = model.config.get_text_config(decoder=True)
@@ -40,7 +36,7 @@ class ExitTraining(TrainingRun):
         self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=precise, device=model.device)
         self._weights: list[float] = []
         self._last_weight = 1.0
-        self._targets: torch.Tensor | None = None
+        self._targets: torch.Tensor | None = None  # [b, s] the tokens that each position learns to predict
         self._places: torch.Tensor | None = None
         self._has_effect = False
 
@@ -91,7 +87,15 @@ class ExitTraining(TrainingRun):
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not self._trains():
             return
-        self._targets = _targets(kwargs)
+        targets, labels = kwargs.get("shift_labels"), kwargs.get("labels")
+        if not isinstance(targets, torch.Tensor):
+            if not isinstance(labels, torch.Tensor):
+                raise UnsupportedOptionError(
+                    f"EarlyExitLoss needs `labels` in the batches, got {sorted(kwargs)}. Use a data collator that "
+                    "makes them, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+                )
+            targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+        self._targets = targets
         if self._weights:
             # A GPU's host waits for their number: here, where the Trainer has just waited for the last batch's loss.
             self._places = (self._targets != _IGNORED).flatten().nonzero().flatten()
@@ -157,19 +161,6 @@ class ExitTraining(TrainingRun):
     def _count(self, layer: int, loss: torch.Tensor, tokens: torch.Tensor | int) -> None:
         self.table[layer - 1, 0] += loss.to(self.table)
         self.table[layer - 1, 1] += tokens if isinstance(tokens, int) else tokens.to(self.table)
-
-
-def _targets(inputs: dict[str, Any]) -> torch.Tensor:
-    """The token ids ``[b, s]`` that each position learns to predict, -100 for none."""
-    shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
-    if isinstance(shifted, torch.Tensor):
-        return shifted
-    if not isinstance(labels, torch.Tensor):
-        raise UnsupportedOptionError(
-            f"EarlyExitLoss needs `labels` in the batches, got {sorted(inputs)}. Use a data collator that makes them, "
-            "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-        )
-    return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
 
 
 class _ExitLosses(torch.autograd.Function):

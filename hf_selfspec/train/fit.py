@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainingArguments, default_data_collator
+from torch.utils.data import StackDataset
+from transformers import EarlyStoppingCallback, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
@@ -35,7 +36,7 @@ from .fit_trainer import (
     training_arguments,
 )
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .packing import HELD_OUT, PackedDataset
+from .texts import HELD_OUT, Tokenizer, divided, packed
 
 M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
@@ -56,8 +57,7 @@ class Fit(ABC, Generic[M]):
     """The settings of a fit, of which its function and its command are made.
 
     Attributes:
-        command: the fit's name on the command line.
-        function: the name of its function.
+        command, function: the fit's name on the command line, and that of its function.
         output_dir: folder in which the module is saved, with a model card.
     """
 
@@ -66,33 +66,32 @@ class Fit(ABC, Generic[M]):
 
     output_dir: StrPath | None = None
 
+    def __init_subclass__(cls, command: str = "", function: str = "") -> None:
+        cls.command, cls.function = command, function
+
     def check(self) -> None: ...
 
     def check_config(self, config: Any) -> None:
         """Checks the settings against the config of a model's text decoder."""
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
-        """Returns the text as rows of tokens; raises if there is too little."""
-        return PackedDataset(tokenizer, dataset, 1, self.function)
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
+        """Returns the text as rows of tokens ``[n, s]``; raises if there is too little."""
+        return packed(tokenizer, dataset, 1, self.function)
 
     @abstractmethod
-    def fit(self, model: Any, text: PackedDataset) -> M: ...
+    def fit(self, model: Any, text: torch.Tensor) -> M: ...
 
-    def __call__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> M:
+    def __call__(self, model: Any, tokenizer: Tokenizer, dataset: Iterable[Any]) -> M:
         inner = causal_lm(model, self.function)
         self.check()
         self.check_config(inner.config.get_text_config(decoder=True))
         return self.fit(inner, self.read(tokenizer, dataset))
 
 
-def as_function(
-    settings: Callable[P, Fit[M]],
-) -> Callable[Concatenate[Any, PreTrainedTokenizerBase | None, Iterable[Any], P], M]:
+def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Tokenizer, Iterable[Any], P], M]:
     """Returns the function of a fit: model, tokenizer and dataset, and the settings as keywords."""
 
-    def fit(
-        model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any], *args: P.args, **kwargs: P.kwargs
-    ) -> M:
+    def fit(model: Any, tokenizer: Tokenizer, dataset: Iterable[Any], *args: P.args, **kwargs: P.kwargs) -> M:
         return settings(*args, **kwargs)(model, tokenizer, dataset)
 
     kind = cast(type[Fit[M]], settings)
@@ -122,8 +121,12 @@ class TrainedFit(Fit[M]):
     def exit_layers(self, config: Any) -> Sequence[int]:
         """The layers whose states the module reads, for a model with this config."""
 
-    @abstractmethod
-    def module(self, frozen: FrozenModel) -> M: ...
+    def made(self, config: Any, width: int) -> Any:
+        """Returns the module for a model with this config and states of this width, where that is all it takes."""
+
+    def module(self, frozen: FrozenModel) -> M:
+        """Returns the module with which the fit of this model begins."""
+        return cast(M, self.made(frozen.model.config.get_text_config(decoder=True), frozen.width))
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
@@ -150,13 +153,13 @@ class TrainedFit(Fit[M]):
 
     def check(self) -> None:
         name = self.function
+        if torch.is_inference_mode_enabled():
+            raise SettingError(f"{name} trains, which torch.inference_mode does not allow: call it outside of that.")
         check_count(f"{name}(block_size)", self.block_size)
         if self.patience is not None:
             check_count(f"{name}(patience)", self.patience)
             if PartialState().num_processes > 1:
-                raise SettingError(
-                    f"{name}(patience={self.patience}): several processes would not stop alike. Leave patience out."
-                )
+                raise SettingError(f"{name}(patience={self.patience}): processes would not stop alike. Leave it out.")
         args: Any = self.args
         if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
@@ -166,10 +169,12 @@ class TrainedFit(Fit[M]):
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
         self.exit_layers(config)
+        with torch.device("meta"):
+            self.made(config, config.hidden_size)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         name = self.function
-        text = PackedDataset(tokenizer, dataset, self.block_size, name)
+        text = packed(tokenizer, dataset, self.block_size, name)
         if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
             raise SettingError(
                 f"{name}(args): eval_strategy={self.args.eval_strategy.value!r} needs held-out rows, and of "
@@ -177,13 +182,14 @@ class TrainedFit(Fit[M]):
             )
         return text
 
-    def fit(self, model: Any, text: PackedDataset) -> M:
-        rows, held_out = text.split()
+    @torch.enable_grad()
+    def fit(self, model: Any, text: torch.Tensor) -> M:
+        rows, held_out = divided(text)
         layers = self.exit_layers(model.config.get_text_config(decoder=True))
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
         with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
-        speedup = SpeedupEvaluator(model, held_out.rows, self.spec_of(frozen, held_out.rows))
+        speedup = SpeedupEvaluator(model, held_out, self.spec_of(frozen, held_out))
         if self.patience is not None and not speedup.has_text:
             raise SettingError(
                 f"{self.function}(patience={self.patience}): there is no held-out text to continue greedily. Give more "
@@ -195,11 +201,13 @@ class TrainedFit(Fit[M]):
             chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
             stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience, GAIN)]
             trained = FitModule(module, frozen, self, speedup)
+            both: Any = rows, held_out
+            data = [StackDataset(input_ids=some) for some in both]
             trainer = FitTrainer(
-                trained, chosen, default_data_collator, rows, held_out, compute_metrics=trained.means, callbacks=stops
+                trained, chosen, default_data_collator, *data, compute_metrics=trained.means, callbacks=stops
             )
             known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
-            last, begun = last_checkpoint(args, known, rows.rows), perf_counter()
+            last, begun = last_checkpoint(args, known, rows), perf_counter()
             trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
             module.eval()
@@ -210,9 +218,9 @@ class TrainedFit(Fit[M]):
                     f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning "
                     "rate, or text and a model whose states are finite."
                 )
-            recipe |= {"tokens": rows.rows.numel(), "steps": trainer.state.global_step}
+            recipe |= {"tokens": rows.numel(), "steps": trainer.state.global_step}
             module.about = about(model, recipe, {})
-            self.finish(module, frozen, held_out.rows)
+            self.finish(module, frozen, held_out)
             with seeded(args):
                 measured = trainer.evaluate() if len(held_out) else {}
         found = {name.removeprefix("eval_"): value for name, value in measured.items()}
@@ -238,13 +246,11 @@ class TrainedFit(Fit[M]):
 class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
-    def __init__(
-        self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speedup: SpeedupEvaluator
-    ) -> None:
+    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speed: SpeedupEvaluator) -> None:
         super().__init__()
         self.part = module  # the name in checkpoints
         self.names: tuple[str, ...] = ()
-        self._fit, self._frozen, self.speedup = fit, frozen, speedup
+        self._fit, self._frozen, self.speedup = fit, frozen, speed
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
@@ -272,8 +278,7 @@ def check_length(name: str, block_size: object, config: Any) -> None:
 def saved(module: M, known: dict[str, Any], folder: StrPath | None) -> M:
     """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
     module.about = known
-    if folder is not None:
-        with PartialState().main_process_first():
-            if PartialState().is_main_process:
-                module.save_pretrained(folder)
+    if folder is not None and PartialState().is_main_process:
+        module.save_pretrained(folder)
+    PartialState().wait_for_everyone()
     return module.eval()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
@@ -29,6 +29,7 @@ from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 from ..validation import StrPath
+from .texts import greedily
 
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
@@ -149,31 +150,13 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     return None if last is record else str(last.parent)
 
 
-@contextmanager
-def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
-    """Generates greedily and without other settings of the model's own; yields the tokens that end a text."""
-    usual = model.generation_config
-    ends = {usual.eos_token_id} if isinstance(usual.eos_token_id, int) else set(usual.eos_token_id or ())
-    try:
-        model.generation_config = GenerationConfig(
-            max_new_tokens=new_tokens,
-            bos_token_id=usual.bos_token_id,
-            eos_token_id=usual.eos_token_id,
-            pad_token_id=min(ends, default=0),
-        )
-        yield ends
-    finally:
-        model.generation_config = usual
-
-
 class SpeedupEvaluator:
     """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``."""
 
     def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[Any], SelfSpec | None]) -> None:
-        self._model = model
+        self._model, self._spec_of = model, spec_of
         self._prompts = rows[:_ROWS, : rows.shape[1] // 2]
         self._new = min(_TOKENS, rows.shape[1] - self._prompts.shape[1])
-        self._spec_of = spec_of
 
     @property
     def has_text(self) -> bool:
@@ -183,20 +166,18 @@ class SpeedupEvaluator:
         """Speeds in times of plain ``generate``'s; in training only that with the module, 0 if it cannot draft yet."""
         if not self.has_text:
             return {}
+        found = {"speedup": 0.0} if in_training else {}
         try:
             with evaluating(module):
-                alone = self._spec_of(module)
-                if alone is None:
-                    return {"speedup": 0.0} if in_training else {}
-                specs = [alone]
-                if not in_training:
-                    specs += [SelfSpec.lookup(), replace(alone, draft=Cascade((Lookup(), alone.draft)))]
-                return dict(zip(_SPEEDS, self.measured(specs), strict=False))
+                if (alone := self._spec_of(module)) is not None:
+                    others = [SelfSpec.lookup(), replace(alone, draft=Cascade((Lookup(), alone.draft)))]
+                    specs = [alone] if in_training else [alone, *others]
+                    found = dict(zip(_SPEEDS, self.measured(specs), strict=False))
         except Exception as error:  # whatever it is, hours of fitting are not lost to it
             warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
-            return {"speedup": 0.0} if in_training else {}
         finally:
             module.forget_copies()  # which do not follow the weights
+        return found
 
     @torch.no_grad()
     def measured(self, specs: list[SelfSpec]) -> list[float]:

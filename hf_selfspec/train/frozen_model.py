@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from accelerate import PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,10 +24,6 @@ from ..model.patching import evaluating
 from ..validation import StrPath, check_count
 
 _SUFFIX = ".safetensors"
-# Bytes of names and shapes in a file, at most, for up to a dozen exits.
-_NAMES = 2048
-
-
 # A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is
 # the output of layer E - 1, and "exits_E" the same after the model's own final norm; "final" goes into the head.
 HiddenStates = dict[str, torch.Tensor]
@@ -74,10 +71,6 @@ class FrozenModel:
         return device
 
     @property
-    def vocabulary(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
-
-    @property
     def width(self) -> int:
         """``d`` of the states; raises if the head takes states of another width."""
         seen = self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device))
@@ -114,7 +107,12 @@ class FrozenModel:
             new = self.run(ids[missing])
             for place, index in enumerate(missing):
                 rows[index] = {name: states[place] for name, states in new.items()}
-                self._keep(self._file(ids[index]), rows[index])
+                content = save({name: state.cpu().contiguous() for name, state in rows[index].items()})
+                if len(content) <= self._room:
+                    self._room -= len(content)
+                    file = self._file(ids[index])
+                    with reported(file), written_whole(file) as beside:
+                        beside.write_bytes(content)
         elif self.exits.final is None:  # the head has to see a forward
             self.run(ids[:1, :1])
         return {name: torch.stack([row[name].to(self.device) for row in rows]) for name in rows[0]}
@@ -128,15 +126,14 @@ class FrozenModel:
         teacher: Head | None = None,
         vocabulary: int | None = None,
     ) -> torch.Tensor:
-        """``[b s]`` values of ``metric`` from the logits of ``head`` and those of a teacher, by default the whole
-        model's, in chunks of tokens."""
+        """``[b s]`` values of ``metric`` from logits of ``head`` and of a teacher, by default the whole model's."""
 
         def of(some: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 teacher_logits = (teacher or self.own_head)(final).float()
             return metric(head(some).float(), teacher_logits)
 
-        chunk = max(1, LOGIT_ELEMENTS // (vocabulary or self.vocabulary))
+        chunk = max(1, LOGIT_ELEMENTS // (vocabulary or self.model.config.get_text_config(decoder=True).vocab_size))
         pairs = list(zip(*(rows.flatten(0, 1).split(chunk) for rows in (states, seen["final"])), strict=True))
         is_kept = not torch.is_grad_enabled() or len(pairs) == 1
         return torch.cat([of(*pair) if is_kept else checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
@@ -151,13 +148,11 @@ class FrozenModel:
             exits.chosen, exits.is_watching = (), False
         if any(state.dim() != 3 for state in exits.left.values()):
             raise UnsupportedModelError(
-                f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
-                "be fitted."
+                f"{self.anatomy.model_name} has several states for each token between its layers, so nothing is fitted."
             )
-        assert exits.states is not None
-        assert exits.final is not None
-        found = {"ids": ids, "final": exits.final}
-        for layer, state in zip(self.layers, exits.states, strict=True):
+        final, states = cast(Any, (exits.final, exits.states))
+        found = {"ids": ids, "final": final}
+        for layer, state in zip(self.layers, states, strict=True):
             found |= {f"states_{layer}": exits.left[layer], f"exits_{layer}": state}
         return {name: state.to(self.device) for name, state in found.items()}
 
@@ -182,18 +177,10 @@ class FrozenModel:
         linear.weight.copy_(weight)
 
     def _file(self, row: torch.Tensor) -> Path:
-        assert self._folder is not None
         kind = self.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         name = hashlib.sha256(repr((row.tolist(), self.layers, precision)).encode()).hexdigest()[:32]
-        return self._folder / f"{name}{_SUFFIX}"
-
-    def _keep(self, file: Path, found: HiddenStates) -> None:
-        size = _NAMES + sum(tensor.nbytes for tensor in found.values())
-        if size <= self._room:
-            with reported(file), written_whole(file) as beside:
-                save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, beside)
-            self._room -= size
+        return cast(Path, self._folder) / f"{name}{_SUFFIX}"
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -5,38 +5,28 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import SettingError
 from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
-from ..modules.heads import (
-    METRICS,
-    ExitHeads,
-    Predictions,
-    calibrate,
-    check_metric,
-    default_layers,
-    figures_of,
-    reached,
-)
+from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
 from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
-from .fit_trainer import SpeedupEvaluator, greedily, speed_figures
+from .fit_trainer import SpeedupEvaluator, speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
-from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
+from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greedily, packed
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
-# One token in so many of a row is given to the model, which continues it; and rows that are generated at once.
-_GIVEN, _AT_ONCE = 4, 16
+# One token in so many of a row is given to the model, which continues it.
+_GIVEN = 4
 # Accuracy at which the speed with heads is measured, if they reach it: the preset's.
 _USUAL_EPSILON = 0.9
 _USUAL_HEADS = 4
@@ -46,7 +36,7 @@ _Texts = Sequence[tuple[torch.Tensor, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsFit(TrainedFit[ExitHeads]):
+class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"):
     """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates their thresholds (§3.4).
 
     A head learns the whole model's distribution, or the next token, or both. They are calibrated on what the model
@@ -72,9 +62,6 @@ class HeadsFit(TrainedFit[ExitHeads]):
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
             hold any out.
     """
-
-    command: ClassVar[str] = "heads"
-    function: ClassVar[str] = "fit_exit_heads"
 
     layers: Annotated[
         Sequence[int] | None,
@@ -104,12 +91,10 @@ class HeadsFit(TrainedFit[ExitHeads]):
                 f"{name}(copied=True, rank={self.rank}): the model's own head has full rank, so leave rank out."
             )
 
-    def check_config(self, config: Any) -> None:
-        super().check_config(config)
-        with torch.device("meta"):
-            ExitHeads(self.exit_layers(config), config.hidden_size, config.vocab_size, self.rank)
+    def made(self, config: Any, width: int) -> ExitHeads:
+        return ExitHeads(self.exit_layers(config), width, config.vocab_size, self.rank)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         text = super().read(tokenizer, dataset)
         if len(text) < HELD_OUT:
             raise SettingError(
@@ -126,7 +111,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
         return chosen
 
     def module(self, frozen: FrozenModel) -> ExitHeads:
-        module = ExitHeads(frozen.layers, frozen.width, frozen.vocabulary, self.rank)
+        module = super().module(frozen)
         if self.copied:
             for layer, head in zip(module.layers, module.heads, strict=True):
                 norm, linear = cast(nn.Sequential, head)
@@ -153,14 +138,14 @@ class HeadsFit(TrainedFit[ExitHeads]):
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[ExitHeads], SelfSpec | None]:
         @lru_cache
         def texts() -> _Texts:  # in training, some of the text is enough
-            return _written(frozen, held_out[:_AT_ONCE])
+            return _written(frozen, held_out[:AT_ONCE])
 
         def spec(module: ExitHeads) -> SelfSpec | None:
-            if module.about.get("calibration"):
-                return _dssd(module)
-            heads = copy.copy(module)
-            heads.about = {"calibration": calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)}
-            return _dssd(heads)
+            if not module.about.get("calibration"):
+                found = calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)
+                module = copy.copy(module)
+                module.about = {"calibration": found}
+            return _dssd(module)
 
         return spec
 
@@ -178,7 +163,7 @@ fit_exit_heads = as_function(HeadsFit)
 def calibrate_exit_heads(
     heads: ExitHeads | StrPath,
     model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer,
     dataset: Iterable[Any],
     *,
     metric: str | None = None,
@@ -209,7 +194,7 @@ def calibrate_exit_heads(
     name = "calibrate_exit_heads"
     inner = causal_lm(model, name)
     check_length(name, block_size, inner.config.get_text_config(decoder=True))
-    rows = PackedDataset(tokenizer, dataset, block_size, name).rows[:MOST_HELD_OUT]
+    rows = packed(tokenizer, dataset, block_size, name)[:MOST_HELD_OUT]
     _check(name, metric, epsilons, block_size)
     _, given = module_of(f"{name}(heads)", heads, ExitHeads)
     given.check(lambda: Fingerprint.of_decoder(inner))
@@ -236,9 +221,9 @@ def _calibrate(
     name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float], metric: str | None
 ) -> None:
     calibration = calibrate(_predictions(frozen, heads, _written(frozen, rows)), epsilons, metric)
-    figures = (heads.about.get("figures") or {}) | figures_of(calibration)
-    heads.about = {**heads.about, "figures": figures, "calibration": calibration}
-    if (rate := reached(calibration)) < epsilons[0]:
+    heads.about = {**heads.about, "calibration": calibration}
+    heads.about = {**heads.about, "figures": (heads.about.get("figures") or {}) | heads.figures()}
+    if (rate := heads.reached()) < epsilons[0]:
         best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
         warnings.warn(
             f"{name}: these exit heads reach none of the accuracies from {epsilons[0]} on ({best}), so SelfSpec.dssd "
@@ -250,9 +235,8 @@ def _calibrate(
 
 def _dssd(heads: ExitHeads) -> SelfSpec | None:
     """The preset at the usual accuracy or at the highest one that the heads reach, ``None`` if they reach none."""
-    calibration = heads.about["calibration"]
-    rate = reached(calibration)
-    return None if rate < calibration["epsilons"][0] else SelfSpec.dssd(heads, min(_USUAL_EPSILON, rate))
+    rate = heads.reached()
+    return None if rate < heads.calibration["epsilons"][0] else SelfSpec.dssd(heads, min(_USUAL_EPSILON, rate))
 
 
 def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -281,13 +265,8 @@ def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[P
 
 def _written(frozen: FrozenModel, rows: torch.Tensor) -> _Texts:
     """For each row, its beginning with the model's continuation, and the length of the beginning."""
-    length, model = rows.shape[1], frozen.model
-    given = max(1, length // _GIVEN)
-    found = []
-    with greedily(model, length - given) as ends:
-        for some in rows[:, :given].to(frozen.device).split(_AT_ONCE):
-            for ids in model.generate(some, attention_mask=torch.ones_like(some), assistant=False):
-                written = enumerate(ids[given:].tolist(), given)
-                end = next((at for at, token in written if token in ends), len(ids) - 1)
-                found.append((ids[: end + 1], given))
-    return found
+    given = max(1, rows.shape[1] // _GIVEN)
+    prompts, device = rows[:, :given].split(AT_ONCE), frozen.device
+    with greedily(frozen.model, rows.shape[1] - given):
+        found = [ids for some in prompts for ids in continued(frozen.model, some.tolist(), assistant=False)]
+    return [(torch.tensor(ids, device=device), given) for ids in found]

@@ -67,8 +67,7 @@ class LayerDropout(ModelCallback):
             raise SettingTypeError(
                 f"LayerDropout(schedule) must be constant, exponential or a function of (t, T), got {schedule!r}."
             )
-        self.p_max = float(p_max)
-        self.schedule = schedule
+        self.p_max, self.schedule = float(p_max), schedule
 
     def check(self, trainer: Trainer) -> None:
         config = causal_lm(trainer.model, "LayerDropout").config

@@ -1,8 +1,8 @@
 """Fitting LoRA that is active only while the first layers draft."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from transformers import DynamicCache
@@ -28,7 +28,7 @@ _WINDOW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraFit(TrainedFit[DraftLora]):
+class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
     """Fits LoRA to the first layers that is active while they draft: the whole model's output stays what it is.
 
     The layers learn the distribution of the model's own last layer (cross entropy, no labels needed), as they will
@@ -48,9 +48,6 @@ class LoraFit(TrainedFit[DraftLora]):
         UnsupportedModelError: the model's layers were not found, or do not draft after given keys and values.
     """
 
-    command: ClassVar[str] = "lora"
-    function: ClassVar[str] = "fit_draft_lora"
-
     exit_layer: Annotated[int | None, Option("The exit layer; a quarter of the layers by default.")] = None
     rank: Annotated[int, Option("Rank of what is added to each linear layer.")] = 16
 
@@ -64,9 +61,16 @@ class LoraFit(TrainedFit[DraftLora]):
         return (layer,)
 
     def module(self, frozen: FrozenModel) -> DraftLora:
-        _check(frozen.anatomy)
-        (exit_layer,) = frozen.layers
-        return DraftLora(exit_layer, self.rank, list(shapes_of(frozen.anatomy, exit_layer)))
+        anatomy, (exit_layer,) = frozen.anatomy, frozen.layers
+        # Some tokens of a row go through the layers again, after keys and values of the others.
+        takes_them = forward_parameters(anatomy.stack) >= {"input_ids", "position_ids", cache_name(anatomy.stack)}
+        if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not takes_them:
+            raise UnsupportedModelError(
+                "fit_draft_lora feeds a row's tokens to the first layers again, after the keys and values of the whole "
+                f"model, which {anatomy.model_name} does not take (recurrent states, shared keys and values, or no "
+                "`position_ids`). Fit an adapter instead: fit_adapter."
+            )
+        return DraftLora(exit_layer, self.rank, shapes_of(anatomy, exit_layer))
 
     def drafted(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
@@ -85,23 +89,10 @@ class LoraFit(TrainedFit[DraftLora]):
 fit_draft_lora = as_function(LoraFit)
 
 
-def shapes_of(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
+def shapes_of(anatomy: Anatomy, exit_layer: int) -> list[Shape]:
     """Names and widths of all linear layers in the first ``exit_layer`` layers."""
-    for name, module in linear_layers(dict(enumerate(anatomy.layers[:exit_layer]))):
-        if (found := widths(module)) is not None:
-            yield (name, *found)
-
-
-def _check(anatomy: Anatomy) -> None:
-    """Checks that some tokens of a row can go through the layers again, after keys and values of the others."""
-    taken = {"input_ids", "position_ids", cache_name(anatomy.stack)}
-    takes_them = forward_parameters(anatomy.stack) >= taken
-    if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not takes_them:
-        raise UnsupportedModelError(
-            f"fit_draft_lora feeds a row's tokens to the first layers again, after the keys and values of the whole "
-            f"model, which {anatomy.model_name} does not take (recurrent states, shared keys and values, or no "
-            "`position_ids`). Fit an adapter instead: fit_adapter."
-        )
+    found = linear_layers(dict(enumerate(anatomy.layers[:exit_layer])))
+    return [(name, *widths(module)) for name, module in found]
 
 
 def _offset() -> int:
@@ -109,8 +100,7 @@ def _offset() -> int:
 
 
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
-    """What goes into the head as the first layers draft with LoRA, ``[b, s, d]`` for ids ``[b, s]``: windows, whose
-    place differs in each call, read all before them from layers without LoRA."""
+    """What goes into the head ``[b, s, d]`` as windows of ids ``[b, s]`` are drafted, after a text without LoRA."""
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
     count, stack, substitutes = anatomy.num_layers, anatomy.stack, lora.substitutes(anatomy)

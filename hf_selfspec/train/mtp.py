@@ -1,28 +1,28 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..data.texts import read_prompts
 from ..draft.mtp import MTP
 from ..errors import SettingError, SettingTypeError
-from ..model.head import HeadRows, output_head
-from ..model.patching import InstanceForwards, PerThread, SharedChange
+from ..learned.files import path_of
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.plan import LayerPlan
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count
 from .fit import TrainedFit, as_function, whole_numbers
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .packing import PackedDataset
 from .reduced_head import ReducedHeadFit
-from .writing import answered
+from .texts import Tokenizer, answered, check_dataset
 
 # What the loss of a step weighs next to that of the step before.
 _DECAY = 0.8
@@ -36,13 +36,8 @@ def _read_prompts(file: str) -> list[Prompt]:
         raise SettingError(str(error).replace("--data", "--prompts")) from error
 
 
-# What stands in for a model's head in this thread.
-_rows = PerThread[Head]()
-_has_rows = SharedChange()
-
-
 @dataclass(frozen=True, kw_only=True)
-class MtpFit(TrainedFit[MtpHead]):
+class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
     """Fits an MTP layer: one decoder layer of the model's own class, which begins as a copy of its last one.
 
     It reads the model's last states, and learns the model's distribution over frequent tokens (cross entropy, no labels
@@ -66,9 +61,6 @@ class MtpFit(TrainedFit[MtpHead]):
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model's last layer cannot stand alone, or its head cannot be cut.
     """
-
-    command: ClassVar[str] = "mtp"
-    function: ClassVar[str] = "fit_mtp"
 
     prompts: Annotated[
         Iterable[Prompt] | None, Option("A file with prompts that the model answers first.", parse=_read_prompts)
@@ -99,25 +91,24 @@ class MtpFit(TrainedFit[MtpHead]):
             check_count("fit_mtp(state_layers)", layer, most=count)
         return [layer for layer in self.state_layers if layer < count]
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> Any:
+    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> Any:
         if self.prompts is None:
             return super().read(tokenizer, dataset)
         if tokenizer is None:
             raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
-        if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes, Mapping)):
-            raise SettingTypeError(f"fit_mtp takes a list of texts or a dataset with a `text` column, got {dataset!r}.")
+        check_dataset("fit_mtp", dataset)
         given = as_prompts(tokenizer, checked_texts("fit_mtp", self.prompts, chats=True, name="prompts"))
         return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in given]
 
     def fit(self, model: Any, text: Any) -> MtpHead:
-        if not isinstance(text, PackedDataset):
+        if not isinstance(text, torch.Tensor):
             tokenizer, dataset, prompts = text
             # Answers take long: what cannot be fitted is refused before.
             with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
                 MtpHead.of(model, state_layers=self.state_layers)
             reduced = self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)
             HeadRows(model, reduced.tokens)
-            file = None if self.output_dir is None else f"{self.output_dir}-text.json"
+            file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.json")
             written = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
             text = super().read(tokenizer, [*dataset, *written])
         if isinstance(self.head_rows, ReducedHead):
@@ -172,16 +163,12 @@ class MtpFit(TrainedFit[MtpHead]):
             yield hidden.to(final.dtype), final[:, step:]
 
 
-def _as_head(frozen: FrozenModel, rows: Head) -> Head:
+def _as_head(frozen: FrozenModel, rows: Any) -> Head:
     """The model's output head with some of its rows, and all that the model does behind it."""
-    head: Any = output_head(frozen.model)
-
-    def make(changes: InstanceForwards) -> None:
-        own = head.forward
-        changes.replace(head, lambda states: (_rows.now or own)(states))
+    with_rows = ForwardPass(LayerPlan(frozen.anatomy.num_layers), head_rows=rows)
 
     def run(states: torch.Tensor) -> torch.Tensor:
-        with _has_rows.of(head, make), _rows.during(rows):
+        with partial_forwards(frozen.model, frozen.anatomy), obeying(with_rows):
             return frozen.own_head(states)
 
     return run

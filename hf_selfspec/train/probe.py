@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from .frozen_model import FrozenModel, HiddenStates, agreement
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeFit(TrainedFit[LinearProbe]):
+class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
     """Fits AdaSPEED's probe (§II.B), which predicts from an exit's state whether the token drafted there is accepted.
 
     Labels depend on the decoding mode: whether the exit's first choice is the whole model's (greedy), or the
@@ -36,9 +36,6 @@ class ProbeFit(TrainedFit[LinearProbe]):
     Raises:
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`.
     """
-
-    command: ClassVar[str] = "probe"
-    function: ClassVar[str] = "fit_probe"
 
     exit_layer: Annotated[int, Option("The layer whose states the probe reads.")]
     do_sample: Annotated[bool, Option("Fit it for sampling instead of greedy decoding.", "sample")] = False
@@ -71,14 +68,16 @@ class ProbeFit(TrainedFit[LinearProbe]):
         check_exit(self.function, "exit_layer", self.exit_layer, config.num_hidden_layers)
         return (self.exit_layer,)
 
-    def module(self, frozen: FrozenModel) -> LinearProbe:
-        return LinearProbe(self.exit_layer, frozen.width, self.do_sample)
+    def made(self, config: Any, width: int) -> LinearProbe:
+        return LinearProbe(self.exit_layer, width, self.do_sample)
 
     def loss(self, module: LinearProbe, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(_scores(module, states), self._labels(frozen, states))
+        scores = module.scores(states[f"states_{self.exit_layer}"]).flatten()
+        return F.binary_cross_entropy_with_logits(scores, self._labels(frozen, states))
 
     def metrics(self, module: LinearProbe, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        sure, label = _scores(module, states).sigmoid(), self._labels(frozen, states)
+        scores, label = module.scores(states[f"states_{self.exit_layer}"]).flatten(), self._labels(frozen, states)
+        sure = scores.sigmoid()
         return {"accuracy": (sure > 0.5) * label + (sure <= 0.5) * (1 - label), "accepted": label}
 
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[LinearProbe], SelfSpec | None]:
@@ -91,9 +90,7 @@ class ProbeFit(TrainedFit[LinearProbe]):
     @torch.no_grad()
     def _labels(self, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         """``[b s]`` the probability that the token drafted at the exit is accepted."""
-        warpers = LogitsProcessorList()
-        if self.temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
         if self.top_k:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:
@@ -109,8 +106,3 @@ class ProbeFit(TrainedFit[LinearProbe]):
 
 
 fit_probe = as_function(ProbeFit)
-
-
-def _scores(probe: LinearProbe, states: HiddenStates) -> torch.Tensor:
-    """``[b s]`` log odds of acceptance."""
-    return probe.scores(states[f"states_{probe.exit_layer}"].flatten(0, 1).float())

@@ -1,7 +1,7 @@
 """Finding the tokens that drafts consist of (FR-Spec, arXiv 2502.14856 §3.2)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -11,11 +11,11 @@ from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
 from ..validation import Option, check_count
 from .fit import Fit, as_function, saved
-from .packing import HELD_OUT, PackedDataset
+from .texts import HELD_OUT, ends_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedHeadFit(Fit[ReducedHead]):
+class ReducedHeadFit(Fit[ReducedHead], command="head", function="fit_reduced_head"):
     """Finds the most frequent tokens of some text, and adds the end-of-text tokens. Nothing is trained.
 
     Args:
@@ -34,20 +34,17 @@ class ReducedHeadFit(Fit[ReducedHead]):
         UnsupportedModelError: the model has no output head.
     """
 
-    command: ClassVar[str] = "head"
-    function: ClassVar[str] = "fit_reduced_head"
-
     size: Annotated[int, Option("How many tokens.")] = 8192
 
     def check(self) -> None:
         check_count("fit_reduced_head(size)", self.size)
 
-    def fit(self, model: Any, text: PackedDataset) -> ReducedHead:
+    def fit(self, model: Any, text: torch.Tensor) -> ReducedHead:
         if output_head(model) is None:
             raise UnsupportedModelError(
                 f"fit_reduced_head: {type(model).__name__} has no output head. Give the causal LM around it."
             )
-        vocabulary, tokens = model.config.get_text_config(decoder=True).vocab_size, text.rows.flatten()
+        vocabulary, tokens = model.config.get_text_config(decoder=True).vocab_size, text.flatten()
         if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
             raise SettingError(
                 f"fit_reduced_head was given tokens from {int(tokens.min())} to {int(tokens.max())}, but the model has "
@@ -56,15 +53,12 @@ class ReducedHeadFit(Fit[ReducedHead]):
         held = len(tokens) // HELD_OUT
         counted, held_out = tokens[: len(tokens) - held], tokens[len(tokens) - held :]
         counts = torch.bincount(counted, minlength=vocabulary)
-        ends = model.generation_config.eos_token_id
-        for end in [] if ends is None else ends if isinstance(ends, list) else [ends]:
-            if 0 <= end < vocabulary:
-                counts[end] = len(tokens)
+        counts[[end for end in ends_of(model) if 0 <= end < vocabulary]] = len(tokens)
         # Of equally frequent tokens, those with lower ids: tokenizers give these to the tokens they met most often.
         chosen = counts.sort(descending=True, stable=True).indices[: min(self.size, vocabulary)].sort().values
         head = ReducedHead.of(chosen.tolist(), vocabulary)
-        share = round(torch.isin(held_out, chosen).float().mean().item(), 4) if held else None
-        figures = {} if share is None else {"share of held-out tokens": share}
+        covered = torch.isin(held_out, chosen).float().mean().item()
+        figures = {"share of held-out tokens": round(covered, 4)} if held else {}
         recipe = {"tokens": len(chosen), "tokens of text": len(counted)}
         return saved(head, about(model, recipe, figures), self.output_dir)
 

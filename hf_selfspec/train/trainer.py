@@ -76,10 +76,9 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         _check_training(self)
         kinds = [type(callback) for callback in callbacks]
-        twice = next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None)
-        if twice is not None:
-            raise SettingError(f"Trainer(callbacks) has more than one {twice}: give one of each kind.")
-        for callback in callbacks:
+        for kind, callback in zip(kinds, callbacks, strict=True):
+            if kinds.count(kind) > 1:
+                raise SettingError(f"Trainer(callbacks) has more than one {kind.__name__}: give one of each kind.")
             callback.check(self)
         plain_log, forwards = self.log, InstanceForwards()
 

@@ -48,7 +48,7 @@ from hf_selfspec.export import exporting
 from hf_selfspec.export.exporting import draft_model, partial_logits
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.train.adapter import usual_eps, usual_theta
+from hf_selfspec.train.adapter import usual_settings
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -105,7 +105,7 @@ def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
 def adapter_of(model: PreTrainedModel, own_head: bool = False, **settings: Any) -> Adapter:
     """An adapter as ``fit_adapter`` would begin with for the model, which does something."""
     config = model.config.get_text_config(decoder=True)
-    settings = {"rope_theta": usual_theta(config), "norm_eps": usual_eps(config)} | settings
+    settings = usual_settings(config) | settings
     vocabulary = VOCABULARY if own_head else None
     torch.manual_seed(0)
     adapter = Adapter(2, config.hidden_size, config.num_attention_heads, vocabulary=vocabulary, **settings)

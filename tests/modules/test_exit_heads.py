@@ -15,7 +15,7 @@ from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import DynamicExit, FixedLength, SelfSpec, TopKTree, attach, calibrate_exit_heads, fit_exit_heads
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.modules.draft_module import about
-from hf_selfspec.modules.heads import METRICS, ExitHeads, Predictions, calibrate, default_layers, figures_of, threshold
+from hf_selfspec.modules.heads import METRICS, ExitHeads, Predictions, calibrate, default_layers, threshold
 
 
 def unreached(name: str, words: str) -> Any:
@@ -113,7 +113,7 @@ def test_fits_of_heads(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     figures, calibration = heads.about["figures"], heads.about["calibration"]
     assert figures["last loss"] < figures["first loss"] / 2
-    assert figures_of(calibration).items() <= figures.items()
+    assert heads.figures().items() <= figures.items()
     assert calibration["tokens"] == 4 * 24  # what the model writes after a quarter of each row
     assert ExitHeads.load(tmp_path).about == heads.about
     reached = [rate for rate in calibration["acceptance"][heads.metric] if rate is not None]

@@ -217,7 +217,7 @@ def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeyp
     assert len(loads) == 1
     head = load_mtp(model)
     assert head is load_mtp(model)
-    assert len(head.parts) == 2
+    assert len(head.layers) == 2
     freed = weakref.ref(head)
     loads.clear()
     del head, model

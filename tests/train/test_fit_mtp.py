@@ -163,6 +163,8 @@ def test_what_cannot_be_fitted_is_refused_before_answers(monkeypatch: pytest.Mon
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (build("mamba"), {}, "cannot stand alone"),
         (build("gpt_bigcode"), {}, "its exits can neither be trained"),
+        *((build(name), {}, "layer . of .* cannot stand alone") for name in ("gemma3n_text", "gpt_neo", "olmo_hybrid")),
+        (build("opt-350m"), {}, "sends states of width 16 to its head and has"),
         (build("gpt2"), {"answer_tokens": 128}, "more than the 128 positions"),
         (wrapped, {}, "no output head that is a plain linear layer"),
         (llama, {"head_rows": ReducedHead.of([1, 5000], 6000)}, "names token 5000"),
@@ -180,9 +182,10 @@ def test_models_with_adapters_of_peft(tmp_path: Path) -> None:
     assert stats.accepted
 
 
-def test_answers_of_a_model_that_returns_dicts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", [{"return_dict_in_generate": True}, {"num_return_sequences": 2, "num_beams": 2}])
+def test_answers_of_a_model_with_settings_of_its_own(setting: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_llama()
-    model.generation_config.return_dict_in_generate = True
+    model.generation_config.update(**setting)
     args = arguments(tmp_path, max_steps=1)
     fit_mtp(model, character_tokenizer(), (), prompts=PROMPTS, block_size=16, answer_tokens=8, args=args)
 

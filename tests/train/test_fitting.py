@@ -19,7 +19,7 @@ from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelE
 from hf_selfspec.train import fit as fits
 from hf_selfspec.train import fit_trainer, frozen_model
 from hf_selfspec.train.frozen_model import FrozenModel, cross_entropy
-from hf_selfspec.train.packing import PackedDataset
+from hf_selfspec.train.texts import divided, packed
 
 # Too few rows for any to be held out, so that fits are not evaluated.
 FEW = 19
@@ -182,11 +182,12 @@ def test_rows_of_text() -> None:
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [ord(letter) for letter in text]}
 
-    found = PackedDataset(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
-    assert found.rows.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
-    many = PackedDataset(None, rows(40), 32)
-    training, held_out = many.split()
-    assert torch.equal(torch.cat([training.rows, held_out.rows]), many.rows)
+    found = packed(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
+    assert found.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
+    assert packed(Tokens(), [{"input_ids": [5, 1]}, "ab"], 1).flatten().tolist() == [5, 1, 97, 98, 1]  # ends once
+    many = packed(None, rows(40), 32)
+    training, held_out = divided(many)
+    assert torch.equal(torch.cat([training, held_out]), many)
     assert len(held_out) == 2
 
 
@@ -388,6 +389,16 @@ def test_fits_of_nothing(change: dict[str, Any], error: type[Exception], words: 
         adapter_fit(**{"model": tiny_llama()} | change)
     assert "fit_adapter" in str(raised.value)
     assert words in str(raised.value)
+
+
+def test_fits_have_gradients_where_callers_have_none(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1)
+    with torch.no_grad():
+        adapter = adapter_fit(tiny_llama(), rows(4), args=args)
+        assert not torch.is_grad_enabled()
+    assert adapter.output.weight.any()
+    with torch.inference_mode(), pytest.raises(SettingError, match=r"fit_adapter trains, which torch\.inference_mode"):
+        adapter_fit(tiny_llama(), rows(4), args=args)
 
 
 def test_models_to_which_nothing_can_be_fitted() -> None:

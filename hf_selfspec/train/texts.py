@@ -1,0 +1,149 @@
+"""Texts of fits: packed into rows of tokens, some of which are held out, or written by the model itself."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import SettingError, SettingTypeError, brief
+from ..learned.files import read_json, reported, write_json
+from ..model.anatomy import Anatomy
+from ..model.fingerprint import Fingerprint
+from ..model.patching import evaluating
+from ..selfspec import SelfSpec
+from ..validation import check_count
+
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
+# One row in so many is held out of the training to measure the fit, and the most rows that are held out.
+HELD_OUT, MOST_HELD_OUT = 20, 64
+# Prompts that are answered at once; every second time answers are drawn, at this temperature.
+AT_ONCE, _TEMPERATURE = 16, 0.7
+
+
+def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = "fit") -> torch.Tensor:
+    """Texts, joined with end-of-text tokens, as rows ``[n, length]``; an incomplete last row is dropped."""
+    check_count(f"{name}(block_size)", length)
+    check_dataset(name, texts)
+    tokens, end = list[int](), getattr(tokenizer, "eos_token_id", None)
+    for text in texts:
+        found = _tokens(tokenizer, text, name)
+        tokens += found if end is None or found[-1:] == [end] else [*found, end]
+    if not tokens:
+        raise SettingError(f"{name} was given no text: the dataset is empty. Give texts that the model is used for.")
+    if len(tokens) < length:
+        raise SettingError(
+            f"{name} was given {len(tokens)} tokens, fewer than one row of block_size={length}. Give more text or "
+            "a smaller block_size."
+        )
+    return torch.tensor(tokens[: len(tokens) // length * length], device="cpu").view(-1, length)
+
+
+def check_dataset(name: str, given: object) -> None:
+    """Raises if a dataset is something else than a list of rows."""
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+        raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {given!r}.")
+
+
+def divided(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows to train on, and those at the end that are held out."""
+    count = len(rows) - min(MOST_HELD_OUT, len(rows) // HELD_OUT)
+    return rows[:count], rows[count:]
+
+
+def _tokens(tokenizer: Tokenizer, text: Any, name: str) -> list[int]:
+    if isinstance(text, Mapping):
+        if "input_ids" in text:
+            return [int(token) for token in text["input_ids"]]
+        text = text.get("text")
+    if not isinstance(text, str) or tokenizer is None:
+        raise SettingTypeError(
+            f"{name} takes strings, or rows with a `text` (and the tokenizer) or with `input_ids`; got {text!r}."
+        )
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def answered(
+    model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, file: Path | None
+) -> list[list[int]]:
+    """Returns the tokens of prompts with the model's answers. A file keeps them, so that writing can be resumed."""
+    found: list[list[int]] = []
+    limit, longest = Anatomy.of(model).position_limit, max(map(len, prompts))
+    if limit is not None and longest + new_tokens > limit:
+        raise SettingError(
+            f"fit_mtp(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
+            f"the {limit} positions of the model. Give fewer, or shorter prompts."
+        )
+    known = f"{Fingerprint.of_decoder(model).name}, {new_tokens} tokens"
+    if file is not None and file.exists():
+        found, made_by = _read(file)
+        begun = [row[: len(prompt)] for row, prompt in zip(found, prompts, strict=False)]
+        if begun != prompts[: len(found)] or made_by != known:
+            raise SettingError(
+                f"{file} has answers to other prompts, of another model or of another length: remove it, or repeat the "
+                "settings that it was made with."
+            )
+    spec = SelfSpec()
+    with evaluating(model), torch.random.fork_rng(), torch.no_grad():
+        for begin in range(len(found), len(prompts), AT_ONCE):
+            torch.manual_seed(begin)
+            is_drawn = bool(begin // AT_ONCE % 2)
+            settings = GenerationConfig(
+                max_new_tokens=new_tokens,
+                do_sample=is_drawn,
+                temperature=_TEMPERATURE if is_drawn else None,
+                pad_token_id=0,
+                num_beams=1,
+                num_return_sequences=1,
+                return_dict_in_generate=False,
+            )
+            found += continued(model, prompts[begin : begin + AT_ONCE], generation_config=settings, assistant=spec)
+            if file is not None:
+                with reported(file):
+                    write_json(file, {"made_by": known, "texts": found})
+    return found
+
+
+def _read(file: Path) -> tuple[list[list[int]], str]:
+    try:
+        content = read_json(file)
+        found, made_by = content["texts"], content["made_by"]
+        if not all(type(token) is int for row in found for token in row):
+            raise ValueError("there is something else than tokens")
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingError(f"{file} was cut short or changed ({brief(error)}). Remove it.") from error
+    return list(found), made_by
+
+
+@contextmanager
+def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[None]:
+    """Generates greedily and without other settings of the model's own."""
+    usual = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            bos_token_id=usual.bos_token_id,
+            eos_token_id=usual.eos_token_id,
+            pad_token_id=min(ends_of(model), default=0),
+        )
+        yield
+    finally:
+        model.generation_config = usual
+
+
+def ends_of(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a text."""
+    found = model.generation_config.eos_token_id
+    return {found} if isinstance(found, int) else set(found or ())
+
+
+def continued(model: PreTrainedModel, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    """The tokens of prompts with what the model writes after them, up to the first one that ends a text."""
+    longest, device = max(map(len, prompts)), model.get_input_embeddings().weight.device
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    rows, ends = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist(), ends_of(model)
+    lengths = [next((place for place, token in enumerate(row, 1) if token in ends), len(row)) for row in rows]
+    return [prompt + row[:length] for prompt, row, length in zip(prompts, rows, lengths, strict=True)]
