@@ -69,7 +69,7 @@ class SkipSearch(Findings):
         # For OnTheFlySearch: the ratio of new sets, and all that were searched.
         self._ratio, self._searched = self._first_ratio, {self._first_ratio}
         self._rng = np.random.default_rng(getattr(self.settings, "seed", 0))
-        self._closest: list[LayerPlan] = []  # for ClosestLayers: the closest sets on this text
+        self.closest: list[LayerPlan] = []  # for ClosestLayers: the closest sets on this text
 
     @property
     def best(self) -> LayerPlan:
@@ -99,7 +99,7 @@ class SkipSearch(Findings):
     @property
     def wants_closest(self) -> int:
         """How many of the layers closest to the whole model the next set needs, 0 if it needs no such sets."""
-        if self._closest or not (self._queue and isinstance(self._queue[0], int)):
+        if self.closest or not (self._queue and isinstance(self._queue[0], int)):
             return 0
         return max(size for size in self._queue if isinstance(size, int))
 
@@ -107,16 +107,12 @@ class SkipSearch(Findings):
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
-    def see_closest(self, plans: list[LayerPlan]) -> None:
-        with self._lock:
-            self._closest = plans
-
     def propose(self) -> LayerPlan | None:
         """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window."""
         with self._lock:
             if self._queue:
                 first = self._queue.pop(0)
-                return self._closest[first - 1] if isinstance(first, int) else first
+                return self.closest[first - 1] if isinstance(first, int) else first
             if self.is_over or not isinstance(self.settings, OnTheFlySearch):
                 return None
             return self._new_set(self.settings.bayes_interval)
@@ -150,7 +146,7 @@ class SkipSearch(Findings):
             again = _TRIED_AGAIN if self.settings.tries_each_round or not self.steps else 1
             self._queue = list(leaders[:again]) or self._queue
             if self._finds_closest:
-                self._closest = []
+                self.closest = []
                 self._queue += self._sizes()
 
     def _sizes(self) -> list[int]:

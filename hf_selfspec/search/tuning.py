@@ -5,7 +5,6 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,11 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
-from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import StrPath, check_count
 from ..verify.tree import Tree
+from .costs import seconds_of
 from .proposers import ClosestLayers, SkipSpace
 from .replay import rules
 
@@ -126,11 +125,12 @@ class _Tuning:
     def __post_init__(self) -> None:
         self.space = SkipSpace.of(Anatomy.of(self.model))
         self.speeds: dict[LayerPlan, float] = {}
+        self.path = None if self.folder is None else self.folder / PROGRESS_NAME
 
     def run(self) -> SelfSpec:
         search, speeds = self.search, self.speeds
-        if self.folder is not None:
-            self._resume(self.folder / PROGRESS_NAME)
+        if self.path is not None:
+            self._resume(self.path)
         self.seconds(None)
         plain = [self.seconds(None, [row]) for row in self.rows]
         waiting = [plan for plan in self.first_sets() if plan.skipped_attention or plan.skipped_mlp]
@@ -147,7 +147,10 @@ class _Tuning:
             turn = len(speeds) % len(plain)
             now = self.seconds(None, [self.rows[turn]]) / plain[turn]
             speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan, None))
-            self._note()
+            if self.path is not None:
+                steps = [[plan.picture(), speed] for plan, speed in speeds.items()]
+                with reported(self.path):
+                    write_json(self.path, {"of": self._of(), "steps": steps})
             bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
             bar.update()
         bar.close()
@@ -157,25 +160,21 @@ class _Tuning:
         draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
         return SelfSpec(draft, stop or self.stop or ConfidenceThreshold(), self.tree)
 
-    def _generate(self, ids: torch.Tensor, **options: Any) -> None:
-        count = self.max_new_tokens
-        options |= {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
     def seconds(self, spec: SelfSpec | None, rows: Sequence[torch.Tensor] | None = None) -> float:
-        """Time per token over all texts, or some."""
-        texts = rows or self.rows
-        begun = perf_counter()
-        for ids in texts:
-            self._generate(ids, **({} if spec is None else {"assistant": spec}))
-        wait_for(self.rows[0].device)
-        return (perf_counter() - begun) / (len(texts) * self.max_new_tokens)
+        """Time per token over all texts, or some; with plain ``generate`` for ``None``."""
+        texts, count = rows or self.rows, self.max_new_tokens
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "assistant": spec or False}
+
+        def generate() -> None:
+            for ids in texts:
+                self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+        return seconds_of(generate, texts[0].device) / (len(texts) * count)
 
     def first_sets(self) -> list[LayerPlan]:
         """Sets that a search on the fly tries on these texts, the best one first."""
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
-        for ids in self.rows:
-            self._generate(ids, assistant=spec)
+        self.seconds(spec)
         found = spec._knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
 
@@ -243,10 +242,3 @@ class _Tuning:
             "model": Fingerprint.of_decoder(self.model).name,
             "seed": self.search.seed,
         }
-
-    def _note(self) -> None:
-        if self.folder is not None:
-            steps = [[plan.picture(), speed] for plan, speed in self.speeds.items()]
-            path = self.folder / PROGRESS_NAME
-            with reported(path):
-                write_json(path, {"of": self._of(), "steps": steps})
