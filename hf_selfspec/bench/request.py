@@ -10,6 +10,7 @@ from itertools import islice, zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt as Given
@@ -87,11 +88,10 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
-        width = max(len(prompt.ids) for prompt in prompts)
-        ids = [[pad] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts]
-        mask = [[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]
-        kind = prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}"
-        return cls(kind, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+        rows = [torch.tensor(prompt.ids, device=device) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        return cls(prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}", ids, mask)
 
 
 @dataclass

@@ -14,12 +14,15 @@ from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
 from .costs import ForwardCosts, Pace, Stopwatch
-from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_sizes, other_ratio
+from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
+# Below this matchness fewer blocks should be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B). The step from one
+# ratio to the next, the least and the most.
+_TOO_LOW, _STEP, _LEAST, _MOST = 0.7, 0.1, 0.1, 0.8
 # How many trials are kept for plots.
 _LOGGED = 1024
 # How many of the best sets are tried again on each new window.
@@ -150,15 +153,18 @@ class SkipSearch(Findings):
                 self._queue += self._sizes()
 
     def _sizes(self) -> list[int]:
-        """On the first text sizes of all kinds, from the sets that were found for the first one; then two."""
-        layers = len(self.space.whole_layers)
-        usual = max(1, round(self._first_ratio * layers))
+        """Numbers of layers: on the first text of all kinds, from the sets that were found for the first one; then the
+        best one and another, fewer where too little matches, more where much does."""
+        layers, matchness = len(self.space.whole_layers), self.choice.matchness
+        usual, step = max(1, round(self._first_ratio * layers)), max(1, round(_STEP * layers))
         if not self.auto:
             return [usual]
         if not self.steps:
-            return first_sizes(layers)
+            return list(range(step, max(1, round(_MOST * layers)) + 1, step))
         best = len(self.best.skipped_layers) or usual
-        return next_sizes(layers, best, self.choice.matchness, self.settings.target_matchness, self.window)
+        goes_up = matchness >= _TOO_LOW and (matchness > self.settings.target_matchness or self.window % 2 == 1)
+        other = best + step if goes_up else best - step
+        return [size for size in (best, other) if 1 <= size <= layers]
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
         """Records a trial: what ``plan`` predicts where the text's tokens are known."""
@@ -185,8 +191,9 @@ class SkipSearch(Findings):
         if self._since_better < settings.patience and not (is_good and (has_size or not self.auto)):
             return False
         if self.auto and not self._finds_closest:
-            ratio = other_ratio(self._ratio, matchness, settings.target_matchness)
-            if ratio not in self._searched:
+            step = _STEP if matchness > settings.target_matchness else -_STEP if matchness < _TOO_LOW else 0.0
+            ratio = round(self._ratio + step, 6)
+            if _LEAST <= ratio <= _MOST and ratio not in self._searched:
                 self._ratio, self._since_better = ratio, 0
                 self._searched.add(ratio)
                 return False
