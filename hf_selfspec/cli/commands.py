@@ -49,7 +49,6 @@ def audit(
 ) -> None:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     import torch
-    from transformers.utils import logging
 
     from .. import SampleTest, SettingError, audit
     from ..data.loading import NamedModel, set_up
@@ -71,18 +70,8 @@ def audit(
     torch.manual_seed(seed)
     all_passed = True
     for name, spec in specs.items():
-        with logging.tqdm(total=len(asked), desc=f"audit of {name}", leave=False) as bar:
-            found = audit(
-                network,
-                tokenizer,
-                asked,
-                spec,
-                max_new_tokens=max_new_tokens,
-                max_prompt_tokens=max_prompt_tokens,
-                sample=test,
-                name=name,
-                after_prompt=bar.update,
-            )
+        limits = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+        found = audit(network, tokenizer, asked, spec, sample=test, name=name, **limits)
         print(f"{found}\n")
         all_passed &= found.passed
     if not all_passed:
@@ -302,14 +291,8 @@ def tune(
     check_folder("--out", out, [FILE_NAME])
     given, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
-    spec = tune(
-        named.model(dtype, place),
-        tokenizer,
-        given,
-        search=OfflineSearch(max_steps=steps, seed=seed),
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        folder=out,
-    )
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    search, network = OfflineSearch(max_steps=steps, seed=seed), named.model(dtype, place)
+    spec = tune(network, tokenizer, given, search=search, folder=out, **limits)
     print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
     print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({out!r}))")
