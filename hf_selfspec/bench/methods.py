@@ -51,9 +51,6 @@ class Method:
         """Whether the settings promise the model's own text."""
         return self.make is None or getattr(self.make().draft, "lossless", True)
 
-    def takes(self, batch_size: int) -> bool:
-        return batch_size == 1 or self.group != LOOKUP_GROUP
-
 
 def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
     """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""

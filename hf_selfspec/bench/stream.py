@@ -234,7 +234,8 @@ class Stream:
         for index, (temperature, size) in enumerate(settings.conditions):
             starts = range(0, len(prompts) - size + 1, size)
             batches = [Batch.of(prompts[start : start + size], pad, model.device) for start in starts]
-            self.parts.append(Part(index, temperature, size, batches, [one for one in methods if one.takes(size)]))
+            fitting = [one for one in methods if size == 1 or one.group != LOOKUP_GROUP]
+            self.parts.append(Part(index, temperature, size, batches, fitting))
         self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
         self._called: set[str] = set()
         self._warm: set[tuple[int, str]] = set()

@@ -27,7 +27,7 @@ from ..validation import StrPath, check_count
 from ..verify.tree import Tree
 from .costs import seconds_of
 from .proposers import ClosestLayers, SkipSpace
-from .replay import rules
+from .replay import rules_for
 
 # The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
@@ -196,7 +196,7 @@ class _Tuning:
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
         stops: Sequence[StopRule | None] = [None]
         if self.stop is None:
-            times = {rule: self.seconds(self._spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)}
+            times = {rule: self.seconds(self._spec(best[0], rule)) for rule in rules_for(None, SelfSpec().max_draft)}
             stops = sorted(times, key=lambda rule: times[rule])[:2]
         specs = [self._spec(plan, stop) for plan in best for stop in stops]
         rounds = [[self.seconds(spec) for spec in (None, *specs)] for _ in range(_REPEATS)]
