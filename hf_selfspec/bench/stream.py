@@ -257,11 +257,12 @@ class Stream:
             first = prompt % len(part.methods)
             in_turn = [*part.methods[first:], *part.methods[:first]]
             for method in in_turn:
-                if (method.name, part.number, turn, prompt) not in self.journal.calls:
-                    yield self._call(part, method, turn, prompt, specs.get(method.name))
+                place = method.name, part.number, turn, prompt
+                if place not in self.journal.calls:
+                    yield self._call(part, method, place, specs.get(method.name))
 
-    def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
-        batch = part.batches[prompt]
+    def _call(self, part: Part, method: Method, place: Place, spec: SelfSpec | None) -> Call:
+        batch = part.batches[place[-1]]
         options = {**self.settings.options(part.temperature, self.pad), **method.options}
         if method.is_static:
             options["max_cache_len"] = self._cache_size
@@ -271,8 +272,7 @@ class Stream:
             self._warm.add((part.number, method.name))
             few = options | {"max_new_tokens": _WARM_UP, "min_new_tokens": None}
             self.model.generate(batch.ids, attention_mask=batch.mask, **few)
-        torch.manual_seed(self.settings.seed + prompt)  # all methods begin a prompt with the same state of it
-        place = method.name, part.number, turn, prompt
+        torch.manual_seed(self.settings.seed + place[-1])  # all methods begin a prompt with the same state of it
         call = timed(self.model, method, batch, place, options, is_first=method.name not in self._called)
         self._called.add(method.name)
         self.journal.add(call)

@@ -146,7 +146,7 @@ def bench(
     stream = stream_of({kind: texts[kind] for kind in chosen}, encoder, count, random.Random(seed))
     if repeat:
         stream = repeated(stream)
-    about = {"prompts_left_out": dict(+encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
+    about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
     found = measured(named.model(dtype, place), tokenizer, stream, settings, wanted, path_of(out), about)
     print(f"{found}\n\nThe whole report is {out}/report.html.")
 

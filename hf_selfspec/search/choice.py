@@ -132,6 +132,11 @@ def choice_of_state(state: dict[str, Any], num_layers: int) -> Choice | None:
     return SkipChoice.of_state(state) if "set" in state else None
 
 
+def pays(speedup: float) -> bool:
+    """Whether a draft is expected to be faster than none by more than the error of the estimate."""
+    return speedup >= LEAST_SPEEDUP
+
+
 def replayed(
     plan: LayerPlan, rules: Sequence[Rule], traces: Iterable[Trace], costs: ForwardCosts, max_draft: int
 ) -> Choice:
@@ -139,4 +144,4 @@ def replayed(
     runs = replays(traces, rules, plan, costs, max_draft)
     index = runs.fastest
     speedup = costs.plain() / float(runs.seconds_per_token[index])
-    return Choice(plan, speedup >= LEAST_SPEEDUP, rules[index], speedup, float(runs.acceptance_rate[index]))
+    return Choice(plan, pays(speedup), rules[index], speedup, float(runs.acceptance_rate[index]))

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..control.controller import LEAST_SPEEDUP
 from ..learned.files import as_count
 from ..model.plan import LayerPlan
-from .choice import SkipChoice
+from .choice import SkipChoice, pays
 from .costs import ForwardCosts
 from .proposers import Estimates, SkipSpace
 from .replay import Replays, Rule, Trace, replays
@@ -147,8 +146,7 @@ class Records:
         if self.costs is None:
             return None
         speedup, rate = self.worth()[plan], float(Replays.total(record.runs).acceptance_rate[record.rule])
-        drafts = speedup >= LEAST_SPEEDUP
-        return SkipChoice(plan, drafts, self._rules[record.rule], speedup, rate, record.matchness)
+        return SkipChoice(plan, pays(speedup), self._rules[record.rule], speedup, rate, record.matchness)
 
     def _scores(self) -> tuple[np.ndarray, ...]:
         rows = [

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.prompts import checked_texts, token_ids
+from ..data.prompts import checked_texts, encoded
 from ..draft.skip_layers import SkipLayers
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
@@ -106,9 +106,9 @@ def tune(
         check_count("tune(max_prompt_tokens)", max_prompt_tokens)
     if search is not None and not isinstance(search, OfflineSearch):
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
-    texts_ids = [token_ids(tokenizer, text)[:max_prompt_tokens] for text in checked_texts("tune", texts)]
-    rows = [torch.tensor([row], device=inner.device) for row in texts_ids]
-    at = None if folder is None else path_of(folder)
+    given = checked_texts("tune", texts)
+    rows = [encoded(tokenizer, text, inner.device, max_prompt_tokens)["input_ids"] for text in given]
+    at = None if folder is None else path_of(folder) / PROGRESS_NAME
     return _Tuning(inner, rows, search or OfflineSearch(), stop, tree, max_new_tokens, at).run()
 
 
@@ -120,12 +120,11 @@ class _Tuning:
     stop: StopRule | None
     tree: Tree | None
     max_new_tokens: int
-    folder: Path | None
+    path: Path | None  # of the steps
 
     def __post_init__(self) -> None:
         self.space = SkipSpace.of(Anatomy.of(self.model))
         self.speeds: dict[LayerPlan, float] = {}
-        self.path = None if self.folder is None else self.folder / PROGRESS_NAME
 
     def run(self) -> SelfSpec:
         search, speeds = self.search, self.speeds
@@ -208,8 +207,8 @@ class _Tuning:
                 f"one {speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
                 stacklevel=4,
             )
-        if self.folder is not None:
-            spec.save_pretrained(self.folder, self.model)
+        if self.path is not None:
+            spec.save_pretrained(self.path.parent, self.model)
         return spec
 
     def _resume(self, path: Path) -> None:
