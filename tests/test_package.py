@@ -1,8 +1,6 @@
 """The package as a whole: its names, its low-precision promise, its statistics."""
 
 import pickle
-import subprocess
-import sys
 from operator import attrgetter
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
+from helpers.processes import python
 from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, first_differences
 from hf_selfspec.draft import EarlyExit, Lookup
 from hf_selfspec.errors import SettingError
@@ -31,8 +30,7 @@ def test_what_is_imported_when() -> None:
         "from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate, '__wrapped__'))\n"
         "print(*(name for name in sys.modules if name.startswith('hf_selfspec.')))"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
-    at_first, is_wrapped, modules = run.stdout.splitlines()
+    at_first, is_wrapped, modules = python("-c", script).stdout.splitlines()
     assert (at_first, is_wrapped) == ("", "True")
     rooms = {name.split(".")[1] for name in modules.split()}
     assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}

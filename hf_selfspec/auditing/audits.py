@@ -1,12 +1,13 @@
 """Audits: whether a ``SelfSpec`` leaves the output unchanged on a given model, dtype and set of prompts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..data.prompts import Prompt, checked_texts, encoded
 from ..errors import SettingTypeError
@@ -156,9 +157,8 @@ def audit(
     max_prompt_tokens: int = 512,
     sample: SampleTest | None = None,
     name: str = "",
-    after_prompt: Callable[[], None] | None = None,
 ) -> Audit:
-    """Compares texts generated with a ``SelfSpec`` with those of plain ``generate``.
+    """Compares texts generated with a ``SelfSpec`` with those of plain ``generate``, with a progress bar.
 
     Greedy texts must have equal ids, except where both tokens' logits are within rounding of the full model's highest.
     The first tokens of sampled texts must have the distribution of plain ``generate``, by a chi-squared test.
@@ -172,7 +172,6 @@ def audit(
         max_prompt_tokens: a prompt that is a string is cut after this many tokens, at most 16 for sampled texts.
         sample: how sampled tokens are tested, ``None`` for greedy texts.
         name: name of the method in the table, the settings of ``spec`` by default.
-        after_prompt: called after each prompt, for a progress bar.
 
     Returns:
         The comparison; ``passed`` is the verdict.
@@ -202,15 +201,13 @@ def audit(
 
     partings: list[Parting] = []
     tests: list[ChiSquared] = []
-    for index, ids in enumerate(rows):
+    for index, ids in enumerate(logging.tqdm(rows, desc=f"audit of {name or 'SelfSpec'}", leave=False)):
         if sample is None:
             partings += _partings(inner, tokenizer, spec, index, ids, max_new_tokens)
             count()
         else:
             drawn = Sampling(inner, ids, _STEPS, sample.draws, sample.options())
             tests.append(drawn.test(spec, count))
-        if after_prompt is not None:
-            after_prompt()
     if sample is None and inner.dtype is torch.bfloat16 and _EXACT not in promises:
         part = differing_part(inner, anatomy := Anatomy.of(inner))
         why = f"not to be had here: {part} differs" if part else f"for {price_of(inner, anatomy):.0%} of a forward"

@@ -148,9 +148,8 @@ def compare(
     inner = causal_lm(model, "compare")
     settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock)
     encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
-    prompts = [encoder.prompt(KIND, text) for text in checked_texts("compare", texts, chats=True)]
-    stream = [prompt for prompt in prompts if prompt is not None]
-    about = {"prompts_left_out": dict(+encoder.left_out)}
+    stream = list(encoder.prompts(KIND, checked_texts("compare", texts, chats=True)))
+    about = {"prompts_left_out": dict(encoder.left_out)}
     folder = None if out is None else path_of(out)
     wanted = None if methods is None else methods_of(methods)
     return measured(inner, tokenizer, stream, settings, wanted, folder, about, progress)

@@ -51,9 +51,6 @@ class Method:
         """Whether the settings promise the model's own text."""
         return self.make is None or getattr(self.make().draft, "lossless", True)
 
-    def takes(self, batch_size: int) -> bool:
-        return batch_size == 1 or self.group != LOOKUP_GROUP
-
 
 def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
     """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
@@ -67,13 +64,9 @@ def _ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> M
     return Method(name, group, f"assistant={name}", make=make)
 
 
-def _static() -> Method:
-    config = CompileConfig(mode="default")
-    config._compile_all_devices = True  # on a CPU transformers compiles only when told to
-    options = {"cache_implementation": "static", "compile_config": config}
-    return Method("static-compiled", COMPILED_GROUP, 'cache_implementation="static"', options, is_static=True)
-
-
+_COMPILING = CompileConfig(mode="default")
+_COMPILING._compile_all_devices = True  # on a CPU transformers compiles only when told to
+_STATIC = {"cache_implementation": "static", "compile_config": _COMPILING}
 _FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"
 _ON_CPU = "it compiles, which transformers does on a CPU only when told to; name it in --methods to measure it"
 _ATTACHES = "it attaches the model's MTP layers, with which SelfSpec() drafts, too; name it in --methods to measure it"
@@ -94,7 +87,7 @@ KNOWN = {
     for method in (
         Method(PLAIN, PLAIN_GROUP, "(nothing)"),
         *_LOOKUPS,
-        _static(),
+        Method("static-compiled", COMPILED_GROUP, 'cache_implementation="static"', _STATIC, is_static=True),
         *(_ours(text, partial(read_spec, text), group) for text, group in _PRESETS.items()),
     )
 }
@@ -153,7 +146,12 @@ def fitting(
     """Returns the methods, or of all known ones those that fit by calls of a few tokens, and others with reasons."""
     found, left_out = [], dict(_WITH_PARTS) if given is None else {}
     for method in KNOWN.values() if given is None else given:
-        why = (_unasked(model, method) if given is None else "") or _why_not(model, method, batch)
+        if given is None and method.group == COMPILED_GROUP and model.device.type == "cpu":
+            why = _ON_CPU
+        elif given is None and method.name == "SelfSpec.mtp()" and attached_mtp(model) is None:
+            why = _ATTACHES
+        else:
+            why = _why_not(model, method, batch)
         if why and given is not None:
             raise SettingError(f"methods: {method.name} does not fit this model: {why}. Leave it out.")
         if why:
@@ -161,13 +159,6 @@ def fitting(
         else:
             found.append(method)
     return found, left_out
-
-
-def _unasked(model: PreTrainedModel, method: Method) -> str:
-    """Why a method is not measured unless it is named."""
-    if method.group == COMPILED_GROUP and model.device.type == "cpu":
-        return _ON_CPU
-    return _ATTACHES if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None else ""
 
 
 def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt as Given
@@ -87,11 +88,10 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
-        width = max(len(prompt.ids) for prompt in prompts)
-        ids = [[pad] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts]
-        mask = [[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]
-        kind = prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}"
-        return cls(kind, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+        rows = [torch.tensor(prompt.ids, device=device) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        return cls(prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}", ids, mask)
 
 
 @dataclass
@@ -103,13 +103,15 @@ class Encoder:
     chat: bool | None = None  # whether a text is a user's message, by default where there is a chat template
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def prompt(self, kind: str, given: Given) -> Prompt | None:
-        """Returns the prompt, ``None`` if it is too long or empty; a chat needs a chat template."""
-        (whole,) = as_prompts(self.tokenizer, [given], self.chat)
-        ids = token_ids(self.tokenizer, whole)
-        fits = 0 < len(ids) <= self.longest
-        self.left_out[kind] += not fits
-        return Prompt(kind, ids) if fits else None
+    def prompts(self, kind: str, given: Iterable[Given]) -> Iterator[Prompt]:
+        """Yields the prompts that are neither too long nor empty; chats need a chat template."""
+        for one in given:
+            (whole,) = as_prompts(self.tokenizer, [one], self.chat)
+            ids = token_ids(self.tokenizer, whole)
+            if 0 < len(ids) <= self.longest:
+                yield Prompt(kind, ids)
+            else:
+                self.left_out[kind] += 1
 
 
 def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[Given]]:
@@ -125,10 +127,8 @@ def stream_of(
     texts: Mapping[str, Sequence[Given]], encoder: Encoder, count: int | None, rng: random.Random
 ) -> list[Prompt]:
     """Returns ``count`` prompts of each kind (``None`` for all), with the kinds in turn."""
-    lists = []
-    for kind, of_kind in texts.items():
-        prompts = map(encoder.prompt, [kind] * len(of_kind), rng.sample(list(of_kind), len(of_kind)))
-        lists.append(list(islice((prompt for prompt in prompts if prompt is not None), count)))
+    in_order = {kind: rng.sample(list(of_kind), len(of_kind)) for kind, of_kind in texts.items()}
+    lists = [islice(encoder.prompts(kind, of_kind), count) for kind, of_kind in in_order.items()]
     return [prompt for together in zip_longest(*lists) for prompt in together if prompt is not None]
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .calls import Call
 from .methods import PLAIN, Method
-from .stream import Part, Stream
+from .stream import Call, Part, Stream
 
 SCHEMA_VERSION = 2
 # A text loops if more than this share of its tokens repeats earlier ones.

@@ -12,9 +12,7 @@ from typing import Any
 import typer
 
 from . import fit
-from .bench import bench
-from .commands import audit, exit_report, inspect, tune
-from .generate import generate
+from .commands import audit, bench, exit_report, generate, inspect, tune
 
 __all__ = ["main"]
 
@@ -36,12 +34,11 @@ app.add_typer(fit.app, name="fit")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line: 0, 1 for a bad result, 2 (with a line on stderr) for a user error, 130 after Ctrl-C."""
     command = typer.main.get_command(app)
-    words = None if arguments is None else list(arguments)
     try:
         with warnings.catch_warnings():
             # Without the lines of code that they come from.
             warnings.showwarning = lambda message, *_, **__: _tell(message)
-            code = command.main(words, prog_name=PROGRAM, standalone_mode=False) or 0
+            code = command.main(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
     except _UsageError as error:

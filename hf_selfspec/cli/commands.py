@@ -1,10 +1,25 @@
-"""The commands that wrap one function of the package each: ``audit``, ``exit-report``, ``inspect`` and ``tune``."""
+"""The commands, but for those that fit: each wraps a function of the package."""
 
-from typing import Annotated, Any
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from . import options
+
+if TYPE_CHECKING:
+    from .. import Piece
+
+# Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
+_OF_ONE_KIND, _OF_EACH_KIND = 20, 5
+# The colour of accepted drafts on a terminal.
+_DRAFTED = "green"
+_ASK = "> "
 
 
 def audit(
@@ -34,7 +49,6 @@ def audit(
 ) -> None:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     import torch
-    from transformers.utils import logging
 
     from .. import SampleTest, SettingError, audit
     from ..data.loading import NamedModel, set_up
@@ -56,22 +70,85 @@ def audit(
     torch.manual_seed(seed)
     all_passed = True
     for name, spec in specs.items():
-        with logging.tqdm(total=len(asked), desc=f"audit of {name}", leave=False) as bar:
-            found = audit(
-                network,
-                tokenizer,
-                asked,
-                spec,
-                max_new_tokens=max_new_tokens,
-                max_prompt_tokens=max_prompt_tokens,
-                sample=test,
-                name=name,
-                after_prompt=bar.update,
-            )
+        limits = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+        found = audit(network, tokenizer, asked, spec, sample=test, name=name, **limits)
         print(f"{found}\n")
         all_passed &= found.passed
     if not all_passed:
         raise typer.Exit(1)
+
+
+def bench(
+    model: options.Model,
+    data: Annotated[
+        list[str], typer.Option(help=f"{options.PROMPT_DATA}; repeat it for more. A column `kind` groups prompts.")
+    ],
+    out: Annotated[str, typer.Option(help="Folder for the report. The same command resumes from it.")],
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    threads: options.Threads = None,
+    field: options.PromptField = None,
+    kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, separated by commas.")] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts of each kind; by default 20 for a single kind, 5 each for several."),
+    ] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts instead of answering chats.")] = False,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Run the whole stream twice.")] = False,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="prompt-lookup, static-compiled, selfspec, selfspec-compiled, or a value of generate's --spec, "
+            "separated by commas; by default all that fit."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt, at least 2.")] = 128,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="0, the default, for greedy; repeat it for more.")
+    ] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="Prompts in a batch; repeat it for more.")] = None,
+    top_p: Annotated[float, typer.Option(help="Top-p of sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Top-k of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of the choice of prompts.")] = 0,
+    clock: Annotated[
+        Literal["auto", "wall", "cpu"],
+        typer.Option(help="auto is CPU time with one thread on a CPU, otherwise wall time."),
+    ] = "auto",
+    passes: Annotated[
+        int, typer.Option(help="Runs of the stream, each with a new SelfSpec; the last counts (3 for graphs).")
+    ] = 1,
+) -> None:
+    """Compare all methods of generating on your prompts: which is fastest, and are the tokens the same?"""
+    from .. import SettingError
+    from ..bench.compare import longest_prompt, measured
+    from ..bench.methods import methods_of
+    from ..bench.request import Encoder, Settings, repeated, stream_of, texts_of
+    from ..data.loading import NamedModel, set_up
+    from ..data.prompts import has_chats
+    from ..learned.files import check_folder, path_of
+    from .spec_text import split
+
+    temperatures, batch_sizes = tuple(temperature or (0.0,)), tuple(batch_size or (1,))
+    settings = Settings(max_new_tokens, temperatures, batch_sizes, top_p, top_k, seed, clock, passes)
+    check_folder("--out", out)
+    wanted = methods_of(named_methods) if (named_methods := split(methods or ())) else None
+    texts = texts_of(data, field)  # before the model, so that errors in files are reported at once
+    chosen = split(kinds or ()) or list(texts)
+    unknown = [kind for kind in chosen if kind not in texts]
+    if unknown:
+        raise SettingError(f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts)}.")
+    place, named = set_up(device, threads), NamedModel(model)
+    tokenizer, longest = named.tokenizer(), longest_prompt(named.config, settings)
+    chat = has_chats(tokenizer) and not raw
+    encoder = Encoder(tokenizer, min(longest, max_prompt_tokens or longest), chat)
+    count = prompts or (_OF_ONE_KIND if len(chosen) == 1 else _OF_EACH_KIND)
+    stream = stream_of({kind: texts[kind] for kind in chosen}, encoder, count, random.Random(seed))
+    if repeat:
+        stream = repeated(stream)
+    about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
+    found = measured(named.model(dtype, place), tokenizer, stream, settings, wanted, path_of(out), about)
+    print(f"{found}\n\nThe whole report is {out}/report.html.")
 
 
 def exit_report(
@@ -96,6 +173,88 @@ def exit_report(
     print(report)
     if plot is not None:
         report.plot(plot)
+
+
+def generate(
+    model: options.Model,
+    prompt: Annotated[str | None, typer.Option(help="The prompt to answer or to continue.")] = None,
+    file: Annotated[str | None, typer.Option(help="A text file with the prompt.")] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    threads: options.Threads = None,
+    chat: options.Chat = None,
+    spec: Annotated[
+        str,
+        typer.Option(
+            help="selfspec, lookup, quantized, mtp, layerskip, swift or adaspeed; a folder that was saved or fitted; "
+            'or an expression such as "SelfSpec.layerskip(8)".'
+        ),
+    ] = "selfspec",
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0 for greedy decoding.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
+    seed: options.Seed = 0,
+) -> None:
+    """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
+    import torch
+
+    from .. import SettingError, stream
+    from ..data.loading import NamedModel, set_up
+    from ..data.prompts import check_chats, has_chats
+    from ..data.texts import content
+    from ..streaming import sampling
+    from .spec_text import read_spec
+
+    sampling("generate", temperature, top_p)
+    if prompt is not None and file is not None:
+        raise SettingError("--prompt and --file are both given: give one of the two.")
+    given = prompt if file is None else content("--file", file)
+    if given is None and not sys.stdin.isatty():
+        given = sys.stdin.read()
+    drafts, place, named = read_spec(spec), set_up(device, threads), NamedModel(model)
+    tokenizer = named.tokenizer()
+    is_chat = given is None or (has_chats(tokenizer) if chat is None else chat)
+    if is_chat:
+        check_chats(tokenizer)
+    network, console = named.model(dtype, place), Console(highlight=False)
+
+    def write(piece: Piece) -> None:
+        if console.is_terminal:
+            console.out(piece.text, style=_DRAFTED if piece.from_draft else None, highlight=False, end="")
+        else:
+            sys.stdout.write(piece.text)
+        sys.stdout.flush()
+
+    torch.manual_seed(seed)
+    messages: list[dict[str, Any]] = []
+    wanted: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    for text in _asked() if given is None else [given]:
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = stream(network, tokenizer, messages if is_chat else text, write, spec=drafts, **wanted)
+        except KeyboardInterrupt:
+            print(flush=True)  # the message about it gets a line of its own
+            raise
+        print(flush=True)
+        if (stats := drafts.stats) is not None:  # on stderr, so that only the text goes into a file
+            print(
+                f"[{stats.tokens} tokens, {stats.tokens / stats.total_seconds:.1f} tokens/s; {stats.rounds} rounds, "
+                f"{stats.accepted / max(stats.rounds, 1):.2f} drafted tokens accepted in each]",
+                file=sys.stderr,
+            )
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _asked() -> Iterator[str]:
+    """Yields what the user types, until the end of the input."""
+    while True:
+        try:
+            text = input(_ASK)
+        except EOFError:
+            print()
+            return
+        if text.strip():
+            yield text
 
 
 def inspect(model: options.Model) -> None:
@@ -132,14 +291,8 @@ def tune(
     check_folder("--out", out, [FILE_NAME])
     given, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
-    spec = tune(
-        named.model(dtype, place),
-        tokenizer,
-        given,
-        search=OfflineSearch(max_steps=steps, seed=seed),
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        folder=out,
-    )
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    search, network = OfflineSearch(max_steps=steps, seed=seed), named.model(dtype, place)
+    spec = tune(network, tokenizer, given, search=search, folder=out, **limits)
     print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
     print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({out!r}))")

@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -25,17 +24,13 @@ if TYPE_CHECKING:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-def fits() -> list[type[Fit[Any]]]:
-    """The classes of the public functions that fit something."""
-    functions = (getattr(hf_selfspec, name) for name in hf_selfspec.__all__ if name.startswith("fit_"))
-    return [vars(function)["kind"] for function in functions]
-
-
 @functools.cache
 def _commands() -> dict[str, Any]:
     made = typer.Typer()
-    for kind in fits():
-        made.command(kind.command, help=str(kind.__doc__).split("\n")[0])(_command(kind))
+    for name in hf_selfspec.__all__:
+        if name.startswith("fit_"):
+            kind = vars(getattr(hf_selfspec, name))["kind"]
+            made.command(kind.command, help=str(kind.__doc__).split("\n")[0])(_command(kind))
     return dict(vars(typer.main.get_command(made))["commands"])
 
 
@@ -62,9 +57,11 @@ def fit() -> None:
 def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
     """The command of a fit: an option for each of its settings that has one."""
     from ..train.fit import TrainedFit
+    from ..validation import Option
 
-    hints = get_type_hints(kind, include_extras=True)
-    settings = {one.name: (one, option) for one in fields(kind) if (option := _option(hints[one.name]))}
+    hints, parameters = get_type_hints(kind, include_extras=True), signature(kind).parameters
+    settings = {name: one for name in parameters for one in get_args(hints[name])[1:] if isinstance(one, Option)}
+    names = {name: f"--{option.name or name.replace('_', '-')}" for name, option in settings.items()}
 
     def command(
         model: options.Model,
@@ -74,10 +71,10 @@ def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
         dtype: options.Dtype = "auto",
         **given: Any,
     ) -> None:
-        found = {name: _value(given.pop(name), *setting) for name, setting in settings.items()}
+        found = {name: _value(names[name], given.pop(name), option) for name, option in settings.items()}
         if given:
             found |= _training(out, found["cache_dir"], **given)
-        with _named_as({name: _name(*setting) for name, setting in settings.items()}, kind):
+        with _named_as(names, kind):
             _fit(kind(output_dir=out, **found), model, data, out, field, dtype)
 
     own = list(signature(command, eval_str=True).parameters.values())[:-1]
@@ -85,32 +82,20 @@ def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
         own[1] = own[1].replace(default=None, annotation=options.OptionalData)
     if issubclass(kind, TrainedFit):
         own += list(signature(_training, eval_str=True).parameters.values())[2:]
-    own += [_parameter(hints[name], *setting) for name, setting in settings.items()]
+    own += [_parameter(names[name], parameters[name], hints[name], option) for name, option in settings.items()]
     vars(command)["__signature__"] = Signature([one.replace(kind=Parameter.KEYWORD_ONLY) for one in own])
     command.__annotations__ = {one.name: one.annotation for one in own}
     return command
 
 
-def _option(hint: Any) -> Option | None:
-    from ..validation import Option
-
-    return next((one for one in get_args(hint)[1:] if isinstance(one, Option)), None)
-
-
-def _name(field: Field[Any], option: Option) -> str:
-    return f"--{option.name or field.name.replace('_', '-')}"
-
-
-def _parameter(hint: Any, field: Field[Any], option: Option) -> Parameter:
-    default: Any = Parameter.empty if field.default is MISSING else field.default
-    kind = get_args(hint)[0]
+def _parameter(name: str, setting: Parameter, hint: Any, option: Option) -> Parameter:
+    kind, default = get_args(hint)[0], setting.default
     if option.parse is not None:
         kind, default = str | None, ",".join(default) if isinstance(default, tuple) else default
-    hint = Annotated[kind, typer.Option(_name(field, option), help=option.help)]
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    return setting.replace(default=default, annotation=Annotated[kind, typer.Option(name, help=option.help)])
 
 
-def _value(value: Any, field: Field[Any], option: Option) -> Any:
+def _value(name: str, value: Any, option: Option) -> Any:
     from .. import SettingError
 
     if option.parse is None or value is None:
@@ -118,9 +103,7 @@ def _value(value: Any, field: Field[Any], option: Option) -> Any:
     try:
         return option.parse(value)
     except ValueError as error:
-        raise SettingError(
-            f"{_name(field, option)} {value}: give whole numbers separated by commas, e.g. 3,6,12."
-        ) from error
+        raise SettingError(f"{name} {value}: give whole numbers separated by commas, e.g. 3,6,12.") from error
 
 
 def _training(

@@ -9,7 +9,7 @@ from ..batch import Text, Verdict
 from ..grammar.rows import Constraint
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
-from ..search.costs import MANY, Budget, Pace, Stopwatch
+from ..search.costs import Budget, Pace, Stopwatch
 from ..search.replay import Trace, trace
 from ..stop.rules import confidence
 from .partial import PartialDraft
@@ -46,21 +46,13 @@ class LookingDraft(PartialDraft):
 
     def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> bool:
         """Times forwards at the end of the text as far as there is time; the text in the cache stays as it is."""
-        ends = [root + 1 for root in text.last_slots()]
-        starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
-        steps, usual = self.steps, (self.plan, self.limits, self.constraint)
+        device, steps, usual = text.ids.device, self.steps, (self.plan, self.limits, self.constraint)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         self.constraint = Constraint()  # steps are to be timed
-        devices = [] if ids.device.type == "cpu" else [ids.device]
-        with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             complete = stopwatch.measure(
-                self.target,
-                ids,
-                starts,
-                text.last_slots(),
-                repeats,
-                lambda: self._in_steps(text, [1] * text.batch_size),
-                self._has_time,
+                self.target, text, repeats, lambda: self._in_steps(text, [1] * text.batch_size), self._has_time
             )
         self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
         return complete

@@ -189,7 +189,7 @@ class SearchingDraft(LookingDraft):
         if most := self.search.wants_closest:
             if not self._has_time(most + 1):
                 return False
-            self.search.see_closest(closest_layers(self.target, text, self.search.space.whole_layers, most))
+            self.search.closest = closest_layers(self.target, text, self.search.space.whole_layers, most)
         pace, left = self.search.pace, self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
         known = self._last_logits is None or any(self._last_logits.counts())

@@ -44,7 +44,11 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
     # A model that drafts for transformers' own assisted generation gets a copy of the main model's config.
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
-    in_passed, in_own = _in_config(passed), _in_own_config(own)
+    in_passed, in_own = _in_config(passed), None
+    try:
+        in_own = _in_config(own)
+    except (SettingError, SettingTypeError) as error:  # a warning, since the caller did not write the model's config
+        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
     default_of = f"in the generation config of this {type(model).__name__}"
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
@@ -110,15 +114,6 @@ def _restored(settings: str) -> SelfSpec:
             f"the generation config was saved with an assistant that this version of hf_selfspec cannot use ({error}): "
             f"{settings}. Set `assistant` again."
         ) from error
-
-
-def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
-    """:func:`_in_config` of the model's own config, where an error becomes a warning: the caller did not write it."""
-    try:
-        return _in_config(config)
-    except (SettingError, SettingTypeError) as error:
-        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
-        return None
 
 
 class Attachment:

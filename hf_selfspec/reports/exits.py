@@ -125,7 +125,15 @@ def exit_report(
         )
     inner = causal_lm(model, "exit_report")
     exits = Exits(inner)
-    rows = _token_rows(tokenizer, texts, _length(max_length, exits.anatomy.max_positions))
+    given, length = checked_texts("exit_report", texts, empty=True), _length(max_length, exits.anatomy.max_positions)
+    # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
+    rows = [token_ids(tokenizer, text)[:length] for text in given]
+    for index, row in enumerate(rows):
+        if len(row) < 2:
+            raise SettingError(
+                f"exit_report(texts): text {index} is {given[index]!r}, of {len(row)} tokens, but it takes at least 2 "
+                "to predict a next one. Leave it out or make it longer."
+            )
     embeddings = inner.get_input_embeddings().weight
     # Offloaded weights are on another device; accelerate's hooks then move the inputs.
     device = torch.device("cpu") if embeddings.is_meta else embeddings.device
@@ -183,16 +191,3 @@ def _length(max_length: int | None, positions: int | None) -> int:
             f"most {positions}, or None for that."
         )
     return max_length
-
-
-def _token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> list[list[int]]:
-    given = checked_texts("exit_report", texts, empty=True)
-    # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
-    rows = [token_ids(tokenizer, text)[:length] for text in given]
-    for index, row in enumerate(rows):
-        if len(row) < 2:
-            raise SettingError(
-                f"exit_report(texts): text {index} is {given[index]!r}, of {len(row)} tokens, but it takes at least 2 "
-                "to predict a next one. Leave it out or make it longer."
-            )
-    return rows

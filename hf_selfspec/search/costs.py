@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..batch import Text
 from ..learned.files import as_count, as_number
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
-from ..model.transfer import RowNumbers, wait_for
+from ..model.transfer import wait_for
 
 # Numbers of tokens in the forwards over several tokens.
 FEW, MANY = 2, 8
@@ -107,30 +108,20 @@ class Stopwatch:
     _before: dict[str, int] = field(default_factory=dict)  # numbers of times of earlier texts
 
     def measure(
-        self,
-        target: Target,
-        ids: torch.Tensor,
-        starts: Sequence[int],
-        roots: Sequence[int],
-        repeats: int,
-        draft: Callable[[], object],
-        may_run: Callable[[int], bool],
+        self, target: Target, text: Text, repeats: int, draft: Callable[[], object], may_run: Callable[[int], bool]
     ) -> bool:
-        """Times the forwards ``repeats`` times in turn over the last tokens ``ids`` ``[b, MANY]``, without changing the
-        text; ``False`` if ``may_run`` has refused one, from which the next call continues."""
-        last = _from(roots, 1, ids, starts)
-        few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
-        few = _from(few_starts, FEW, ids, starts)
-        runs: dict[str, tuple[int, Callable[[], object]]] = {
-            "early": (1, lambda: target.step(last, roots, ForwardPass(self.early))),
-            "full": (1, lambda: target.step(last, roots)),
-            "few": (FEW, lambda: target.step(few, few_starts)),
-            "many": (MANY, lambda: target.step(ids, starts)),
-            "draft": (1, draft),
-        }
+        """Times the forwards ``repeats`` times in turn over the last tokens of the text, which they do not change;
+        ``False`` if ``may_run`` has refused one, from which the next call continues."""
+        ends = [root + 1 for root in text.last_slots()]
+
+        def forward(tokens: int, plan: LayerPlan = target.full_plan) -> tuple[int, Callable[[], object]]:
+            starts, ids = text.tokens_before(ends, tokens, target.first_slots())
+            return tokens, lambda: target.step(ids, starts, ForwardPass(plan))
+
+        runs = {"early": forward(1, self.early), "full": forward(1), "few": forward(FEW), "many": forward(MANY)}
+        runs["draft"] = 1, draft
         if self.attention is not None:
-            attention = self.attention
-            runs["attention"] = 1, lambda: target.step(last, roots, ForwardPass(attention))
+            runs["attention"] = forward(1, self.attention)
         for count in range(1, repeats + 1):
             for name, (tokens, run) in runs.items():
                 times = self.seconds.setdefault(name, [])
@@ -138,7 +129,7 @@ class Stopwatch:
                     continue
                 if not may_run(tokens):
                     return False
-                times.append(seconds_of(run, ids.device, target.clock))
+                times.append(seconds_of(run, text.ids.device, target.clock))
         return True
 
     def complete(self, rounds: Sequence[float] = ()) -> ForwardCosts:
@@ -166,13 +157,6 @@ class Stopwatch:
             step=max(found["draft"] - found["early"], 0.0),
             num_layers=layers,
         )
-
-
-def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-    """The ``count`` tokens ``[b, count]`` from each row's slot on, from ``ids`` ``[b, n]`` that begin at ``starts``."""
-    first_columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)])
-    columns = first_columns.onwards(count, ids.device).clamp(max=ids.shape[1] - 1)
-    return ids.gather(1, columns.expand(len(ids), count))
 
 
 def share_of(budget: float, pays: bool) -> float:

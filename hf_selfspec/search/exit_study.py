@@ -83,7 +83,7 @@ class ExitStudy(Findings):
             self._bounds[layer] = bound.expected_speedup
             self.is_promising = bound.expected_speedup >= _MAY_PAY
             if not self.is_promising and self.tokens >= _TRIED and self._trials >= 2 * len(_PLACES):
-                self.choice = _exit_choice(_none_like(bound), self._bounds, self.tokens)
+                self.choice = _exit_choice(replace(bound, drafts=False), self._bounds, self.tokens)
 
     def report(self, stats: GenerationStats) -> None:
         stats.drafts = self.choice is None or self.choice.drafts
@@ -132,18 +132,14 @@ def choose_exit(
     }
     speeds = {layer: one.expected_speedup or 0.0 for layer, one in found.items()}
     best = found[max(speeds, key=lambda layer: speeds[layer])]
-    reuse_from = costs.reuse_from(best.plan.first_altered) if best.drafts else 0
-    return _exit_choice(best if best.drafts else _none_like(best), speeds, _tokens(traces), reuse_from)
-
-
-def _none_like(choice: Choice) -> Choice:
-    """No draft, with the stop rule of a choice that does not pay."""
-    return replace(
-        choice, plan=LayerPlan(choice.plan.num_layers), drafts=False, expected_speedup=1.0, acceptance_rate=0.0
-    )
+    return _exit_choice(best, speeds, _tokens(traces), costs.reuse_from(best.plan.first_altered))
 
 
 def _exit_choice(choice: Choice, by_layer: dict[int, float], tokens: int, reuse_from: int = 0) -> ExitChoice:
+    """An exit that pays, or no draft, with the stop rule of one that does not."""
+    if not choice.drafts:
+        none = LayerPlan(choice.plan.num_layers)
+        choice, reuse_from = replace(choice, plan=none, expected_speedup=1.0, acceptance_rate=0.0), 0
     return ExitChoice(**vars(choice), by_layer=dict(by_layer), reuse_from=reuse_from, tokens=tokens)
 
 

@@ -23,10 +23,6 @@ from ..validation import MOST_WINDOW, check_count, check_share
 _BLOCKS = ("attention", "mlp")
 # A layer that is skipped as a whole or not at all.
 _LAYER = "layer"
-# Below this matchness fewer blocks should be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B).
-_TOO_LOW = 0.7
-_STEP = 0.1
-_LEAST, _MOST = 0.1, 0.8
 
 
 @register("search")
@@ -196,27 +192,6 @@ class Estimates:
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         """Samples effects ``[blocks]`` from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
         return np.asarray(self.effects + self.doubt @ rng.standard_normal(len(self.effects)))
-
-
-def other_ratio(ratio: float, matchness: float, target: float) -> float:
-    """The ratio to go on with where sets of this one bring no improvement; the same one if that is right."""
-    step = _STEP if matchness > target else -_STEP if matchness < _TOO_LOW else 0.0
-    found = round(ratio + step, 6)
-    return found if _LEAST <= found <= _MOST else ratio
-
-
-def first_sizes(layers: int) -> list[int]:
-    """The numbers of layers, of so many that may be skipped, that are tried on the first text."""
-    step = max(1, round(_STEP * layers))
-    return list(range(step, max(1, round(_MOST * layers)) + 1, step))
-
-
-def next_sizes(layers: int, best: int, matchness: float, target: float, window: int) -> list[int]:
-    """The best number of skipped layers and another: fewer where too little matches, more where much does."""
-    step = max(1, round(_STEP * layers))
-    goes_up = matchness >= _TOO_LOW and (matchness > target or window % 2 == 1)
-    other = best + step if goes_up else best - step
-    return [size for size in (best, other) if 1 <= size <= layers]
 
 
 @torch.no_grad()

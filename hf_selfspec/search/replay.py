@@ -112,11 +112,8 @@ def replays(
 
 def rules_for(stop: Any, max_draft: int) -> list[Rule]:
     """The stop rules to compare: only the given one, if a trace is enough to find where it would end drafts."""
-    return [stop] if isinstance(stop, Rule) and stop.confidence is None else rules(max_draft)
-
-
-def rules(max_draft: int) -> list[Rule]:
-    """The stop rules that a search compares."""
+    if isinstance(stop, Rule) and stop.confidence is None:
+        return [stop]
     return [
         *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),

@@ -14,12 +14,15 @@ from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
 from .costs import ForwardCosts, Pace, Stopwatch
-from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace, first_sizes, next_sizes, other_ratio
+from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
+# Below this matchness fewer blocks should be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B). The step from one
+# ratio to the next, the least and the most.
+_TOO_LOW, _STEP, _LEAST, _MOST = 0.7, 0.1, 0.1, 0.8
 # How many trials are kept for plots.
 _LOGGED = 1024
 # How many of the best sets are tried again on each new window.
@@ -69,7 +72,7 @@ class SkipSearch(Findings):
         # For OnTheFlySearch: the ratio of new sets, and all that were searched.
         self._ratio, self._searched = self._first_ratio, {self._first_ratio}
         self._rng = np.random.default_rng(getattr(self.settings, "seed", 0))
-        self._closest: list[LayerPlan] = []  # for ClosestLayers: the closest sets on this text
+        self.closest: list[LayerPlan] = []  # for ClosestLayers: the closest sets on this text
 
     @property
     def best(self) -> LayerPlan:
@@ -99,7 +102,7 @@ class SkipSearch(Findings):
     @property
     def wants_closest(self) -> int:
         """How many of the layers closest to the whole model the next set needs, 0 if it needs no such sets."""
-        if self._closest or not (self._queue and isinstance(self._queue[0], int)):
+        if self.closest or not (self._queue and isinstance(self._queue[0], int)):
             return 0
         return max(size for size in self._queue if isinstance(size, int))
 
@@ -107,16 +110,12 @@ class SkipSearch(Findings):
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
-    def see_closest(self, plans: list[LayerPlan]) -> None:
-        with self._lock:
-            self._closest = plans
-
     def propose(self) -> LayerPlan | None:
         """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window."""
         with self._lock:
             if self._queue:
                 first = self._queue.pop(0)
-                return self._closest[first - 1] if isinstance(first, int) else first
+                return self.closest[first - 1] if isinstance(first, int) else first
             if self.is_over or not isinstance(self.settings, OnTheFlySearch):
                 return None
             return self._new_set(self.settings.bayes_interval)
@@ -150,19 +149,22 @@ class SkipSearch(Findings):
             again = _TRIED_AGAIN if self.settings.tries_each_round or not self.steps else 1
             self._queue = list(leaders[:again]) or self._queue
             if self._finds_closest:
-                self._closest = []
+                self.closest = []
                 self._queue += self._sizes()
 
     def _sizes(self) -> list[int]:
-        """On the first text sizes of all kinds, from the sets that were found for the first one; then two."""
-        layers = len(self.space.whole_layers)
-        usual = max(1, round(self._first_ratio * layers))
+        """Numbers of layers: on the first text of all kinds, from the sets that were found for the first one; then the
+        best one and another, fewer where too little matches, more where much does."""
+        layers, matchness = len(self.space.whole_layers), self.choice.matchness
+        usual, step = max(1, round(self._first_ratio * layers)), max(1, round(_STEP * layers))
         if not self.auto:
             return [usual]
         if not self.steps:
-            return first_sizes(layers)
+            return list(range(step, max(1, round(_MOST * layers)) + 1, step))
         best = len(self.best.skipped_layers) or usual
-        return next_sizes(layers, best, self.choice.matchness, self.settings.target_matchness, self.window)
+        goes_up = matchness >= _TOO_LOW and (matchness > self.settings.target_matchness or self.window % 2 == 1)
+        other = best + step if goes_up else best - step
+        return [size for size in (best, other) if 1 <= size <= layers]
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
         """Records a trial: what ``plan`` predicts where the text's tokens are known."""
@@ -189,8 +191,9 @@ class SkipSearch(Findings):
         if self._since_better < settings.patience and not (is_good and (has_size or not self.auto)):
             return False
         if self.auto and not self._finds_closest:
-            ratio = other_ratio(self._ratio, matchness, settings.target_matchness)
-            if ratio not in self._searched:
+            step = _STEP if matchness > settings.target_matchness else -_STEP if matchness < _TOO_LOW else 0.0
+            ratio = round(self._ratio + step, 6)
+            if _LEAST <= ratio <= _MOST and ratio not in self._searched:
                 self._ratio, self._since_better = ratio, 0
                 self._searched.add(ratio)
                 return False

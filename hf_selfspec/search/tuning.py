@@ -5,7 +5,6 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.prompts import checked_texts, token_ids
+from ..data.prompts import checked_texts, encoded
 from ..draft.skip_layers import SkipLayers
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
@@ -22,13 +21,13 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
-from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import StrPath, check_count
 from ..verify.tree import Tree
+from .costs import seconds_of
 from .proposers import ClosestLayers, SkipSpace
-from .replay import rules
+from .replay import rules_for
 
 # The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
@@ -107,9 +106,9 @@ def tune(
         check_count("tune(max_prompt_tokens)", max_prompt_tokens)
     if search is not None and not isinstance(search, OfflineSearch):
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
-    texts_ids = [token_ids(tokenizer, text)[:max_prompt_tokens] for text in checked_texts("tune", texts)]
-    rows = [torch.tensor([row], device=inner.device) for row in texts_ids]
-    at = None if folder is None else path_of(folder)
+    given = checked_texts("tune", texts)
+    rows = [encoded(tokenizer, text, inner.device, max_prompt_tokens)["input_ids"] for text in given]
+    at = None if folder is None else path_of(folder) / PROGRESS_NAME
     return _Tuning(inner, rows, search or OfflineSearch(), stop, tree, max_new_tokens, at).run()
 
 
@@ -121,7 +120,7 @@ class _Tuning:
     stop: StopRule | None
     tree: Tree | None
     max_new_tokens: int
-    folder: Path | None
+    path: Path | None  # of the steps
 
     def __post_init__(self) -> None:
         self.space = SkipSpace.of(Anatomy.of(self.model))
@@ -129,8 +128,8 @@ class _Tuning:
 
     def run(self) -> SelfSpec:
         search, speeds = self.search, self.speeds
-        if self.folder is not None:
-            self._resume(self.folder / PROGRESS_NAME)
+        if self.path is not None:
+            self._resume(self.path)
         self.seconds(None)
         plain = [self.seconds(None, [row]) for row in self.rows]
         waiting = [plan for plan in self.first_sets() if plan.skipped_attention or plan.skipped_mlp]
@@ -147,7 +146,10 @@ class _Tuning:
             turn = len(speeds) % len(plain)
             now = self.seconds(None, [self.rows[turn]]) / plain[turn]
             speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan, None))
-            self._note()
+            if self.path is not None:
+                steps = [[plan.picture(), speed] for plan, speed in speeds.items()]
+                with reported(self.path):
+                    write_json(self.path, {"of": self._of(), "steps": steps})
             bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
             bar.update()
         bar.close()
@@ -157,25 +159,21 @@ class _Tuning:
         draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
         return SelfSpec(draft, stop or self.stop or ConfidenceThreshold(), self.tree)
 
-    def _generate(self, ids: torch.Tensor, **options: Any) -> None:
-        count = self.max_new_tokens
-        options |= {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
     def seconds(self, spec: SelfSpec | None, rows: Sequence[torch.Tensor] | None = None) -> float:
-        """Time per token over all texts, or some."""
-        texts = rows or self.rows
-        begun = perf_counter()
-        for ids in texts:
-            self._generate(ids, **({} if spec is None else {"assistant": spec}))
-        wait_for(self.rows[0].device)
-        return (perf_counter() - begun) / (len(texts) * self.max_new_tokens)
+        """Time per token over all texts, or some; with plain ``generate`` for ``None``."""
+        texts, count = rows or self.rows, self.max_new_tokens
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "assistant": spec or False}
+
+        def generate() -> None:
+            for ids in texts:
+                self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+        return seconds_of(generate, texts[0].device) / (len(texts) * count)
 
     def first_sets(self) -> list[LayerPlan]:
         """Sets that a search on the fly tries on these texts, the best one first."""
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
-        for ids in self.rows:
-            self._generate(ids, assistant=spec)
+        self.seconds(spec)
         found = spec._knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
 
@@ -197,7 +195,7 @@ class _Tuning:
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
         stops: Sequence[StopRule | None] = [None]
         if self.stop is None:
-            times = {rule: self.seconds(self._spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)}
+            times = {rule: self.seconds(self._spec(best[0], rule)) for rule in rules_for(None, SelfSpec().max_draft)}
             stops = sorted(times, key=lambda rule: times[rule])[:2]
         specs = [self._spec(plan, stop) for plan in best for stop in stops]
         rounds = [[self.seconds(spec) for spec in (None, *specs)] for _ in range(_REPEATS)]
@@ -209,8 +207,8 @@ class _Tuning:
                 f"one {speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
                 stacklevel=4,
             )
-        if self.folder is not None:
-            spec.save_pretrained(self.folder, self.model)
+        if self.path is not None:
+            spec.save_pretrained(self.path.parent, self.model)
         return spec
 
     def _resume(self, path: Path) -> None:
@@ -243,10 +241,3 @@ class _Tuning:
             "model": Fingerprint.of_decoder(self.model).name,
             "seed": self.search.seed,
         }
-
-    def _note(self) -> None:
-        if self.folder is not None:
-            steps = [[plan.picture(), speed] for plan, speed in self.speeds.items()]
-            path = self.folder / PROGRESS_NAME
-            with reported(path):
-                write_json(path, {"of": self._of(), "steps": steps})

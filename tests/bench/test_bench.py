@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MambaConfig, MambaForC
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, compare
-from hf_selfspec.bench.calls import Call, repetitions
 from hf_selfspec.bench.compare import measured
 from hf_selfspec.bench.methods import Method, methods_of
 from hf_selfspec.bench.request import Prompt, Settings
 from hf_selfspec.bench.results import acceptance, ratios
+from hf_selfspec.bench.stream import Call, repetitions
 from hf_selfspec.draft import Drafter, Session
 from hf_selfspec.stats import GenerationStats
 

@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
 from helpers.models import tiny_llama
-from helpers.processes import DEMO_MODEL, told_in_one_line
+from helpers.processes import DEMO_MODEL, python, told_in_one_line
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.request import texts_of
 from hf_selfspec.cli import app, main
@@ -24,7 +22,6 @@ from hf_selfspec.data import loading
 from hf_selfspec.data.loading import NamedModel
 from hf_selfspec.data.texts import read_prompts
 
-ROOT = Path(hf_selfspec.__file__).parents[1]
 HEAVY = ("numpy", "torch", "transformers")
 
 pytestmark = [
@@ -32,11 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
     pytest.mark.filterwarnings("ignore:tune. no set of blocks"),
 ]
-
-
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    places = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, *words], env=places, capture_output=True, text=True, check=False)
 
 
 def commands() -> dict[str, list[str]]:
@@ -62,8 +54,7 @@ print(set(codes), [name for name in {HEAVY} if name in sys.modules])
 
 @pytest.mark.slow
 def test_the_package_runs_as_the_script_does() -> None:
-    told = python("-m", "hf_selfspec", "fit")
-    assert told.returncode == 2
+    told = python("-m", "hf_selfspec", "fit", code=2)
     assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
 
 

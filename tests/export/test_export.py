@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from helpers.calls import random_skip_set
 from helpers.fitted import arguments, heads_of, rows
 from helpers.models import VOCABULARY, character_tokenizer, ragged_batch, tiny_llama
 from helpers.multimodal import build as build_multimodal
-from helpers.processes import peft_calls_old_name
+from helpers.processes import peft_calls_old_name, python
 from hf_selfspec import (
     Adapter,
     Cascade,
@@ -232,8 +230,7 @@ def test_it_loads_where_this_package_is_not(llama: LlamaForCausalLM, tmp_path: P
         f"draft = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
         "print(type(draft).__name__, draft.config.num_hidden_layers, 'hf_selfspec' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
-    assert run.stdout.strip() == "LlamaForCausalLM 3 False"
+    assert python("-c", script).stdout.strip() == "LlamaForCausalLM 3 False"
 
 
 @pytest.mark.every_run("mixtral|falcon")

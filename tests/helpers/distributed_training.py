@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from helpers.models import SPECIAL_TOKENS
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 
@@ -41,9 +42,7 @@ def tiny(
             max_position_embeddings=32,
             initializer_range=0.3,
             tie_word_embeddings=tied,
-            bos_token_id=1,
-            eos_token_id=None,
-            pad_token_id=0,
+            **SPECIAL_TOKENS,
         )
     )
 

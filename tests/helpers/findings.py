@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from helpers.searches import generated as generate
+from helpers.searches import prompt
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 
 FILE = "selfspec.json"
@@ -23,17 +25,6 @@ SEARCHES = {
 def fresh(spec: SelfSpec, **changes: Any) -> SelfSpec:
     """The same settings, nothing learned."""
     return replace(spec, **changes)
-
-
-def prompt(rows: int = 1, seed: int = 5) -> torch.Tensor:
-    return torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(seed))
-
-
-def generate(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
-    options = {"do_sample": False} | options
-    return model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **options
-    )
 
 
 def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 24, rows: int = 1) -> None:

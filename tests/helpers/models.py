@@ -18,6 +18,7 @@ from transformers import (
 )
 
 VOCABULARY = 97
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 
 
 def damp(model: PreTrainedModel, layers: torch.nn.ModuleList, start: int, factor: float) -> None:
@@ -40,9 +41,7 @@ def tiny_llama(layers: int = 6, seed: int = 0, vocabulary: int = VOCABULARY, fac
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
+        **SPECIAL_TOKENS,
     )
     model = LlamaForCausalLM(config).eval()
     damp(model, model.model.layers, layers // 2, factor)
@@ -60,9 +59,7 @@ def tiny_gpt2(positions: int = 32) -> GPT2LMHeadModel:
         n_positions=positions,
         initializer_range=0.25,
         tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
+        **SPECIAL_TOKENS,
     )
     model = GPT2LMHeadModel(config).eval()
     damp(model, model.transformer.h, 3, 0.5)
@@ -112,8 +109,6 @@ def tiny_gpt_neo(vocabulary: int = VOCABULARY) -> GPTNeoForCausalLM:
         attention_types=[[["global", "local"], 1]],
         num_heads=2,
         max_position_embeddings=128,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
+        **SPECIAL_TOKENS,
     )
     return GPTNeoForCausalLM(config).eval()

@@ -37,19 +37,21 @@ def told_in_one_line(words: list[str], code: int, capsys: pytest.CaptureFixture[
     return line
 
 
+def python(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these words, where it finds the package and the helpers; it has to end with this exit code."""
+    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(TESTS), os.environ.get("PYTHONPATH", ""))
+    places = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], env=places, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
 def in_two_processes(script: str | Path, *arguments: str | Path) -> None:
     """Runs a script (of `helpers`, unless the path is whole) with these arguments, as torchrun does."""
-    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(TESTS), os.environ.get("PYTHONPATH", ""))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, TESTS / "helpers" / script, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    python(*torchrun, TESTS / "helpers" / script, *arguments)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ def generated(model: PreTrainedModel, prompts: torch.Tensor | dict[str, Any], to
     return model.generate(**prompts, max_new_tokens=tokens, pad_token_id=0, **{"do_sample": False} | options)
 
 
-def prompt(rows: int = 1, length: int = 6) -> torch.Tensor:
-    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(5))
+def prompt(rows: int = 1, length: int = 6, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def an_end(texts: torch.Tensor) -> tuple[int, list[int]]:

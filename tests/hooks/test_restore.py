@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -173,14 +174,13 @@ def test_threads(llama: LlamaForCausalLM) -> None:
     """Layers obey one thread's drafts while those of others, failing ones too, and of plain calls do not."""
     prompts = [ragged_batch((5 + index,), seed=index) for index in range(3)]
     expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]
-    found: list[bool] = []
     specs: list[SelfSpec | None] = [EXIT, EXIT, SKIPS, SelfSpec.lookup(), None]
     together = threading.Barrier(len(specs) + 1)
 
-    def work(spec: SelfSpec | None) -> None:
+    def work(spec: SelfSpec | None) -> bool:
         together.wait()
-        for prompt, ids in zip(prompts, expected, strict=True):
-            found.append(torch.equal(llama.generate(**prompt, max_new_tokens=24, assistant=spec), ids))
+        found = [llama.generate(**prompt, max_new_tokens=24, assistant=spec) for prompt in prompts]
+        return all(map(torch.equal, found, expected))
 
     def fail() -> None:
         together.wait()
@@ -191,13 +191,10 @@ def test_threads(llama: LlamaForCausalLM) -> None:
             with pytest.raises(BoomError):
                 llama.generate(**prompt, max_new_tokens=24, assistant=SelfSpec.lookup(), streamer=streamer)
 
-    threads = [threading.Thread(target=work, args=(spec,)) for spec in specs] + [threading.Thread(target=fail)]
-    with unchanged(llama):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == [True] * len(specs) * len(prompts)
+    with unchanged(llama), ThreadPoolExecutor(len(specs) + 1) as pool:
+        failing = pool.submit(fail)
+        assert all(pool.map(work, specs))
+        failing.result()
     assert_serves(llama, EXIT)
 
 

@@ -4,8 +4,6 @@ import copy
 import gc
 import json
 import os
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from transformers import PreTrainedModel
 
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, endless, fresh, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import TESTS
+from helpers.processes import python
 from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
 from hf_selfspec.lookup.findings import _write_rest
 
@@ -49,13 +47,12 @@ def test_a_failed_write_leaves_the_file(error: BaseException, tmp_path: Path, mo
 # Imports once and is killed many times: each child generates until it is.
 KILLED = """
 import os, random, signal, sys, time
-sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from helpers.models import tiny_llama
 from helpers.findings import endless, generate, prompt
 from pathlib import Path
-folder, chance = Path(sys.argv[2]), random.Random(0)
+folder, chance = Path(sys.argv[1]), random.Random(0)
 def versions():
     return [os.stat(path).st_mtime_ns for path in folder.rglob("*.json")]
 for turn in range(8):
@@ -79,10 +76,8 @@ for turn in range(8):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked child; no os.fork here (Windows)")
 def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(TESTS), str(tmp_path)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert child.returncode == 0, child.stderr
-    kept = [json.loads(line)["findings"][0]["state"] for line in child.stdout.splitlines() if line.startswith("{")]
+    told = python("-c", KILLED, tmp_path).stdout
+    kept = [json.loads(line)["findings"][0]["state"] for line in told.splitlines() if line.startswith("{")]
     counts = [len(state["tries"]) for state in kept]
     assert len(counts) == 8
     # Each process went on from what the one before had tried.
@@ -243,14 +238,13 @@ def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
 
 SERVICE = """
 import os, sys, warnings
-sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
 from helpers.models import ragged_batch, tiny_llama
 from pathlib import Path
 from hf_selfspec import SelfSpec, attach
-model, spec = tiny_llama(2), SelfSpec(cache_dir=sys.argv[2])
+model, spec = tiny_llama(2), SelfSpec(cache_dir=sys.argv[1])
 attach(model, spec)
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -268,10 +262,7 @@ print(begun, resident())
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the file system of processes")
 def test_the_memory_of_a_service_stays(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SERVICE, str(TESTS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    begun, now = map(int, done.stdout.split())
+    begun, now = map(int, python("-c", SERVICE, tmp_path).stdout.split())
     assert now - begun < 20, "MiB"
 
 

@@ -83,7 +83,7 @@ def test_a_probes_choice_comes_back(llama: PreTrainedModel, tmp_path: Path) -> N
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert loaded.choice(llama) is None
     for seed, tokens in enumerate((4, 12)):
-        generate(llama, prompt(2, seed), tokens, assistant=loaded)
+        generate(llama, prompt(2, seed=seed), tokens, assistant=loaded)
         assert loaded.choice(llama) == choice
         assert loaded.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
     generate(llama, prompt(2, seed=8), 50, assistant=loaded)

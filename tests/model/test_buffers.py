@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -71,15 +71,8 @@ def test_calls_at_the_same_time(recorded: Recorded) -> None:
     same_ids(model, spec)
     options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
     expected, places = model.generate(**options), graphs_of(model, QUICK).places
-    found: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(torch.equal(model.generate(**options, assistant=spec), expected)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda _: torch.equal(model.generate(**options, assistant=spec), expected), range(2)))
     assert found == [True, True]
     assert max(len(addresses) for addresses in recorded) <= 2
     assert len(places) == 2

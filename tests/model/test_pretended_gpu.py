@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from helpers.models import ROW
-from helpers.processes import TESTS
+from helpers.processes import TESTS, python
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model import transfer
 
@@ -47,11 +44,7 @@ DRAFTS = (
 
 
 def measured(script: str, *cases: tuple[Any, ...]) -> Any:
-    command = [sys.executable, str(TESTS / "helpers" / script), json.dumps(cases)]
-    paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    run = subprocess.run(command, capture_output=True, text=True, env=paths, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(python(TESTS / "helpers" / script, json.dumps(cases)).stdout.splitlines()[-1])
 
 
 def test_what_a_round_needs() -> None:

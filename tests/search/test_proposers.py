@@ -137,7 +137,7 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
         if most := search.wants_closest:
             asked.append(most)
             layers = [frozenset(range(1, count + 1)) for count in range(1, most + 1)]
-            search.see_closest([LayerPlan(22, skipped, skipped) for skipped in layers])
+            search.closest = [LayerPlan(22, skipped, skipped) for skipped in layers]
         return search.propose()
 
     search = SkipSearch(ClosestLayers(patience=100), space(22), 0.4, LayerPlan(22), auto)
