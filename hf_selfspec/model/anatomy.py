@@ -7,8 +7,8 @@ written against :class:`Anatomy` and never against a model class.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch.nn as nn
@@ -260,16 +260,9 @@ def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
     return model
 
 
-def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    start: Any = layer
-    found = reduce(lambda module, name: getattr(module, name, None), path.split("."), start)
-    return found if isinstance(found, nn.Module) else None
-
-
 def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:
     """The modules of the first choice of paths that all exist, none where there is no such choice."""
     for paths in choices:
-        found = [_submodule(layer, path) for path in paths]
-        if all(module is not None for module in found):
-            return tuple(module for module in found if module is not None)
+        with suppress(AttributeError):
+            return tuple(layer.get_submodule(path) for path in paths)
     return ()

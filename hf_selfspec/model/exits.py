@@ -92,7 +92,7 @@ class Exits:
             if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
                 run = module._gradient_checkpointing_func
-                changes.set(module, "_gradient_checkpointing_func", _then(module, run, hook))
+                changes.put(module.__dict__, "_gradient_checkpointing_func", _then(module, run, hook))
             else:
                 changes.enter_context(module.register_forward_hook(hook))
         changes.enter_context(self.anatomy.stack.register_forward_pre_hook(self._begin))

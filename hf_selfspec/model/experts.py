@@ -37,7 +37,7 @@ def experts_by_size(model: PreTrainedModel) -> AbstractContextManager[None]:
             kind.register(_BY_SIZE, partial(_by_size, kind()))
         for config in _configs(model.config):
             if config._experts_implementation == _GROUPED:
-                forwards.set(config, "_experts_implementation_internal", _BY_SIZE)
+                forwards.put(config.__dict__, "_experts_implementation_internal", _BY_SIZE)
 
     return _changed.of(model, change)
 

@@ -19,10 +19,10 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, brief, warn_once
+from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
 
@@ -234,15 +234,8 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         for name, value in vars(module).items()
         if (found := _constant(value)) is not None
     )
-    patched = tuple(id(forward) for module in model.modules() if (forward := _own_forward(module)) is not None)
+    patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)
     return weights, plain, patched, str(model.config.to_dict()), model.config._attn_implementation
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """The forward that other code has set on this module instance."""
-    forward = vars(module).get("forward")
-    is_ours = str(getattr(forward, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
-    return None if is_ours else forward
 
 
 def _constant(value: Any) -> Hashable | None:

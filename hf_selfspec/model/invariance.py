@@ -18,7 +18,7 @@ from .anatomy import Anatomy
 from .cache import cache_for
 from .exact import MOST_TOKENS
 from .experts import decoding_experts
-from .modules import all_modules
+from .modules import all_modules, forward_of_others
 from .partial import ForwardPass, obeying
 from .plan import LayerPlan
 from .prompt import cache_name
@@ -125,9 +125,7 @@ def _mark(module: nn.Module) -> str:
     """What changes when the kernels of a model, or of a layer, may do."""
     seen: list[Any] = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
     for one in all_modules(module):
-        forward = one.__dict__.get("forward")
-        is_ours = str(getattr(forward, "__module__", "")).startswith("hf_selfspec")
-        seen += type(one), *map(one.__dict__.get, _CHANGING), None if is_ours else forward
+        seen += type(one), *map(one.__dict__.get, _CHANGING), forward_of_others(one)
         seen += [(x.dtype, x.device, x.shape) for x in one._parameters.values() if x is not None]
     return str(seen)
 

@@ -51,6 +51,12 @@ def hooks_of(model: nn.Module) -> Iterator[object]:
             yield from getattr(given, "hooks", (given,))
 
 
+def forward_of_others(module: nn.Module) -> Any:
+    """Returns the forward that other code has set on this module instance, ``None`` if none has."""
+    forward = module.__dict__.get("forward")
+    return None if _library(forward) == "hf_selfspec" else forward
+
+
 def _library(hook: object) -> str:
     return str(getattr(hook, "__module__", "")).partition(".")[0]
 

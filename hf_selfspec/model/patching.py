@@ -49,10 +49,6 @@ class InstanceForwards(ExitStack):
     def replace(self, module: nn.Module, forward: Forward) -> None:
         self.put(module.__dict__, "forward", forward)
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute of ``owner`` that is not a parameter, buffer or module."""
-        self.put(owner.__dict__, name, value)
-
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
         is_new = name not in values
         self.callback(partial(values.pop, name, None) if is_new else partial(values.__setitem__, name, values[name]))
@@ -117,7 +113,7 @@ def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
                 "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
             )
         for module in found:
-            forwards.set(module, _FLAG, False)
+            forwards.put(module.__dict__, _FLAG, False)
 
     return _suspended.of(model, suspend)
 

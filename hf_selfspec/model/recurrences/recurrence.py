@@ -154,40 +154,31 @@ class SelectiveScan(Recurrence):
         dt, x, b = entries
         if kept is not None:
             dt, x = dt * kept[:, None], x * kept[:, None]
-        left, added = self._terms(dt, x, b)
-        for token in range(dt.shape[2]):
-            state = torch.addcmul(added[:, :, token], left[:, :, token], state)
-        return state
+        return self._states(state, dt, x, b)[-1]
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
         # Zamba calls the function for each head and concatenates the states.
         return (state if state.dim() == 3 else state[:, part]).float()
 
     def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        # One token after another, since a state is small.
         dt, x, b, c = inputs
-        left, added = self._terms(dt, x, b)
-        states: list[torch.Tensor] = []
+        states = torch.stack(self._states(state, dt, x, b, nodes)[1:], 2)
+        return (states * c.transpose(1, 2)[:, None]).sum(-1), (dt, x, b)
+
+    def _states(
+        self, state: torch.Tensor, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor, nodes: TreeLayout | None = None
+    ) -> list[torch.Tensor]:
+        """The state ``[b, d, n]`` and those after each token, one after another, since a state is small."""
+        # [b, d, t, n]: the factor by which each token scales a state, and what it adds.
+        left, added = (dt[..., None] * self._a[:, None]).exp(), x[..., None] * b.transpose(1, 2)[:, None]
+        known = [state]
         for token in range(dt.shape[2]):
-            before = _parent(states, state, token, nodes)
-            states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
-        return (torch.stack(states, 2) * c.transpose(1, 2)[:, None]).sum(-1), (dt, x, b)
-
-    def _terms(self, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor by which each token scales a state, and what it adds, ``[b, d, t, n]``."""
-        left = (dt[..., None] * self._a[:, None]).exp()
-        return left, x[..., None] * b.transpose(1, 2)[:, None]
-
-
-def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: TreeLayout | None) -> torch.Tensor:
-    """The state ``[b, d, n]`` before a token."""
-    known = [first, *states]
-    if nodes is None:
-        return known[-1]
-    parents = [row[token] + 1 for row in nodes.parents]
-    if min(parents) == max(parents):
-        return known[parents[0]]
-    return torch.stack([known[parent][row] for row, parent in enumerate(parents)])
+            parents = [token] if nodes is None else [row[token] + 1 for row in nodes.parents]
+            before = known[parents[0]]
+            if min(parents) < max(parents):
+                before = torch.stack([known[parent][row] for row, parent in enumerate(parents)])
+            known.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
+        return known
 
 
 def _steps(given: Given) -> torch.Tensor:

@@ -257,7 +257,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if update.nodes is not None:
             windows = convolution.windows(state, conv_states, update.nodes)
             turn.check()
-            turn.convolution = partial(_at_windows, windows, len(conv_states))
+
+            def run(original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                # At the end of each window [b * t, c, width], as [b, c, t].
+                return original(windows, *args, **kwargs)[:, :, -1].unflatten(0, (len(inputs), -1)).transpose(1, 2)
+
+            turn.convolution = run
         return torch.cat([state, conv_states], 2)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -300,11 +305,3 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 log.restart(slots, recurrence.load(state, part))
             states.append((recurrence, log))
         return states[part]
-
-
-def _at_windows(
-    windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """The output of a convolution at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
-    output = original(windows, *args, **kwargs)[:, :, -1]
-    return output.unflatten(0, (rows, -1)).transpose(1, 2)
