@@ -17,8 +17,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .modules import forward_parameters
-from .recurrences import KINDS
-from .recurrences.kernels import Kernels
+from .recurrences.kernels import KINDS, Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
@@ -253,11 +252,8 @@ def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
 
 
 def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
-    for module in model.modules():
-        lists = (child for child in module.children() if isinstance(child, (nn.ModuleList, nn.Sequential)))
-        if any(len(found) and found[0] is layers[0] for found in lists):
-            return module
-    return model
+    path = next(name for name, module in model.named_modules() if module is layers[0])
+    return model.get_submodule(".".join(path.split(".")[:-2]))
 
 
 def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:

@@ -4,8 +4,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
@@ -15,6 +15,7 @@ from .modules import all_modules
 
 Forward = Callable[..., Any]
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class PerThread(threading.local, Generic[_T]):
@@ -92,8 +93,20 @@ class SharedChange:
             self._owners.pop(owner, None)
 
 
+def shared_change(
+    change: Callable[Concatenate[InstanceForwards, _P], None],
+) -> Callable[_P, AbstractContextManager[None]]:
+    """Makes a context, which threads share, of a function that changes the first of its further arguments."""
+    shared = SharedChange()
+
+    @wraps(change)
+    def changed(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[None]:
+        return shared.of(args[0] if args else change, lambda forwards: change(forwards, *args, **kwargs))
+
+    return changed
+
+
 _FLAG = "gradient_checkpointing"
-_suspended, _eager = SharedChange(), SharedChange()
 
 
 def does_checkpoint(module: nn.Module) -> bool:
@@ -101,21 +114,18 @@ def does_checkpoint(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, _FLAG, False))
 
 
-def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
+@shared_change
+def without_checkpointing(forwards: InstanceForwards, model: nn.Module) -> None:
     """Suspends gradient checkpointing, with which layers drop the KV cache, and warns of it; training mode stays."""
-
-    def suspend(forwards: InstanceForwards) -> None:
-        found = [module for module in all_modules(model) if does_checkpoint(module)]
-        if found:
-            warn_once(
-                f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
-                "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
-                "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
-            )
-        for module in found:
-            forwards.put(module.__dict__, _FLAG, False)
-
-    return _suspended.of(model, suspend)
+    found = [module for module in all_modules(model) if does_checkpoint(module)]
+    if found:
+        warn_once(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
+            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
+            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
+        )
+    for module in found:
+        forwards.put(module.__dict__, _FLAG, False)
 
 
 @contextmanager
@@ -130,10 +140,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def eagerly() -> AbstractContextManager[None]:
+@shared_change
+def eagerly(forwards: InstanceForwards) -> None:
     """Bypasses compiled graphs, which would be traced again for each plan and each shape, in the whole process."""
-
-    return _eager.of(torch.compiler, lambda forwards: forwards.enter_context(torch.compiler.set_stance("force_eager")))
+    forwards.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 # The autocast that was on in a forward. Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the

@@ -19,8 +19,10 @@ import torch.nn as nn
 
 from ...errors import UnsupportedModelError
 from ..patching import InstanceForwards, PerThread, SharedChange
-from . import KINDS
-from .recurrence import Recurrence
+from .linear_attention import GatedDelta, KimiDelta, StateSpace
+from .recurrence import Recurrence, SelectiveScan
+
+KINDS: tuple[type[Recurrence], ...] = (GatedDelta, KimiDelta, StateSpace, SelectiveScan)
 
 # Takes the original function and the arguments of a call, and returns what the function would return.
 Run = Callable[..., Any]
