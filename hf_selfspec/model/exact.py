@@ -37,28 +37,23 @@ def views_of(feed: Feed, original: Callable[..., Any], local_size: int | None = 
     """For each token of one row the slots whose keys ``generate`` keeps when it comes to it, and the mask that
     transformers' ``original`` function makes for it."""
     root, nodes, device = feed.starts[0] - feed.first_node, feed.nodes, feed.tokens.device
-    known = root if nodes is None else root - nodes.hidden
+    known, end = root if nodes is None else root - nodes.hidden, feed.first_node + feed.tokens.shape[1]
+    parents = range(-1, end - 1) if nodes is None else nodes.parents[0]
     views: list[View] = []
-    for index in range(feed.first_node, feed.first_node + feed.tokens.shape[1]):
-        path = [*range(index + 1)] if nodes is None else _path(nodes.parents[0], index)
+    for index in range(feed.first_node, end):
+        path = [index]  # back to the text
+        while (parent := parents[path[-1]]) >= 0:
+            path.append(parent)
         length = known + len(path)
         kept = length if local_size is None else min(length, local_size)
         sizes = {"q_length": 1, "kv_length": kept, "q_offset": length - 1, "kv_offset": length - kept}
         mask = original(**kwargs | sizes, local_size=local_size)
-        if known == root and path[-1] < len(path):
+        if known == root and index < len(path):
             views.append((slice(length - kept, length), mask))
         else:
-            slots = torch.cat([torch.arange(known, device=device), upload(path, device) + root])
+            slots = torch.cat([torch.arange(known, device=device), upload(path[::-1], device) + root])
             views.append((slots[-kept:], mask))
     return views
-
-
-def _path(parents: Sequence[int], node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 def attention_of_each(

@@ -50,15 +50,14 @@ class Fingerprint:
 
     def difference(self, other: Fingerprint) -> str:
         """How ``other`` differs, as text; empty if it does not."""
-        if self.model != other.model:
-            return f"a {self.model}, not a {other.model}"
-        if self.num_layers != other.num_layers:
-            return f"a model of {self.num_layers} layers, not of {other.num_layers}"
-        if self.shapes != other.shapes:
-            return "a model whose parameters have other names or shapes"
-        if None not in (self.weights, other.weights) and self.weights != other.weights:
-            return "a model with other weights"
-        return ""
+        are_known = None not in (self.weights, other.weights)
+        reasons = {
+            f"a {self.model}, not a {other.model}": self.model != other.model,
+            f"a model of {self.num_layers} layers, not of {other.num_layers}": self.num_layers != other.num_layers,
+            "a model whose parameters have other names or shapes": self.shapes != other.shapes,
+            "a model with other weights": are_known and self.weights != other.weights,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
 
     @property
     def name(self) -> str:

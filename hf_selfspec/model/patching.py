@@ -147,8 +147,7 @@ def eagerly(forwards: InstanceForwards) -> None:
 
 
 # The autocast that was on in a forward. Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the
-# model's forward. Code that calls a part of the model by itself has to do the same, or its keys and values have another
-# dtype than the whole model's.
+# model's forward; code that calls a part of the model has to do the same, for keys and values of the same dtype.
 Autocast = tuple[str, torch.dtype]
 
 

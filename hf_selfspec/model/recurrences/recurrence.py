@@ -1,7 +1,7 @@
 """Kinds of recurrent states: their interface, convolutions, and Mamba-1's; linear attention has a file of its own."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,17 +92,14 @@ class Convolution:
         """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, from inputs ``[b, c, t]``."""
         whole = torch.cat([state, inputs], 2)
         b, t = whole.shape[0], inputs.shape[2]
-        places = torch.tensor([self._paths(parents) for parents in nodes.parents], device=whole.device)
-        places = places.view(len(nodes.parents), 1, -1).expand(b, whole.shape[1], -1)
+        paths: list[list[list[int]]] = []  # for each row and token the columns of its window; the state's come first
+        for parents in nodes.parents:
+            path = [[*range(self.width)]]  # the first is that of the text, which is parent -1
+            for token, parent in enumerate(parents):
+                path.append([*path[parent + 1][1:], self.width + token])
+            paths.append(path[1:])
+        places = torch.tensor(paths, device=whole.device).view(len(paths), 1, -1).expand(b, whole.shape[1], -1)
         return whole.gather(2, places).unflatten(2, (t, self.width)).transpose(1, 2).flatten(0, 1)
-
-    def _paths(self, parents: Sequence[int]) -> list[list[int]]:
-        """For each token the columns of its window; the state's come first."""
-        paths: list[list[int]] = []
-        for token, parent in enumerate(parents):
-            before = list(range(self.width)) if parent < 0 else paths[parent]
-            paths.append([*before[1:], self.width + token])
-        return paths
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """The state after more inputs; see :meth:`Recurrence.advance`."""
@@ -126,8 +123,7 @@ class SelectiveScan(Recurrence):
     continues = False
     token_dim = 2
 
-    def __init__(self) -> None:
-        self._a = torch.empty(0, dtype=torch.float32, device="cpu")
+    _a: torch.Tensor  # [d, n] that of the last step
 
     def prefill(
         self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
