@@ -219,7 +219,13 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
         for graphs in known:
             if graphs.config.to_dict() == config.to_dict():
                 return graphs
-        _check(config)
+        try:
+            torch.compile(torch.nn.Identity(), **_options(config))
+        except (RuntimeError, TypeError) as error:
+            raise SettingError(
+                f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "
+                "CompileConfig."
+            ) from error
         known.append(Graphs(config, state, type(model).__name__))
         return known[-1]
 
@@ -247,13 +253,3 @@ def _constant(value: Any) -> Hashable | None:
     if type(value) is dict:
         value = list(value.items())
     return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
-
-
-def _check(config: CompileConfig) -> None:
-    try:
-        torch.compile(torch.nn.Identity(), **_options(config))
-    except (RuntimeError, TypeError) as error:
-        raise SettingError(
-            f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "
-            "CompileConfig."
-        ) from error

@@ -100,12 +100,7 @@ def _first_of(
 def _results(run: ForwardPass, forward: Callable[[], Any]) -> dict[int, torch.Tensor]:
     """The results ``[..., s, d]`` of each layer, and as the last one the logits if there are any."""
     found: dict[int, torch.Tensor] = {}
-
-    def keep(layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        found[layer] = left
-        return left
-
-    run.after_layer = keep
+    run.after_layer = lambda layer, entered, left: found.setdefault(layer, left)
     with obeying(run):
         logits: torch.Tensor | None = getattr(forward(), "logits", None)
     return found if logits is None else found | {run.plan.num_layers: logits}

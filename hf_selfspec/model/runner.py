@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -26,14 +26,14 @@ from .target import Target
 from .traceable import Place, size_for
 
 
+@dataclass(eq=False)
 class GraphRunner:
     """Runs the forwards of one generation with the graphs of its model."""
 
-    def __init__(self, target: Target, graphs: Graphs) -> None:
-        self.target = target
-        self.graphs = graphs
-        self.waited_seconds = 0.0  # for graphs to be compiled
-        self._is_served = True
+    target: Target
+    graphs: Graphs
+    waited_seconds: float = 0.0  # for graphs to be compiled
+    _is_served: bool = True
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> GraphRunner | None:

@@ -142,22 +142,18 @@ def _is_before(slots: Sequence[int], others: Sequence[int]) -> bool:
 
 @dataclass
 class StateUpdate:
-    """The tokens that the running forward feeds into recurrent states."""
+    """The tokens that the running forward feeds into recurrent states: prompts, of which some count, a line, a tree."""
 
     starts: Sequence[int]  # for each row the slot of the first token
     counts: Sequence[int] | None = None  # for each row how many of a prompt count, None where all may be rolled back
     nodes: TreeLayout | None = None  # the tree that they form, None for a line
     is_scratch: bool = False  # whether nothing of it is kept
 
-    @classmethod
-    def of(cls, cursors: Sequence[int], counts: Sequence[int] | None, nodes: TreeLayout | None) -> StateUpdate:
-        """The update by prompts, of which some tokens count, a line, or a tree."""
-        if nodes is None:
-            return cls(cursors, counts)
-        if nodes.hidden:
+    def __post_init__(self) -> None:
+        if self.nodes is not None and self.nodes.hidden:
             # A line that is in the text already starts at the slot of its first token.
-            return cls([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
-        return cls(cursors, nodes=nodes)
+            self.starts = [start - self.nodes.hidden for start in self.starts]
+            self.nodes, self.is_scratch = None, True
 
     def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
         """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
