@@ -207,8 +207,8 @@ def grouped_attention(
     8k context copies of the keys would cost several times the attention itself."""
     b, heads, s, h = query.shape
     k = key.shape[1]
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is not None or sinks is not None:
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
     apart = not fits or kwargs.get("position_bias") is not None

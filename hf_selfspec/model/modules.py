@@ -63,9 +63,8 @@ def _library(hook: object) -> str:
 
 def is_compiled(model: nn.Module) -> bool:
     """Returns whether a model, or a module in it, runs as a compiled graph."""
-    if hasattr(model.forward, "_torchdynamo_orig_callable"):
-        return True
-    return any(module._compiled_call_impl is not None for module in all_modules(model))
+    is_whole = hasattr(model.forward, "_torchdynamo_orig_callable")
+    return is_whole or any(module._compiled_call_impl is not None for module in all_modules(model))
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:

@@ -84,10 +84,6 @@ class Convolution:
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def prefill(self, inputs: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """The state after the beginning of a text, ``[b, c, s]``, of which the columns ``kept`` ``[b, s]`` count."""
-        return self.advance(inputs.new_zeros(*inputs.shape[:2], self.width), (inputs,), kept)
-
     def windows(self, state: torch.Tensor, inputs: torch.Tensor, nodes: TreeLayout) -> torch.Tensor:
         """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, from inputs ``[b, c, t]``."""
         whole = torch.cat([state, inputs], 2)

@@ -246,7 +246,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         length = conv_states.shape[2]
         starts, kept = update.begin(log), update.kept(length, conv_states.device)
         if log.is_empty:
-            log.restart(update.ends(starts, length), convolution.prefill(conv_states, kept))
+            empty = conv_states.new_zeros(*conv_states.shape[:2], width)
+            log.restart(update.ends(starts, length), convolution.advance(empty, (conv_states,), kept))
             return conv_states
         state = log.state_at(starts)
         update.add(log, starts, (conv_states,), kept)
