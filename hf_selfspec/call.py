@@ -31,7 +31,6 @@ from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.inputs import Inputs
-from .model.invariance import differing_part
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
@@ -39,7 +38,7 @@ from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
 from .model.runner import GraphRunner
 from .model.target import Target
-from .refusals import check_call, check_length, why_not_exact
+from .refusals import check_call, check_exact, check_length
 from .settings import Settings
 from .stats import GenerationStats
 from .verify.scoring import Scorer
@@ -206,27 +205,17 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
 
 def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
     """Whether forwards have to have plain's results, bit for bit; raises where they should and cannot."""
-    model, anatomy = call.model, inputs.anatomy
-    if not spec.exact:
-        return False
     # Mixed precision of accelerate is around a model's forward.
-    casts = torch.is_autocast_enabled(call.input_ids.device.type) or hasattr(model, "_original_forward")
-    if model.dtype.itemsize > 2 and not casts:
+    casts = torch.is_autocast_enabled(call.input_ids.device.type) or hasattr(call.model, "_original_forward")
+    if not spec.exact or (call.model.dtype.itemsize > 2 and not casts):
         return False
-    whole = spec._source.lossless and _compile_config(call, spec.compile) is None
-    why = (
-        why_not_exact(model, inputs, call.generation_config)
-        if whole
-        else "parts of the model, or graphs, are asked for"
-    )
-    why = "autocast is on" if casts else "a cache of your own is given" if call.has_own_cache else why
-    if not why and (part := differing_part(model, anatomy)):
-        why = f"{part} of {anatomy.model_name} has other results for several tokens than for one at a time here"
-    if why:
-        raise UnsupportedOptionError(
-            f"SelfSpec(exact=True): {why}. Leave `exact` out for ids that may differ where logits are nearly equal, or "
-            "load the model in float32."
-        )
+    is_whole = spec._source.lossless and _compile_config(call, spec.compile) is None
+    reasons = {
+        "autocast is on": casts,
+        "a cache of your own is given": call.has_own_cache,
+        "parts of the model, or graphs, are asked for": not is_whole,
+    }
+    check_exact(call.model, inputs, call.generation_config, reasons)
     return True
 
 

@@ -10,6 +10,7 @@ from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.attention import served_attention
 from .model.inputs import Inputs
+from .model.invariance import differing_part
 from .model.modules import hooks_of, is_tensor_parallel
 from .model.prompt import check_cache, given_cache
 from .validation import check_count
@@ -66,12 +67,13 @@ def check_call(
         )
 
 
-def why_not_exact(model: PreTrainedModel, inputs: Inputs, config: Any) -> str:
-    """Why it is not even tried whether results are plain's, bit for bit; empty if it is."""
+def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Mapping[str, bool]) -> None:
+    """Refuses ``exact=True`` where results are not plain's, bit for bit; ``reasons`` are those of the call."""
     prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, model.config._attn_implementation
     is_whole = prompt.valid is None or bool(prompt.valid.all())
     is_text = inputs.is_text and prompt.tokens.dim() == 2
     reasons = {
+        **reasons,
         "dtypes other than bfloat16 may round a number by its place": model.dtype is not torch.bfloat16,
         "it serves one prompt of ids, without masked columns": len(prompt.lengths) > 1 or not is_whole or not is_text,
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
@@ -82,7 +84,14 @@ def why_not_exact(model: PreTrainedModel, inputs: Inputs, config: Any) -> str:
         f"the recurrent states of {name} are computed for several tokens together": inputs.anatomy.is_recurrent,
         f"attn_implementation={implementation!r} is not 'sdpa'": implementation != "sdpa",
     }
-    return next((why for why, holds in reasons.items() if holds), "")
+    why = next((why for why, holds in reasons.items() if holds), "")
+    if not why and (part := differing_part(model, inputs.anatomy)):
+        why = f"{part} of {name} has other results for several tokens than for one at a time here"
+    if why:
+        raise UnsupportedOptionError(
+            f"SelfSpec(exact=True): {why}. Leave `exact` out for ids that may differ where logits are nearly equal, or "
+            "load the model in float32."
+        )
 
 
 def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None) -> None:

@@ -7,8 +7,8 @@ written against :class:`Anatomy` and never against a model class.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch.nn as nn
@@ -17,8 +17,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .modules import forward_parameters
-from .recurrences import KINDS
-from .recurrences.kernels import Kernels
+from .recurrences.kernels import KINDS, Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
@@ -253,23 +252,13 @@ def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
 
 
 def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
-    for module in model.modules():
-        lists = (child for child in module.children() if isinstance(child, (nn.ModuleList, nn.Sequential)))
-        if any(len(found) and found[0] is layers[0] for found in lists):
-            return module
-    return model
-
-
-def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    start: Any = layer
-    found = reduce(lambda module, name: getattr(module, name, None), path.split("."), start)
-    return found if isinstance(found, nn.Module) else None
+    path = next(name for name, module in model.named_modules() if module is layers[0])
+    return model.get_submodule(".".join(path.split(".")[:-2]))
 
 
 def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:
     """The modules of the first choice of paths that all exist, none where there is no such choice."""
     for paths in choices:
-        found = [_submodule(layer, path) for path in paths]
-        if all(module is not None for module in found):
-            return tuple(module for module in found if module is not None)
+        with suppress(AttributeError):
+            return tuple(layer.get_submodule(path) for path in paths)
     return ()

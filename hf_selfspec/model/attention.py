@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .exact import View, attention_of_each, views_of
 from .layout import Feed
-from .patching import InstanceForwards, PerThread, SharedChange
+from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
@@ -180,22 +180,16 @@ def _replace(forwards: InstanceForwards) -> None:
                 forwards.put(interface._local_mapping, name, replaced)
 
 
-_without_cudnn = SharedChange()
-
-
-def without_cudnn_attention() -> AbstractContextManager[None]:
+@shared_change
+def without_cudnn_attention(forwards: InstanceForwards) -> None:
     """Switches cuDNN's attention off for all threads: it builds a plan for each new shape (23 to 37 ms on an H100) and
     keeps all of them, and shapes change in every round."""
-
-    def switch_off(forwards: InstanceForwards) -> None:
-        of = torch.backends.cuda
-        was_enabled = of.cudnn_sdp_enabled()
-        forwards.callback(of.enable_cudnn_sdp, was_enabled)
-        # A caller may have chosen cuDNN's kernel alone.
-        others = of.flash_sdp_enabled() or of.mem_efficient_sdp_enabled() or of.math_sdp_enabled()
-        of.enable_cudnn_sdp(was_enabled and not others)
-
-    return _without_cudnn.of(torch.backends, switch_off)
+    of = torch.backends.cuda
+    was_enabled = of.cudnn_sdp_enabled()
+    forwards.callback(of.enable_cudnn_sdp, was_enabled)
+    # A caller may have chosen cuDNN's kernel alone.
+    others = of.flash_sdp_enabled() or of.mem_efficient_sdp_enabled() or of.math_sdp_enabled()
+    of.enable_cudnn_sdp(was_enabled and not others)
 
 
 def grouped_attention(
@@ -213,8 +207,8 @@ def grouped_attention(
     8k context copies of the keys would cost several times the attention itself."""
     b, heads, s, h = query.shape
     k = key.shape[1]
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is not None or sinks is not None:
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
     apart = not fits or kwargs.get("position_bias") is not None

@@ -177,7 +177,7 @@ class SpeculativeCache(Cache):
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.cursors = RowNumbers.of(cursors)
         if self.has_states:
-            self.state_update = StateUpdate.of(self.cursors, counts, nodes)
+            self.state_update = StateUpdate(self.cursors, counts, nodes)
         self.max_cursor = max(cursors)
         self.seeks, self._slots = self.seeks + 1, None
         if (needed := self.max_cursor + new_slots) > self.capacity:

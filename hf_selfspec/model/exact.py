@@ -37,28 +37,23 @@ def views_of(feed: Feed, original: Callable[..., Any], local_size: int | None = 
     """For each token of one row the slots whose keys ``generate`` keeps when it comes to it, and the mask that
     transformers' ``original`` function makes for it."""
     root, nodes, device = feed.starts[0] - feed.first_node, feed.nodes, feed.tokens.device
-    known = root if nodes is None else root - nodes.hidden
+    known, end = root if nodes is None else root - nodes.hidden, feed.first_node + feed.tokens.shape[1]
+    parents = range(-1, end - 1) if nodes is None else nodes.parents[0]
     views: list[View] = []
-    for index in range(feed.first_node, feed.first_node + feed.tokens.shape[1]):
-        path = [*range(index + 1)] if nodes is None else _path(nodes.parents[0], index)
+    for index in range(feed.first_node, end):
+        path = [index]  # back to the text
+        while (parent := parents[path[-1]]) >= 0:
+            path.append(parent)
         length = known + len(path)
         kept = length if local_size is None else min(length, local_size)
         sizes = {"q_length": 1, "kv_length": kept, "q_offset": length - 1, "kv_offset": length - kept}
         mask = original(**kwargs | sizes, local_size=local_size)
-        if known == root and path[-1] < len(path):
+        if known == root and index < len(path):
             views.append((slice(length - kept, length), mask))
         else:
-            slots = torch.cat([torch.arange(known, device=device), upload(path, device) + root])
+            slots = torch.cat([torch.arange(known, device=device), upload(path[::-1], device) + root])
             views.append((slots[-kept:], mask))
     return views
-
-
-def _path(parents: Sequence[int], node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 def attention_of_each(
@@ -96,10 +91,9 @@ class ExactForward:
         self._module, self._original, self._when = module, module.forward, when
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._in_pieces(*args, **kwargs) if self._when() else self._original(*args, **kwargs)
-
-    def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
         """The results for states ``[b, s, ...]`` or ``[s, d]``, and what else is given for each token."""
+        if not self._when():
+            return self._original(*args, **kwargs)
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         dim, module = min(1, first.dim() - 2), self._module
         tokens = first.shape[dim]
@@ -114,7 +108,7 @@ class ExactForward:
         found = []
         for start in range(0, tokens, size):
             take = partial(part, start=start, length=min(size, tokens - start))
-            found.append(self._in_pieces(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
+            found.append(self(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
         return _joined(found, dim)
 
 
@@ -140,30 +134,25 @@ def are_alike(states: torch.Tensor, dim: int, module: nn.Linear) -> bool:
     weight, bias = module.weight, module.bias
     key = states.shape, weight.shape, states.dtype, weight.device, bias is None, torch.get_num_threads()
     if key not in _alike:
-        _alike[key] = all(_is_same(dim, *tried) for tried in _trials(states, dim, weight, bias))
+        added = None if bias is None else torch.zeros_like(bias)
+        results = (
+            (linear(token, other, added), linear(token.expand_as(states).contiguous(), other, added))
+            for token, other in _trials(states, dim, weight)
+        )
+        _alike[key] = all(torch.equal(together, alone.expand_as(together)) for alone, together in results)
     return _alike[key]
 
 
-def _trials(
-    states: torch.Tensor, dim: int, weight: torch.Tensor, bias: torch.Tensor | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Inputs with equal tokens, and weights, with which it shows if additions have another order."""
+def _trials(states: torch.Tensor, dim: int, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens, and weights, with which it shows if additions have another order."""
     out, width = weight.shape
-    shape, added = list(states.shape), None if bias is None else torch.zeros_like(bias)
+    shape = list(states.shape)
     shape[dim], drawn = 1, partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    if weight.numel() <= _SMALL:
-        # Products that cancel each other leave nothing but what rounding has added, in the order of the additions.
-        half, rest = divmod(width, 2)
-        columns, row = drawn(out, half), drawn(*shape[:-1], half)
-        other = pad(torch.cat([columns, columns], dim=-1), (0, rest)).to(weight)
-        yield pad(torch.cat([row, -row], dim=-1), (0, rest)).to(states).expand_as(states).contiguous(), other, added
+    if weight.numel() > _SMALL:
+        yield from ((drawn(shape).to(states), weight) for _ in range(-(-_COMPARED // out)))
         return
-    for _ in range(-(-_COMPARED // out)):
-        yield drawn(shape).to(states).expand_as(states).contiguous(), weight, added
-
-
-def _is_same(dim: int, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a token's results are the same among others that are equal to it."""
-    alone = linear(states.narrow(dim, 0, 1), weight, bias)
-    together = linear(states, weight, bias)
-    return torch.equal(together, alone.expand_as(together))
+    # Products that cancel each other leave nothing but what rounding has added, in the order of the additions.
+    half, rest = divmod(width, 2)
+    columns, row = drawn(out, half), drawn(*shape[:-1], half)
+    other = pad(torch.cat([columns, columns], dim=-1), (0, rest)).to(weight)
+    yield pad(torch.cat([row, -row], dim=-1), (0, rest)).to(states), other

@@ -8,7 +8,6 @@ head, scale, soft-cap. No architecture is reimplemented, and the logits of an ex
 
 import threading
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from .patching import (
     Autocast,
     InstanceForwards,
     PerThread,
-    SharedChange,
     autocast_around,
     does_checkpoint,
+    shared_change,
     states_of,
     with_states,
     within,
@@ -37,10 +36,10 @@ LOGIT_ELEMENTS = 2**25
 
 
 _given = PerThread[Any]()
-_returns_given = SharedChange()
 
 
-def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
+@shared_change
+def _returning_given(forwards: InstanceForwards, stack: nn.Module) -> None:
     original = stack.forward
     forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
 
@@ -92,7 +91,7 @@ class Exits:
             if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
                 run = module._gradient_checkpointing_func
-                changes.set(module, "_gradient_checkpointing_func", _then(module, run, hook))
+                changes.put(module.__dict__, "_gradient_checkpointing_func", _then(module, run, hook))
             else:
                 changes.enter_context(module.register_forward_hook(hook))
         changes.enter_context(self.anatomy.stack.register_forward_pre_hook(self._begin))
@@ -123,8 +122,7 @@ class Exits:
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
-        change = _returns_given.of(stack, partial(_return_given, stack))
-        with within(self._autocast), change, _given.during(with_states(output, batch)):
+        with within(self._autocast), _returning_given(stack), _given.during(with_states(output, batch)):
             # The forward of the class, without what others have wrapped around the instance's.
             result = type(self.model).forward(self.model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits

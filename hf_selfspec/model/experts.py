@@ -14,14 +14,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from .patching import InstanceForwards, SharedChange
+from .patching import InstanceForwards, shared_change
 from .traceable import NoGraphError, tracing
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)
 _GROUPED, _BATCHED, _BY_SIZE = "grouped_mm", "batched_mm", "hf_selfspec_by_size"
-
-_changed = SharedChange()
 
 
 def decoding_experts(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -29,17 +27,14 @@ def decoding_experts(model: PreTrainedModel) -> AbstractContextManager[None]:
     return nullcontext() if model.device.type in GROUPED_ALWAYS else experts_by_size(model)
 
 
-def experts_by_size(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """A context in which ``batched_mm`` serves as many tokens as gather fewer weights than there are."""
-
-    def change(forwards: InstanceForwards) -> None:
-        for kind in (ExpertsInterface, *ExpertsInterface.__subclasses__()):
-            kind.register(_BY_SIZE, partial(_by_size, kind()))
-        for config in _configs(model.config):
-            if config._experts_implementation == _GROUPED:
-                forwards.set(config, "_experts_implementation_internal", _BY_SIZE)
-
-    return _changed.of(model, change)
+@shared_change
+def experts_by_size(forwards: InstanceForwards, model: PreTrainedModel) -> None:
+    """Lets ``batched_mm`` serve as many tokens as gather fewer weights than there are."""
+    for kind in (ExpertsInterface, *ExpertsInterface.__subclasses__()):
+        kind.register(_BY_SIZE, partial(_by_size, kind()))
+    for config in _configs(model.config):
+        if config._experts_implementation == _GROUPED:
+            forwards.put(config.__dict__, "_experts_implementation_internal", _BY_SIZE)
 
 
 def _by_size(

@@ -40,34 +40,28 @@ class Fingerprint:
 
     @classmethod
     def of_decoder(cls, model: PreTrainedModel) -> Fingerprint:
-        return cls.of(model, Anatomy.of(model).num_layers)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, num_layers: int) -> Fingerprint:
         """The fingerprint of a model with its adapters, active or not."""
         named = sorted(model.named_parameters(), key=lambda pair: pair[0])
         shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named)
-        weights = None
-        if all(_is_readable(parameter) for _, parameter in named):
-            values = samples([parameter for _, parameter in named])
-            weights = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:32]
-        return cls(type(model).__name__, num_layers, hashlib.sha256(shapes.encode()).hexdigest()[:32], weights)
+        weights, plain = None, (torch.Tensor, torch.nn.Parameter)
+        if all(type(parameter) in plain and parameter.device.type != "meta" for _, parameter in named):
+            weights = _digest(samples([parameter for _, parameter in named]).numpy().tobytes())
+        return cls(type(model).__name__, Anatomy.of(model).num_layers, _digest(shapes.encode()), weights)
 
     def difference(self, other: Fingerprint) -> str:
         """How ``other`` differs, as text; empty if it does not."""
-        if self.model != other.model:
-            return f"a {self.model}, not a {other.model}"
-        if self.num_layers != other.num_layers:
-            return f"a model of {self.num_layers} layers, not of {other.num_layers}"
-        if self.shapes != other.shapes:
-            return "a model whose parameters have other names or shapes"
-        if None not in (self.weights, other.weights) and self.weights != other.weights:
-            return "a model with other weights"
-        return ""
+        are_known = None not in (self.weights, other.weights)
+        reasons = {
+            f"a {self.model}, not a {other.model}": self.model != other.model,
+            f"a model of {self.num_layers} layers, not of {other.num_layers}": self.num_layers != other.num_layers,
+            "a model whose parameters have other names or shapes": self.shapes != other.shapes,
+            "a model with other weights": are_known and self.weights != other.weights,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.num_layers}-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
+        return f"{self.model}-{self.num_layers}-{_digest(repr(self).encode())[:16]}"
 
 
 def samples(weights: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -85,5 +79,5 @@ def _places(length: int, device: torch.device) -> torch.Tensor:
         return torch.arange(count, device=device) * (length - 1) // max(count - 1, 1)
 
 
-def _is_readable(parameter: torch.Tensor) -> bool:
-    return type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.device.type != "meta"
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

@@ -19,10 +19,10 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, brief, warn_once
+from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
 
@@ -219,7 +219,13 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
         for graphs in known:
             if graphs.config.to_dict() == config.to_dict():
                 return graphs
-        _check(config)
+        try:
+            torch.compile(torch.nn.Identity(), **_options(config))
+        except (RuntimeError, TypeError) as error:
+            raise SettingError(
+                f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "
+                "CompileConfig."
+            ) from error
         known.append(Graphs(config, state, type(model).__name__))
         return known[-1]
 
@@ -234,15 +240,8 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         for name, value in vars(module).items()
         if (found := _constant(value)) is not None
     )
-    patched = tuple(id(forward) for module in model.modules() if (forward := _own_forward(module)) is not None)
+    patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)
     return weights, plain, patched, str(model.config.to_dict()), model.config._attn_implementation
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """The forward that other code has set on this module instance."""
-    forward = vars(module).get("forward")
-    is_ours = str(getattr(forward, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
-    return None if is_ours else forward
 
 
 def _constant(value: Any) -> Hashable | None:
@@ -254,13 +253,3 @@ def _constant(value: Any) -> Hashable | None:
     if type(value) is dict:
         value = list(value.items())
     return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
-
-
-def _check(config: CompileConfig) -> None:
-    try:
-        torch.compile(torch.nn.Identity(), **_options(config))
-    except (RuntimeError, TypeError) as error:
-        raise SettingError(
-            f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "
-            "CompileConfig."
-        ) from error

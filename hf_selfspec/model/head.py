@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
@@ -50,12 +52,11 @@ class HeadRows:
             )
         self._head: nn.Linear = head
         self.tokens = tokens.to(head.weight.device)
-        self._rows: FewTokenLinear | None = None
 
     @property
     def is_used(self) -> bool:
         """Whether the model has run its head, in place of which the rows were."""
-        return self._rows is not None
+        return "_rows" in self.__dict__
 
     @property
     def size(self) -> int:
@@ -67,8 +68,6 @@ class HeadRows:
 
     def of_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the logits ``[..., r]`` of its tokens."""
-        if self._rows is None:
-            self._rows = self._cut()
         found: torch.Tensor = self._rows(states.to(self.tokens.device))
         return found
 
@@ -77,7 +76,8 @@ class HeadRows:
         tokens = self.tokens.to(logits.device)
         return torch.full_like(logits, NOTHING).index_copy_(-1, tokens, logits.index_select(-1, tokens))
 
-    def _cut(self) -> FewTokenLinear:
+    @cached_property
+    def _rows(self) -> FewTokenLinear:
         weight, bias = self._head.weight, self._head.bias
         with torch.device("meta"):
             rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
@@ -158,12 +157,6 @@ class Inputs:
     following: DecodeInputs  # where prompts are not text alone, their prefill replaces it
     is_text: bool = True  # whether prompts can be laid out by us: text only, without positions of their own
     fixed: list[int] | None = None  # see :class:`Text`
-
-    @property
-    def past(self) -> Cache:
-        """The cache with the beginnings of the prompts, possibly empty."""
-        found: Cache = given_cache(self.arguments)
-        return found
 
     @classmethod
     def of(

@@ -51,15 +51,20 @@ def hooks_of(model: nn.Module) -> Iterator[object]:
             yield from getattr(given, "hooks", (given,))
 
 
+def forward_of_others(module: nn.Module) -> Any:
+    """Returns the forward that other code has set on this module instance, ``None`` if none has."""
+    forward = module.__dict__.get("forward")
+    return None if _library(forward) == "hf_selfspec" else forward
+
+
 def _library(hook: object) -> str:
     return str(getattr(hook, "__module__", "")).partition(".")[0]
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Returns whether a model, or a module in it, runs as a compiled graph."""
-    if hasattr(model.forward, "_torchdynamo_orig_callable"):
-        return True
-    return any(module._compiled_call_impl is not None for module in all_modules(model))
+    is_whole = hasattr(model.forward, "_torchdynamo_orig_callable")
+    return is_whole or any(module._compiled_call_impl is not None for module in all_modules(model))
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:

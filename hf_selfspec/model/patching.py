@@ -4,8 +4,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
@@ -15,6 +15,7 @@ from .modules import all_modules
 
 Forward = Callable[..., Any]
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class PerThread(threading.local, Generic[_T]):
@@ -48,10 +49,6 @@ class InstanceForwards(ExitStack):
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
         self.put(module.__dict__, "forward", forward)
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute of ``owner`` that is not a parameter, buffer or module."""
-        self.put(owner.__dict__, name, value)
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
         is_new = name not in values
@@ -96,8 +93,20 @@ class SharedChange:
             self._owners.pop(owner, None)
 
 
+def shared_change(
+    change: Callable[Concatenate[InstanceForwards, _P], None],
+) -> Callable[_P, AbstractContextManager[None]]:
+    """Makes a context, which threads share, of a function that changes the first of its further arguments."""
+    shared = SharedChange()
+
+    @wraps(change)
+    def changed(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[None]:
+        return shared.of(args[0] if args else change, lambda forwards: change(forwards, *args, **kwargs))
+
+    return changed
+
+
 _FLAG = "gradient_checkpointing"
-_suspended, _eager = SharedChange(), SharedChange()
 
 
 def does_checkpoint(module: nn.Module) -> bool:
@@ -105,21 +114,18 @@ def does_checkpoint(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, _FLAG, False))
 
 
-def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
+@shared_change
+def without_checkpointing(forwards: InstanceForwards, model: nn.Module) -> None:
     """Suspends gradient checkpointing, with which layers drop the KV cache, and warns of it; training mode stays."""
-
-    def suspend(forwards: InstanceForwards) -> None:
-        found = [module for module in all_modules(model) if does_checkpoint(module)]
-        if found:
-            warn_once(
-                f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
-                "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
-                "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
-            )
-        for module in found:
-            forwards.set(module, _FLAG, False)
-
-    return _suspended.of(model, suspend)
+    found = [module for module in all_modules(model) if does_checkpoint(module)]
+    if found:
+        warn_once(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
+            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
+            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
+        )
+    for module in found:
+        forwards.put(module.__dict__, _FLAG, False)
 
 
 @contextmanager
@@ -134,15 +140,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def eagerly() -> AbstractContextManager[None]:
+@shared_change
+def eagerly(forwards: InstanceForwards) -> None:
     """Bypasses compiled graphs, which would be traced again for each plan and each shape, in the whole process."""
-
-    return _eager.of(torch.compiler, lambda forwards: forwards.enter_context(torch.compiler.set_stance("force_eager")))
+    forwards.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 # The autocast that was on in a forward. Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the
-# model's forward. Code that calls a part of the model by itself has to do the same, or its keys and values have another
-# dtype than the whole model's.
+# model's forward; code that calls a part of the model has to do the same, for keys and values of the same dtype.
 Autocast = tuple[str, torch.dtype]
 
 

@@ -10,7 +10,7 @@ from .attention import at_positions
 from .handover import take_in
 from .inputs import DecodeInputs, Inputs
 from .partial import ForwardPass, obeying
-from .prompt import Prompt, given_cache, tokens_in
+from .prompt import given_cache, tokens_in
 from .target import Target
 
 # Numbers in the mask of a forward over a prompt, 64 MiB in 16 bits, and the least tokens that are worth a forward.
@@ -23,30 +23,25 @@ def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
 
 
 def _prefill_text(target: Target, inputs: Inputs) -> torch.Tensor:
-    prompt = inputs.prompt
-    if seen := tokens_in(inputs.past):
-        take_in(target.cache, inputs.past, prompt.past_columns(seen), prompt.cursors)
+    prompt, past = inputs.prompt, given_cache(inputs.arguments)
+    if seen := tokens_in(past):
+        take_in(target.cache, past, prompt.past_columns(seen), prompt.cursors)
     logits = None
     width, start = prompt.tokens.shape[1], 0
     while start < width:
-        chunk = min(inputs.config.prefill_chunk_size or width, _piece(target, prompt, start))
+        slots = [cursor + start for cursor in prompt.cursors]
+        chunk = inputs.config.prefill_chunk_size or width
+        if not target.needs_no_mask(slots, prompt.lengths):  # that of texts that continue stays small
+            chunk = min(chunk, max(_LEAST, _MASK // (len(slots) * (max(prompt.cursors) + width))))
         tokens = prompt.tokens[:, start : start + chunk]
         lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
-        piece = target.prefill(tokens, [cursor + start for cursor in prompt.cursors], lengths)
+        piece = target.prefill(tokens, slots, lengths)
         ends_here = [start < length <= start + chunk for length in prompt.lengths]
         chosen = torch.tensor(ends_here, device=piece.device)[:, None]
         logits = piece if logits is None else torch.where(chosen, piece, logits)
         start += chunk
     assert logits is not None
     return logits
-
-
-def _piece(target: Target, prompt: Prompt, start: int) -> int:
-    """The number of tokens that may go through together from ``start`` on, for the mask of texts that continue."""
-    width = prompt.tokens.shape[1]
-    if target.needs_no_mask([cursor + start for cursor in prompt.cursors], prompt.lengths):
-        return width
-    return max(_LEAST, _MASK // (len(prompt.cursors) * (max(prompt.cursors) + width)))
 
 
 def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:

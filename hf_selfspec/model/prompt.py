@@ -112,10 +112,9 @@ class Prompt:
                 f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
                 "columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
             )
-        if attention_mask is None or (not ragged and b > 1):
-            padding = None
-            if not ragged and b > 1:
-                padding = input_ids.new_ones(b, width) if attention_mask is None else attention_mask.long()
+        stays_padded = not ragged and b > 1
+        if attention_mask is None or stays_padded:
+            padding = mask.long().expand(b, -1) if stays_padded else None
             base = [width - columns] * b
             return cls(tokens, [seen] * b, [fresh] * b, base, width, None, padding, own_positions=own_positions)
         if not valid[:, -1].all():

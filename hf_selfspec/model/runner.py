@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -26,14 +26,14 @@ from .target import Target
 from .traceable import Place, size_for
 
 
+@dataclass(eq=False)
 class GraphRunner:
     """Runs the forwards of one generation with the graphs of its model."""
 
-    def __init__(self, target: Target, graphs: Graphs) -> None:
-        self.target = target
-        self.graphs = graphs
-        self.waited_seconds = 0.0  # for graphs to be compiled
-        self._is_served = True
+    target: Target
+    graphs: Graphs
+    waited_seconds: float = 0.0  # for graphs to be compiled
+    _is_served: bool = True
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> GraphRunner | None:
@@ -154,21 +154,19 @@ class GraphRunner:
 
 def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
-    if anatomy.is_recurrent:
-        return "it has recurrent states, which a graph cannot write by slot"
-    if any(getattr(block, "indexer", None) is not None for block in anatomy.attention):
-        return "it has indexers, whose keys a graph cannot write by slot"
-    if not (anatomy.tree and anatomy.ragged):
-        return "it builds masks of its own"
-    if is_compiled(model):
-        return "the model is compiled already, as a whole; pass the model itself"
-    if is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        return "it is spread over several devices"
-    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, ADAPTED) for m in model.modules()):
-        return "its adapters can be switched from call to call; merge them first"
-    if has_hooks(model, but_of=("transformers",)):
-        return "its modules have hooks, which graphs would not run; remove them first"
-    return ""
+    has_indexers = any(getattr(block, "indexer", None) is not None for block in anatomy.attention)
+    is_spread = is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1
+    is_adapted = getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, ADAPTED) for m in model.modules())
+    reasons = {
+        "it has recurrent states, which a graph cannot write by slot": anatomy.is_recurrent,
+        "it has indexers, whose keys a graph cannot write by slot": has_indexers,
+        "it builds masks of its own": not (anatomy.tree and anatomy.ragged),
+        "the model is compiled already, as a whole; pass the model itself": is_compiled(model),
+        "it is spread over several devices": is_spread,
+        "its adapters can be switched from call to call; merge them first": is_adapted,
+        "its modules have hooks, which graphs would not run; remove them first": has_hooks(model, ("transformers",)),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def _needs_addresses(device: torch.device) -> bool:

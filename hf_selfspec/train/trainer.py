@@ -92,7 +92,7 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             for callback in callbacks:
                 callback._served = True
-            forwards.set(self, "log", log)
+            forwards.put(self.__dict__, "log", log)
             return original(self, *args, **kwargs)
         finally:
             forwards.close()

@@ -20,7 +20,7 @@ from helpers.models import tiny_gpt2, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
 from hf_selfspec.errors import SettingError, SettingTypeError
-from hf_selfspec.model.fingerprint import Fingerprint
+from hf_selfspec.model.fingerprint import Fingerprint, samples
 from hf_selfspec.stop.adaptive import AdaptiveThreshold
 from hf_selfspec.stop.calibrated import CalibratedEntropy
 from hf_selfspec.stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
@@ -192,23 +192,21 @@ def test_a_peft_model(tmp_path: Path) -> None:
 def test_fingerprints() -> None:
     """A cast is the same model, one other weight is not, and weights that cannot be read do not set models apart."""
     model = tiny_llama(6)
-    own = Fingerprint.of(model, 6)
-    assert own.difference(Fingerprint.of(copy.deepcopy(model).to(torch.bfloat16), 6)) == ""
+    own = Fingerprint.of_decoder(model)
+    assert own.difference(Fingerprint.of_decoder(copy.deepcopy(model).to(torch.bfloat16))) == ""
     other = copy.deepcopy(model)
     other.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
-    assert "weights" in own.difference(Fingerprint.of(other, 6))
+    assert "weights" in own.difference(Fingerprint.of_decoder(other))
     model.model.layers[2].to("meta")  # as offloaded ones are
-    unknown = Fingerprint.of(model, 6)
+    unknown = Fingerprint.of_decoder(model)
     assert unknown.weights is None
     assert own.difference(unknown) == unknown.difference(own) == ""
-    assert "shapes" in unknown.difference(Fingerprint.of(tiny_llama(6, vocabulary=98), 6))
+    assert "shapes" in unknown.difference(Fingerprint.of_decoder(tiny_llama(6, vocabulary=98)))
 
 
 def test_fingerprints_of_large_parameters() -> None:
     """Whole numbers of this size are not all in single precision."""
-    model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.zeros(1).expand(151936 * 896))
-    assert Fingerprint.of(model, 1).weights is not None
+    assert samples([torch.zeros(1).expand(151936 * 896)]).tolist() == [0.0] * 8
 
 
 def assert_refused(path: Path, words: str = FILE) -> None:

@@ -19,8 +19,10 @@ import torch.nn as nn
 
 from ...errors import UnsupportedModelError
 from ..patching import InstanceForwards, PerThread, SharedChange
-from . import KINDS
-from .recurrence import Recurrence
+from .linear_attention import GatedDelta, KimiDelta, StateSpace
+from .recurrence import Recurrence, SelectiveScan
+
+KINDS: tuple[type[Recurrence], ...] = (GatedDelta, KimiDelta, StateSpace, SelectiveScan)
 
 # Takes the original function and the arguments of a call, and returns what the function would return.
 Run = Callable[..., Any]
@@ -74,11 +76,12 @@ class Kernels:
     def of(cls, layers: Iterable[nn.Module]) -> Kernels | None:
         """Finds the functions by names and parameters in the file of these layers, ``None`` without convolutions."""
         names = {base.__module__ for kind in set(map(type, layers)) for base in kind.__mro__}
-        files = [file for file in map(sys.modules.get, sorted(names)) if _has_convolution(file)]
+        known, first = map(sys.modules.get, sorted(names)), len(_FIRST_OF_CONVOLUTION)
+        files = [file for file in known if _parameters(file, CONVOLUTION)[:first] == _FIRST_OF_CONVOLUTION]
         if len(files) != 1:
             return None
-        known = (kind for kind in KINDS if _parameters(files[0], kind.kernel) == kind.parameters)
-        return cls(files[0], next(known, None))
+        kinds = (kind for kind in KINDS if _parameters(files[0], kind.kernel) == kind.parameters)
+        return cls(files[0], next(kinds, None))
 
     def served(self) -> AbstractContextManager[None]:
         """Returns a context in which calls of the functions are redirected, for all threads that use them."""
@@ -88,13 +91,9 @@ class Kernels:
 
         def serve(forwards: InstanceForwards) -> None:
             for kind, name in names.items():
-                forwards.set(self.file, name, _redirected(getattr(self.file, name), kind))
+                forwards.put(self.file.__dict__, name, _redirected(getattr(self.file, name), kind))
 
         return _served.of(self.file, serve)
-
-
-def _has_convolution(module: Any) -> bool:
-    return _parameters(module, CONVOLUTION)[: len(_FIRST_OF_CONVOLUTION)] == _FIRST_OF_CONVOLUTION
 
 
 def _parameters(module: Any, name: str) -> tuple[str, ...]:

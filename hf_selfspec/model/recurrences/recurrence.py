@@ -1,7 +1,7 @@
 """Kinds of recurrent states: their interface, convolutions, and Mamba-1's; linear attention has a file of its own."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,25 +84,18 @@ class Convolution:
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def prefill(self, inputs: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """The state after the beginning of a text, ``[b, c, s]``, of which the columns ``kept`` ``[b, s]`` count."""
-        return self.advance(inputs.new_zeros(*inputs.shape[:2], self.width), (inputs,), kept)
-
     def windows(self, state: torch.Tensor, inputs: torch.Tensor, nodes: TreeLayout) -> torch.Tensor:
         """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, from inputs ``[b, c, t]``."""
         whole = torch.cat([state, inputs], 2)
         b, t = whole.shape[0], inputs.shape[2]
-        places = torch.tensor([self._paths(parents) for parents in nodes.parents], device=whole.device)
-        places = places.view(len(nodes.parents), 1, -1).expand(b, whole.shape[1], -1)
+        paths: list[list[list[int]]] = []  # for each row and token the columns of its window; the state's come first
+        for parents in nodes.parents:
+            path = [[*range(self.width)]]  # the first is that of the text, which is parent -1
+            for token, parent in enumerate(parents):
+                path.append([*path[parent + 1][1:], self.width + token])
+            paths.append(path[1:])
+        places = torch.tensor(paths, device=whole.device).view(len(paths), 1, -1).expand(b, whole.shape[1], -1)
         return whole.gather(2, places).unflatten(2, (t, self.width)).transpose(1, 2).flatten(0, 1)
-
-    def _paths(self, parents: Sequence[int]) -> list[list[int]]:
-        """For each token the columns of its window; the state's come first."""
-        paths: list[list[int]] = []
-        for token, parent in enumerate(parents):
-            before = list(range(self.width)) if parent < 0 else paths[parent]
-            paths.append([*before[1:], self.width + token])
-        return paths
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """The state after more inputs; see :meth:`Recurrence.advance`."""
@@ -126,8 +119,7 @@ class SelectiveScan(Recurrence):
     continues = False
     token_dim = 2
 
-    def __init__(self) -> None:
-        self._a = torch.empty(0, dtype=torch.float32, device="cpu")
+    _a: torch.Tensor  # [d, n] that of the last step
 
     def prefill(
         self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
@@ -154,40 +146,31 @@ class SelectiveScan(Recurrence):
         dt, x, b = entries
         if kept is not None:
             dt, x = dt * kept[:, None], x * kept[:, None]
-        left, added = self._terms(dt, x, b)
-        for token in range(dt.shape[2]):
-            state = torch.addcmul(added[:, :, token], left[:, :, token], state)
-        return state
+        return self._states(state, dt, x, b)[-1]
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
         # Zamba calls the function for each head and concatenates the states.
         return (state if state.dim() == 3 else state[:, part]).float()
 
     def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        # One token after another, since a state is small.
         dt, x, b, c = inputs
-        left, added = self._terms(dt, x, b)
-        states: list[torch.Tensor] = []
+        states = torch.stack(self._states(state, dt, x, b, nodes)[1:], 2)
+        return (states * c.transpose(1, 2)[:, None]).sum(-1), (dt, x, b)
+
+    def _states(
+        self, state: torch.Tensor, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor, nodes: TreeLayout | None = None
+    ) -> list[torch.Tensor]:
+        """The state ``[b, d, n]`` and those after each token, one after another, since a state is small."""
+        # [b, d, t, n]: the factor by which each token scales a state, and what it adds.
+        left, added = (dt[..., None] * self._a[:, None]).exp(), x[..., None] * b.transpose(1, 2)[:, None]
+        known = [state]
         for token in range(dt.shape[2]):
-            before = _parent(states, state, token, nodes)
-            states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
-        return (torch.stack(states, 2) * c.transpose(1, 2)[:, None]).sum(-1), (dt, x, b)
-
-    def _terms(self, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor by which each token scales a state, and what it adds, ``[b, d, t, n]``."""
-        left = (dt[..., None] * self._a[:, None]).exp()
-        return left, x[..., None] * b.transpose(1, 2)[:, None]
-
-
-def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: TreeLayout | None) -> torch.Tensor:
-    """The state ``[b, d, n]`` before a token."""
-    known = [first, *states]
-    if nodes is None:
-        return known[-1]
-    parents = [row[token] + 1 for row in nodes.parents]
-    if min(parents) == max(parents):
-        return known[parents[0]]
-    return torch.stack([known[parent][row] for row, parent in enumerate(parents)])
+            parents = [token] if nodes is None else [row[token] + 1 for row in nodes.parents]
+            before = known[parents[0]]
+            if min(parents) < max(parents):
+                before = torch.stack([known[parent][row] for row, parent in enumerate(parents)])
+            known.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
+        return known
 
 
 def _steps(given: Given) -> torch.Tensor:

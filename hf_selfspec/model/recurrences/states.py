@@ -142,22 +142,18 @@ def _is_before(slots: Sequence[int], others: Sequence[int]) -> bool:
 
 @dataclass
 class StateUpdate:
-    """The tokens that the running forward feeds into recurrent states."""
+    """The tokens that the running forward feeds into recurrent states: prompts, of which some count, a line, a tree."""
 
     starts: Sequence[int]  # for each row the slot of the first token
     counts: Sequence[int] | None = None  # for each row how many of a prompt count, None where all may be rolled back
     nodes: TreeLayout | None = None  # the tree that they form, None for a line
     is_scratch: bool = False  # whether nothing of it is kept
 
-    @classmethod
-    def of(cls, cursors: Sequence[int], counts: Sequence[int] | None, nodes: TreeLayout | None) -> StateUpdate:
-        """The update by prompts, of which some tokens count, a line, or a tree."""
-        if nodes is None:
-            return cls(cursors, counts)
-        if nodes.hidden:
+    def __post_init__(self) -> None:
+        if self.nodes is not None and self.nodes.hidden:
             # A line that is in the text already starts at the slot of its first token.
-            return cls([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
-        return cls(cursors, nodes=nodes)
+            self.starts = [start - self.nodes.hidden for start in self.starts]
+            self.nodes, self.is_scratch = None, True
 
     def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
         """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
@@ -250,14 +246,20 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         length = conv_states.shape[2]
         starts, kept = update.begin(log), update.kept(length, conv_states.device)
         if log.is_empty:
-            log.restart(update.ends(starts, length), convolution.prefill(conv_states, kept))
+            empty = conv_states.new_zeros(*conv_states.shape[:2], width)
+            log.restart(update.ends(starts, length), convolution.advance(empty, (conv_states,), kept))
             return conv_states
         state = log.state_at(starts)
         update.add(log, starts, (conv_states,), kept)
         if update.nodes is not None:
             windows = convolution.windows(state, conv_states, update.nodes)
             turn.check()
-            turn.convolution = partial(_at_windows, windows, len(conv_states))
+
+            def run(original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                # At the end of each window [b * t, c, width], as [b, c, t].
+                return original(windows, *args, **kwargs)[:, :, -1].unflatten(0, (len(inputs), -1)).transpose(1, 2)
+
+            turn.convolution = run
         return torch.cat([state, conv_states], 2)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -300,11 +302,3 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 log.restart(slots, recurrence.load(state, part))
             states.append((recurrence, log))
         return states[part]
-
-
-def _at_windows(
-    windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """The output of a convolution at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
-    output = original(windows, *args, **kwargs)[:, :, -1]
-    return output.unflatten(0, (rows, -1)).transpose(1, 2)
