@@ -74,7 +74,7 @@ def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
 
 def _fetched(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
-        return [tensor.numpy(force=True) for tensor in tensors]
+        return [tensor.cpu().numpy() for tensor in tensors]
     in_bytes = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
     pieces = zip(torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes]), tensors, strict=True)
     # A number starts at a multiple of its size.
