@@ -20,7 +20,7 @@ _CHUNK = 256
 def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[int]]) -> None:
     """Runs the model once over each text, and keeps the texts and the most likely tokens after each token."""
     with evaluating(model):
-        for ids in rows:
+        for ids in filter(None, rows):  # a text may have no tokens
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             tops = []
             for start in range(0, len(ids), _CHUNK):

@@ -43,7 +43,8 @@ def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = 
 
 def check_dataset(name: str, given: object) -> None:
     """Raises if a dataset is something else than a list of rows."""
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+    is_rows = isinstance(given, Iterable) or hasattr(given, "__getitem__")  # as torch's map-style datasets
+    if not is_rows or isinstance(given, (str, bytes, Mapping)):
         raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {given!r}.")
 
 
