@@ -32,8 +32,8 @@ class Successors:
         self._singles: dict[int, int] = {}
         self._pairs: list[int] = []
         self._texts: list[int] = []
-        self._tokens = np.empty((most, WIDTH), np.int32)
-        self._probabilities = np.empty((most, WIDTH), np.float32)
+        self._tokens = np.full((most, WIDTH), -1, np.int32)
+        self._probabilities = np.zeros((most, WIDTH), np.float32)
         self._oldest = 0
 
     def __len__(self) -> int:

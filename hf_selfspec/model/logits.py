@@ -16,6 +16,8 @@ from .transfer import Pending
 STRETCH = 64
 # How many of the likeliest tokens are looked for.
 WIDTH = 8
+# How many pieces tell what others hold beside their maxima.
+_SAMPLED = 16
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
@@ -77,9 +79,11 @@ class Tops(Pending):
         most, chosen = maxima.topk(min(WIDTH, maxima.shape[-1]), dim=-1)
         found = logits.within(chosen)
         highest, places = found.flatten(-2).topk(min(WIDTH, self._vocabulary), dim=-1)
-        top = highest[..., :1].float()
-        sums, rest = (found - top[..., None]).exp_().sum(-1), (maxima - top).exp_().sum(-1, keepdim=True)
-        super().__init__(chosen, places, torch.cat([highest, most, sums, rest], dim=-1))
+        top, step = highest[..., :1].float(), -(-maxima.shape[-1] // _SAMPLED)
+        sums, lifted, some = (found - top[..., None]).exp_().sum(-1), (maxima - top).exp_(), slice(None, None, step)
+        sample = (logits.stretches[..., some, :] - top[..., None]).exp_().sum((-1, -2))
+        totals = torch.stack([lifted.sum(-1), sample, lifted[..., some].sum(-1)], dim=-1)
+        super().__init__(chosen, places, torch.cat([highest, most, sums, totals], dim=-1))
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -95,10 +99,10 @@ class Tops(Pending):
         w, n = places.shape[-1], chosen.shape[-1]
         with np.errstate(invalid="ignore", over="ignore"):
             shares = np.exp(numbers[..., : w + n] - numbers[..., :1])
-            most, sums, rest = shares[..., w:], numbers[..., w + n : -1], numbers[..., -1]
-            # Other pieces hold as much beside their maxima as the last ones of these.
-            beside = sums[..., n // 2 :].sum(-1) / np.maximum(most[..., n // 2 :].sum(-1), np.finfo(np.float32).tiny)
-            whole = sums.sum(-1) + beside * np.maximum(rest - most.sum(-1), 0.0)
+            most, sums = shares[..., w:], numbers[..., w + n : -3]
+            maxima, sample, of_maxima = np.moveaxis(numbers[..., -3:], -1, 0)
+            rest = np.maximum(maxima - most.sum(-1), 0.0) * sample / np.maximum(of_maxima, np.finfo(np.float32).tiny)
+            whole = sums.sum(-1) + rest
             # Logits that overflow (float16) carry no information.
             return np.nan_to_num(shares[..., :w] / whole[..., None], nan=0.0)
 

@@ -67,6 +67,7 @@ class Fit(ABC, Generic[M]):
     output_dir: StrPath | None = None
 
     def __init_subclass__(cls, command: str = "", function: str = "") -> None:
+        super().__init_subclass__()
         cls.command, cls.function = command, function
 
     def check(self) -> None: ...
@@ -278,7 +279,8 @@ def check_length(name: str, block_size: object, config: Any) -> None:
 def saved(module: M, known: dict[str, Any], folder: StrPath | None) -> M:
     """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
     module.about = known
-    if folder is not None and PartialState().is_main_process:
-        module.save_pretrained(folder)
-    PartialState().wait_for_everyone()
+    if folder is not None:
+        if PartialState().is_main_process:
+            module.save_pretrained(folder)
+        PartialState().wait_for_everyone()
     return module.eval()

@@ -107,6 +107,8 @@ class FrozenModel:
             new = self.run(ids[missing])
             for place, index in enumerate(missing):
                 rows[index] = {name: states[place] for name, states in new.items()}
+                if sum(state.nbytes for state in rows[index].values()) > self._room:
+                    continue  # a copy to the host would be for nothing
                 content = save({name: state.cpu().contiguous() for name, state in rows[index].items()})
                 if len(content) <= self._room:
                     self._room -= len(content)

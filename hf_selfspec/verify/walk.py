@@ -81,7 +81,9 @@ def verify(
         elif not draft.size:
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
-        *found, highest = read(*known, *(chosen or ()), logits.of_all.amax(-1), along=along)
+        checked = [] if whose is None else [logits.of_all.amax(-1)]
+        found = read(*known, *(chosen or ()), *checked, along=along)
+        highest = found.pop() if checked else []
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
         check_highest(chain.from_iterable(highest), whose)

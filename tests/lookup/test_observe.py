@@ -8,6 +8,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.observing import observe
 
 pytestmark = pytest.mark.machine("verification_is_free")
 
@@ -66,6 +68,13 @@ def test_successors_are_those_of_one_forward(
         found = successors.get(before, token)
         assert found.is_pair
         assert list(found.tokens) == top
+
+
+def test_texts_without_tokens_are_passed_over(llama: LlamaForCausalLM) -> None:
+    """As those of white space are for some tokenizers."""
+    observe(llama, findings := LookupFindings(), [[], [1, 2, 3], [4]])
+    assert len(findings.successors) == 2
+    assert findings.store.tokens[-1] == 4
 
 
 def test_prompts_are_answered(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

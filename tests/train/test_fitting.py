@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import Subset
 from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
@@ -185,6 +186,7 @@ def test_rows_of_text() -> None:
     found = packed(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
     assert found.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
     assert packed(Tokens(), [{"input_ids": [5, 1]}, "ab"], 1).flatten().tolist() == [5, 1, 97, 98, 1]  # ends once
+    assert packed(None, Subset([{"input_ids": [5, 6]}, {"input_ids": [7]}], [0]), 1).tolist() == [[5], [6]]
     many = packed(None, rows(40), 32)
     training, held_out = divided(many)
     assert torch.equal(torch.cat([training, held_out]), many)
