@@ -188,7 +188,7 @@ def test_drawn_tokens_have_the_models_distribution(
 
 REFUSALS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing there": (lambda folder: MTP(folder / "none"), SettingError, "there is no saved MTP head at"),
-    "something else": (lambda folder: MTP(tiny_llama()), SettingTypeError, "must be MtpHead or the path"),  # type: ignore[arg-type]
+    "something else": (lambda folder: MTP(tiny_llama()), SettingTypeError, "must be MtpHead or the path"),  # type: ignore[arg-type]  # a wrong one
     "no layers": (lambda folder: MtpHead([]), SettingError, r"a list with the config of each layer.*got \[\]"),
     "no settings": (lambda folder: MtpHead([{}]), SettingError, r"a list with the config of each layer.*got \[\{\}\]"),
     "no weights": (lambda folder: MTP(MtpHead(MtpHead.of(tiny_llama()).configs)), SettingError, "has no weights yet"),

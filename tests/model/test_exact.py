@@ -167,4 +167,4 @@ def test_calls_that_are_refused() -> None:
     with pytest.raises(UnsupportedOptionError, match="dtypes other than bfloat16"):
         model.to(torch.float16).generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)
     with pytest.raises(SettingTypeError, match=r"SelfSpec\(exact\) must be True or False, got 1"):
-        SelfSpec(exact=1)  # type: ignore[arg-type]
+        SelfSpec(exact=1)  # type: ignore[arg-type]  # a wrong one
