@@ -85,8 +85,11 @@ class Adapter(DraftModule):
         cache: Any = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the states ``[b, s, d]`` that go into the head, from those that left layer ``E - 1``; ``mask`` is
-        ``[b, 1, s, n]``, by default each token attends to itself and all before it."""
+        """Returns the states ``[b, s, d]`` that go into the head, from those that left layer ``E - 1``.
+
+        ``positions`` ``[b, s]`` count from 0 by default; ``cache``, a ``Cache`` of transformers, has keys and values of
+        earlier tokens; by the ``mask`` ``[b, 1, s, n]``, or by default, each token attends to itself and all before it.
+        """
         hidden = states.to(self.norm.weight.dtype)
         if self.attention:
             (b, s, d), half = hidden.shape, self.head_width // 2
