@@ -20,12 +20,13 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from .auditing.probation import TOKENS, on_probation
 from .batch import Text
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import SelfSpecError, UnsupportedOptionError, warn_once
+from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, brief, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
@@ -38,6 +39,7 @@ from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
 from .model.runner import GraphRunner
 from .model.target import Target
+from .model.unseen import Unseen, why_plain
 from .refusals import check_call, check_exact, check_length
 from .settings import Settings
 from .stats import GenerationStats
@@ -98,20 +100,21 @@ class Call:
 def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` serves
     what it cannot, and invalid logits are no error."""
-    call, decoder = given.with_cache(), None
+    call, decoder, unseen = given.with_cache(), None, Unseen.of(given.model)
     knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
     try:
         _check(call, spec._source, knowledge)
-        why = _why_plain(call, spec._source, knowledge)
+        call, why = _as_it_can_be_drafted(call, spec._source, knowledge, unseen)
         if not why:
             decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
-    except SelfSpecError as error:
-        if not default_of:
+            decoder.stats.checked = str(unseen)
+            return _decode(given, decoder, knowledge, spec._source)
+    except Exception as error:
+        is_ours = isinstance(error, SelfSpecError) or not unseen
+        if (decoder is not None and decoder.has_begun) or (is_ours and not default_of):
             raise
-        call, why = given, cannot_serve(default_of, error)
-    if decoder is None:
-        return _decode_plainly(call, knowledge, why)
-    return _decode(given, decoder, knowledge, spec._source)
+        call, why = given, left_to_plain(call.model, default_of, error)
+    return _decode_plainly(call, knowledge, why)
 
 
 def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
@@ -127,26 +130,58 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
         )
 
 
-def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
-    """Why transformers' own loop serves the call as well or better (as where no draft pays), else empty."""
+def _as_it_can_be_drafted(
+    call: Call, source: DraftSource, knowledge: KnowledgeOfCall, unseen: Unseen
+) -> tuple[Call, str]:
+    """The call, with what its model supports if that had to be checked, and why transformers' own loop serves it as
+    well or better (as where no draft pays), else empty."""
     if not source.lossless:
-        return ""
+        return call, ""
     findings = knowledge.all_findings()
     is_idle = bool(findings) and all(found.is_idle for found in findings)
     if is_idle and (
         is_tensor_parallel(call.model)  # whose processes have timings of their own
         or not are_faster(all_modules(call.model), len(call.input_ids))
     ):
-        return "no draft pays"
+        return call, "no draft pays"
     mask = call.model_kwargs.get("attention_mask")
-    if mask is None or not is_right_padded(mask):
-        return ""
-    warn_once(
-        "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
-        "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
-        "padding_side='left'."
-    )
-    return "its prompts are padded on the right"
+    if mask is not None and is_right_padded(mask):
+        warn_once(
+            "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
+            "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
+            "padding_side='left'."
+        )
+        return call, "its prompts are padded on the right"
+    if why := why_plain(call.model):
+        return call, left_to_plain(call.model, "", UnsupportedModelError(why))
+    if not unseen:
+        return call, ""
+    if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
+        reason = (
+            "several processes run" if call.synced_gpus else f"a call of fewer than {TOKENS} new tokens is too short"
+        )
+        return call, f"{unseen} was not seen before, and {reason}, so that could not be checked"
+    outcome = on_probation(call, unseen, _decoded_logits)
+    if why := outcome.why_plain:
+        why = left_to_plain(call.model, "", UnsupportedModelError(f"because of {unseen}: {why}"))
+    return replace(call, anatomy=outcome.applied(call.anatomy)), why
+
+
+def _decoded_logits(call: Call, source: DraftSource) -> tuple[torch.Tensor, ...]:
+    """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
+    settings = Settings(draft=source)
+    decoder = _lay_out(call, settings, settings._known(call.model), checks_logits=False)
+    try:
+        with decoder.target.prepared():
+            logits = decoder.output(decoder.run(), None).logits
+        if decoder.target.cache.is_seen_by_others:
+            raise UnsupportedModelError(
+                "code beside the model reads keys and values of its cache, which hold drafts, too"
+            )
+    finally:
+        decoder.target.cache.let_go()
+    assert logits is not None
+    return logits
 
 
 def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool) -> Decoder:
@@ -286,14 +321,16 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
-def cannot_serve(default_of: str, error: SelfSpecError) -> str:
-    """Warns that plain ``generate`` serves a call in place of a default, and returns why, for the statistics."""
+def left_to_plain(model: PreTrainedModel, default_of: str, error: Exception) -> str:
+    """Warns that plain ``generate`` serves a call, and returns why, for the statistics."""
+    why = str(error) if isinstance(error, SelfSpecError) else f"{type(error).__name__}: {brief(error)}"
+    who = f"the SelfSpec {default_of}" if default_of else f"the SelfSpec of a call of {type(model).__name__}"
     warn_once(
-        f"the SelfSpec {default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
-        "generate(assistant=False) does without it and without this warning.)",
+        f"{who} cannot serve a call, so plain generate serves it: {why} (A call with generate(assistant=False) does "
+        "without it and without this warning.)",
         ignore_numbers=True,
     )
-    return f"this SelfSpec cannot serve it ({error})"
+    return f"this SelfSpec cannot serve it ({why})"
 
 
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:

@@ -115,6 +115,11 @@ class Decoder:
         self.draft.report(self.stats)
         return ids
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was chosen, which a streamer may have shown."""
+        return any(self._tokens)
+
     def _is_needed(self) -> bool:
         """Whether there is another forward, for this process or for others that are unfinished."""
         unfinished = not self._is_finished()

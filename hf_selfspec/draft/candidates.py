@@ -73,7 +73,7 @@ class CandidateDraft(FixedDrafter):
         padding = session.target.padding
         self.generators = generators
         self.first_slots = [0] * session.num_rows if padding is None else padding.argmax(1).tolist()
-        self.vocabulary = session.target.model.get_input_embeddings().num_embeddings
+        self.vocabulary = session.vocabulary
         self.longest = session.affordable(session.max_draft)
         self.scorer = session.scorer
         # For each row that took part the column at which its text begins, its length, and how many tokens were drafted.

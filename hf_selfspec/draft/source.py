@@ -17,7 +17,7 @@ from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.exact import MOST_TOKENS
-from ..model.modules import is_tensor_parallel
+from ..model.modules import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.adapter import Adapter
@@ -171,8 +171,7 @@ class Session:
     @cached_property
     def vocabulary(self) -> int:
         """``v``, number of tokens that the model can generate."""
-        model = self.target.model
-        return max(model.config.get_text_config(decoder=True).vocab_size, model.get_input_embeddings().num_embeddings)
+        return vocabulary_of(self.target.model)
 
     @property
     def is_tensor_parallel(self) -> bool:

@@ -20,10 +20,11 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Call, cannot_serve, serve
-from ..errors import SelfSpecError, UnsupportedOptionError
+from ..call import Call, left_to_plain, serve
+from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
+from ..model.unseen import Unseen, why_plain
 from ..refusals import check_options
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
@@ -50,11 +51,14 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         spec, default_of = chosen
         try:
+            if why := why_plain(self):
+                raise _LeftToPlainError(why)
             served = _served(self, spec, default_of, named)
-        except SelfSpecError as error:
-            if not default_of:
+        except Exception as error:
+            is_ours = isinstance(error, SelfSpecError) or not Unseen.of(self)
+            if is_ours and not default_of and not isinstance(error, _LeftToPlainError):
                 raise
-            why, begun = cannot_serve(default_of, error), perf_counter()
+            why, begun = left_to_plain(self, default_of, error), perf_counter()
             output = original(self, *args, **kwargs)
             seconds = perf_counter() - begun
             spec._knowledge.add_call(GenerationStats(total_seconds=seconds, drafts=False, left_to_generate=why))
@@ -62,6 +66,10 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, **served)
 
     return generate
+
+
+class _LeftToPlainError(UnsupportedModelError):
+    """Plain ``generate`` serves a call, whoever chose a ``SelfSpec`` for it."""
 
 
 def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) -> dict[str, Any]:

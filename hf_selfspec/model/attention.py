@@ -12,10 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .exact import View, attention_of_each, views_of
 from .layout import Feed
+from .modules import library_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
 
@@ -32,7 +34,7 @@ _ALIGNED = 8
 _KEPT_MASKS = 8
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
-_OURS = "_is_speculative"  # marks the functions that replace transformers'
+_ORIGINAL = "_hf_selfspec_original"  # of our functions: what each replaces
 
 
 @dataclass
@@ -143,7 +145,7 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
 def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         spec = _current.now
-        if spec is None:
+        if spec is None or not is_usual_attention(original):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         if (found := spec.views.get(id(attention_mask))) is not None and kwargs.get("position_bias") is None:
             spec.served.add(id(module))
@@ -151,6 +153,20 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         return grouped_attention(spec.for_groups, module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
+
+
+def attention_functions(implementation: str) -> list[Any]:
+    """Returns the functions for masks and attention that are registered for an implementation, but for ours."""
+    registered = (
+        interface.get(implementation) for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
+    )
+    return [getattr(function, _ORIGINAL, function) for function in registered]
+
+
+def is_usual_attention(function: Any) -> bool:
+    """Returns whether an attention function is transformers' own, and torch's that it may call torch's own."""
+    is_ours_to_replace = function is None or library_of(function) == "transformers"
+    return is_ours_to_replace and isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType)
 
 
 _served = SharedChange()
@@ -174,9 +190,9 @@ def _replace(forwards: InstanceForwards) -> None:
             (ALL_MASK_ATTENTION_FUNCTIONS, partial(_speculative_mask, additive=name == "eager")),
             (ALL_ATTENTION_FUNCTIONS, _speculative_attention),
         ):
-            if (found := interface.get(name)) is not None and not hasattr(found, _OURS):
+            if (found := interface.get(name)) is not None and not hasattr(found, _ORIGINAL):
                 replaced = wrapped(found)
-                setattr(replaced, _OURS, True)
+                setattr(replaced, _ORIGINAL, found)
                 forwards.put(interface._local_mapping, name, replaced)
 
 
@@ -222,7 +238,9 @@ def grouped_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     parts = query.reshape(b, k, group // together, together * s, h).unbind(2) if together < group else None
     found = [
-        scaled_dot_product_attention(part, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+        functional.scaled_dot_product_attention(
+            part, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
         for part in parts or (query.reshape(b, k, group * s, h),)
     ]
     output = found[0] if len(found) == 1 else torch.stack(found, dim=2)
@@ -253,5 +271,5 @@ def _capped_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(b, -1, s, 1).to(scores.dtype)], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    output = torch.nn.functional.dropout(weights, dropout).reshape(b, k, heads // k * s, -1) @ value
+    output = functional.dropout(weights, dropout).reshape(b, k, heads // k * s, -1) @ value
     return output.view(b, heads, s, -1).transpose(1, 2).contiguous(), None

@@ -78,6 +78,10 @@ class _Bank:
             target.scatter_(2, self._slots, states.to(self._buffer.dtype).view(target.dtype))
         return view
 
+    def latest(self, layer: int) -> torch.Tensor | None:
+        """What the layer has given to attention in the last forward, ``None`` before the first one."""
+        return self._views[self.numbers[layer]][0] if self._views else None
+
     def _open(self, length: int) -> None:
         cache, start = self._cache, self._cache.max_cursor
         end, slots = start + length, cache.slots(length, self._buffer.device)
@@ -141,6 +145,7 @@ class SpeculativeCache(Cache):
         self._slots: torch.Tensor | None = None
         self._history = 0
         self.has_states = False  # recurrent ones
+        self.is_seen_by_others = False  # whether hooks have read keys or values
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -208,6 +213,11 @@ class SpeculativeCache(Cache):
         return [buffer for layer in self._written for buffer in layer.buffers()]
 
     @property
+    def is_filled(self) -> bool:
+        """Whether any layer keeps something of the text."""
+        return bool(self._written) or not all(log.is_empty for log in self._logs)
+
+    @property
     def _written(self) -> list[Any]:
         return [layer for layer in self.layers if layer.is_initialized]
 
@@ -217,12 +227,12 @@ class SpeculativeCache(Cache):
         self.fixed_slots = slots
         try:
             for index, layer in enumerate(self._written):
-                layer.keys, layer.values = buffers[2 * index : 2 * index + 2]
+                layer.buffers_of_graphs = tuple(buffers[2 * index : 2 * index + 2])
             yield
         finally:
             self.fixed_slots = None
             for layer in self._written:
-                layer.keys = layer.values = None
+                layer.buffers_of_graphs = None
 
     def slots(self, length: int, device: torch.device) -> torch.Tensor | None:
         """Slots ``[b, length]`` that a forward writes, ``None`` where all rows write at ``max_cursor``."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..errors import UnsupportedModelError
 from .recurrences.states import StateLayer
 from .traceable import ChangingNumber
 
@@ -16,8 +17,9 @@ class SpeculativeLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: Any) -> None:
-        super().__init__()
         self._cache = cache
+        self.buffers_of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None  # where graphs write
+        super().__init__()
         self.banks: dict[str, Any] = {}  # where that is, by name
         self._indexed, self._length = -1, 0  # the last forward in which its indexer had its turn, and the slots then
 
@@ -25,6 +27,36 @@ class SpeculativeLayer(CacheLayerMixin):
     def _index(self) -> int:
         index: int = self._cache.layers.index(self)
         return index
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys ``[b, k, n, h]`` so far, drafted ones among them; for hooks, which is noted."""
+        return self._seen_by_others("keys")
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._refuse(states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The values, as the keys."""
+        return self._seen_by_others("values")
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._refuse(states)
+
+    def _seen_by_others(self, name: str) -> torch.Tensor | None:
+        self._cache.is_seen_by_others = True
+        bank = self.banks.get(name)
+        return None if bank is None else bank.latest(self._index)
+
+    def _refuse(self, states: torch.Tensor | None) -> None:
+        if states is not None:
+            raise UnsupportedModelError(
+                "code beside the model, such as a hook that compresses the cache, replaces its keys or values, which "
+                "hold drafts, too. Call generate without `assistant`."
+            )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -54,10 +86,11 @@ class SpeculativeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if (slots := self._cache.fixed_slots) is not None:
-            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            assert self.buffers_of_graphs is not None
+            for buffer, states in zip(self.buffers_of_graphs, (key_states, value_states), strict=True):
                 # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
                 buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = states.transpose(1, 2)
-            return self.keys, self.values
+            return self.buffers_of_graphs
         keys, values = self.banks["keys"], self.banks["values"]
         return keys.write(self._index, key_states), values.write(self._index, value_states)
 
@@ -78,9 +111,9 @@ class SpeculativeLayer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Writes an indexer's keys ``[b, s, h]`` at the cursors, and returns all up to the furthest one."""
         states = indexer_key_states[:, None]
-        self.keys = self.bank("indexer", states).write(self._index, states)
-        self._indexed, self._length = self._cache.seeks, self.keys.shape[2]
-        return self.keys[:, 0]
+        keys: torch.Tensor = self.bank("indexer", states).write(self._index, states)
+        self._indexed, self._length = self._cache.seeks, keys.shape[2]
+        return keys[:, 0]
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:

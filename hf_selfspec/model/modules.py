@@ -3,7 +3,9 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from time import perf_counter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,9 +39,17 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Returns the number of tokens that a model can read, also where its embedding is inside of a wrapper (PEFT)."""
+    sizes = [model.config.get_text_config(decoder=True).vocab_size]
+    with suppress(NotImplementedError, AttributeError):
+        sizes += [getattr(module, "num_embeddings", 0) for module in model.get_input_embeddings().modules()]
+    return int(max(sizes))
+
+
 def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
     """Returns whether hooks, other than those of some libraries, see or change what goes through a model's modules."""
-    return nn.modules.module._has_any_global_hook() or any(_library(hook) not in but_of for hook in hooks_of(model))
+    return nn.modules.module._has_any_global_hook() or any(library_of(hook) not in but_of for hook in hooks_of(model))
 
 
 def hooks_of(model: nn.Module) -> Iterator[object]:
@@ -47,18 +57,26 @@ def hooks_of(model: nn.Module) -> Iterator[object]:
     for module in all_modules(model):
         yield from module._forward_pre_hooks.values()
         yield from module._forward_hooks.values()
-        if (given := getattr(module, "_hf_hook", None)) is not None:
+        if (given := module.__dict__.get("_hf_hook")) is not None:  # an attribute that is missing takes torch 6 µs
             yield from getattr(given, "hooks", (given,))
 
 
 def forward_of_others(module: nn.Module) -> Any:
     """Returns the forward that other code has set on this module instance, ``None`` if none has."""
     forward = module.__dict__.get("forward")
-    return None if _library(forward) == "hf_selfspec" else forward
+    return None if library_of(forward) == "hf_selfspec" else forward
 
 
-def _library(hook: object) -> str:
-    return str(getattr(hook, "__module__", "")).partition(".")[0]
+def library_of(thing: object) -> str:
+    """Returns the name of the library that a function, or the class of an object, is from."""
+    while isinstance(thing, functools.partial) and "__module__" not in vars(thing):
+        thing = thing.func
+    function = getattr(thing, "__func__", thing)
+    # What wraps a function may call itself as that does (``functools.wraps``).
+    name = (
+        function.__globals__.get("__name__") if isinstance(function, FunctionType) else getattr(thing, "__module__", "")
+    )
+    return str(name).partition(".")[0]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from time import perf_counter
 
 import torch
 
-from ..errors import UnsupportedOptionError
+from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .attention import at_positions
 from .handover import take_in
 from .inputs import DecodeInputs, Inputs
@@ -19,7 +19,13 @@ _MASK, _LEAST = 1 << 25, 128
 
 def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
     """Runs the whole model over the prompts, and returns the logits ``[b, v]`` of each row's last token."""
-    return _prefill_text(target, inputs) if inputs.is_text else _prefill_by_model(target, inputs)
+    logits = _prefill_text(target, inputs) if inputs.is_text else _prefill_by_model(target, inputs)
+    if not target.cache.is_filled:
+        raise UnsupportedModelError(
+            f"{target.anatomy.model_name} does not write to the cache that it gets, so each forward would have to run "
+            "over the whole text. Call generate without `assistant`."
+        )
+    return logits
 
 
 def _prefill_text(target: Target, inputs: Inputs) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedOptionError, warn_once
+from ..errors import UnsupportedModelError, UnsupportedOptionError, warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
@@ -304,5 +304,10 @@ class Target:
         with within(self.autocast), obeying(run), at_positions(spec), states:
             logits: torch.Tensor | None = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
+        if logits is not None and logits.shape[1] < (expected := run.keep or s):
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} returns logits of {logits.shape[1]} of {expected} tokens, but each of "
+                "a draft needs its own. Call generate without `assistant`."
+            )
         run.num_exact = 0 if spec is None else len(spec.served)
         return logits
