@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .auditing.probation import TOKENS, on_probation
+from .auditing.probation import TOKENS, PlainError, on_probation
 from .batch import Text
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
@@ -109,6 +109,8 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
             decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
             decoder.stats.checked = str(unseen)
             return _decode(given, decoder, knowledge, spec._source)
+    except PlainError as error:
+        raise error.__cause__ or error from None
     except Exception as error:
         is_ours = isinstance(error, SelfSpecError) or not unseen
         if (decoder is not None and decoder.has_begun) or (is_ours and not default_of):

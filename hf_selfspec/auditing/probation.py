@@ -94,7 +94,12 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
 def _compared(call: Any, decode: Decode) -> Outcome:
     device = call.input_ids.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
-        chosen, expected = _by_plain(call)
+        try:
+            chosen, expected, is_filled = _by_plain(call)
+        except Exception as error:
+            raise PlainError from error
+        if not is_filled:
+            return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
         allowed = _allowed(call, expected[0])
         reasons = []
         for is_simple in (False, True):
@@ -115,6 +120,10 @@ def _compared(call: Any, decode: Decode) -> Outcome:
                 f"{apart / allowed:.2g} times what rounding may explain"
             )
     return Outcome(reasons[-1])
+
+
+class PlainError(Exception):
+    """Plain ``generate`` raises an error, the cause of this one."""
 
 
 class _NeverCalledError(UnsupportedModelError):
@@ -162,8 +171,8 @@ def _allowed(call: Any, expected: torch.Tensor) -> float:
     return times * max(noise[-1], rounding) if len(noise) > 1 else _ROUNDINGS * rounding
 
 
-def _by_plain(call: Any, count: int = TOKENS) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The tokens ``[b, n]`` of plain ``generate``, and the logits ``[b, v]`` of each."""
+def _by_plain(call: Any, count: int = TOKENS) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
+    """The tokens ``[b, n]`` of plain ``generate``, the logits ``[b, v]`` of each, and whether its cache was used."""
     short, logits = _short(call, None, count), list[torch.Tensor]()
 
     def record(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -179,7 +188,8 @@ def _by_plain(call: Any, count: int = TOKENS) -> tuple[torch.Tensor, list[torch.
             short.generation_config,
             **short.model_kwargs,
         )
-    return ids[:, -count:], logits
+    cache = given_cache(short.model_kwargs)
+    return ids[:, -count:], logits, cache is not None and any(layer.is_initialized for layer in cache.layers)
 
 
 def _apart(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
@@ -221,19 +231,18 @@ class _ScriptedDrafter(FixedDrafter):
         if self._drafted:
             return Draft.none(text)
         self._drafted = True
-        right = [
-            [*tokens[generated : generated + _DRAFTED - row % 2], *[self._wrong(tokens[generated + 1])] * (row % 2)]
-            for row, (tokens, generated) in enumerate(
-                zip(self._script.tokens, (length - text.prompt_width for length in text.lengths), strict=True)
-            )
-        ]
+        rows = []
+        for row, (tokens, length) in enumerate(zip(self._script.tokens, text.lengths, strict=True)):
+            first, second = tokens[length - text.prompt_width :][:_DRAFTED]
+            # Without siblings, and in every second row, the draft ends with a token that is rejected.
+            rows.append([first, self._wrong(second) if row % 2 or not self._is_tree else second])
         states, prefix = self._states(text)
         if not self._is_tree:
-            return self._draft(right, None, states, prefix)
+            return self._draft(rows, None, states, prefix)
         # Each token has a wrong sibling before it, so that accepted ones have to move.
-        beside = [[node for token in row for node in (self._wrong(token), token)] for row in right]
+        beside = [[node for token in row for node in (self._wrong(token), token)] for row in rows]
         parents = [depth for depth in range(0, 2 * _DRAFTED, 2) for _ in range(2)]
-        return self._draft(beside, [parents] * len(right), states, prefix)
+        return self._draft(beside, [parents] * len(rows), states, prefix)
 
     def _draft(
         self, rows: list[list[int]], parents: list[list[int]] | None, states: torch.Tensor | None, prefix: int

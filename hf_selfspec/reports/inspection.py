@@ -9,11 +9,13 @@ import torch
 import torch.nn as nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..auditing.probation import outcomes_of
 from ..draft.quantized import Quantized
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.packing import has_widths, packed_bytes, why_not
 from ..model.runner import why_no_graphs
+from ..model.unseen import Unseen, why_plain
 from ..search.proposers import SkipSpace
 from .tables import as_text
 
@@ -49,6 +51,8 @@ class Inspection:
         no_skips: why no search for blocks to skip is possible, empty where it is.
         tree: drafts can be trees, otherwise lines.
         ragged: the rows of a batch advance at their own pace, otherwise by the shortest acceptance.
+        unseen: what of the model the tests of this package have not seen, and what comparing it with its own one-token
+            steps has shown in this process (see ``GenerationStats.checked``); empty where there is nothing.
         replay: verification can start from the hidden states that a draft has computed.
         exits: the states of several exits can go through the head together (``exit_report``, training of exits).
         no_graphs: why forwards cannot be compiled graphs, empty where they can be.
@@ -80,6 +84,7 @@ class Inspection:
     position_limit: bool = False
     cache_bytes: int | None = None
     packed_bytes: int | None = None
+    unseen: str = ""
 
     @property
     def parameters(self) -> int:
@@ -99,6 +104,7 @@ class Inspection:
             return [("SelfSpec", f"not possible: {self.refused}")]
         own_pace = "each row advances at its own pace"
         return [
+            *([("not seen before", self.unseen)] if self.unseen else []),
             ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
             ("blocks to skip", self.no_skips or self._skips()),
@@ -174,10 +180,28 @@ def inspect_model(model: Any) -> Inspection:
         skippable=skippable,
         no_skips=no_skips,
         no_graphs=why_no_graphs(inner, anatomy),
+        unseen=_unseen(inner),
         position_limit=anatomy.position_limit is not None,
         cache_bytes=_cache_bytes(config.get_text_config(decoder=True), inner.dtype),
         packed_bytes=_packed_bytes(inner, anatomy),
     )
+
+
+def _unseen(model: PreTrainedModel) -> str:
+    """What of a model was not seen, and what is known of it."""
+    if why := why_plain(model):
+        return f"left to plain generate: {why}"
+    if not (unseen := Unseen.of(model)):
+        return ""
+    outcomes = [
+        f"left to plain generate: {outcome.why_plain}"
+        if outcome.why_plain
+        else "drafted, with lines alone and rows in step"
+        if outcome.is_simple
+        else "drafted"
+        for outcome in outcomes_of(model)
+    ]
+    return f"{unseen}; {'; '.join(dict.fromkeys(outcomes)) or 'compared with plain generate in the first call'}"
 
 
 def _skippable(anatomy: Anatomy) -> tuple[tuple[tuple[str, ...], ...], str]:

@@ -1,0 +1,445 @@
+"""Models, hooks and attention that no other test has: ids are plain ``generate``'s, with drafts or with a reason."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
+
+import hf_selfspec
+from helpers import architectures, multimodal
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.auditing import probation
+from hf_selfspec.model.unseen import SEEN, Unseen
+
+ROW = {name: value[1:2] for name, value in ragged_batch().items()}
+BATCH = ragged_batch()
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+SPECS = {"default": SelfSpec, "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4))}
+
+
+def of_class(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
+    llama = tiny_llama(factor=0.5)
+    model = kind(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+# Loops
+
+
+class OwnEmbeddings(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs | {"inputs_embeds": self.get_input_embeddings()(inputs.pop("input_ids")).flip(-1)}
+
+
+class CountsSteps(LlamaForCausalLM):
+    def forward(self, *args: Any, step: int = 0, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.roll(step % 5, -1)
+        return output
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
+        later = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        return later | {"step": later.get("step", 0) + 1}
+
+
+class Signs(LlamaForCausalLM):
+    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = super()._sample(input_ids, *args, **kwargs)
+        return torch.cat([ids, ids.new_full((len(ids), 1), 7)], dim=1)
+
+
+def patched_instance() -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+    usual = model.prepare_inputs_for_generation
+
+    @functools.wraps(usual)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = usual(*args, **kwargs)
+        return inputs | {"inputs_embeds": self.get_input_embeddings()(inputs.pop("input_ids")).flip(-1)}
+
+    model.prepare_inputs_for_generation = MethodType(prepare, model)
+    return model
+
+
+# Forwards
+
+
+class WithoutCache(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, use_cache=False)
+
+
+class LastLogits(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits[:, -1:]
+        return output
+
+
+class SomethingBefore(LlamaForCausalLM):
+    """Its decoder alone has other states: what it gets is scaled first."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        return super().forward(inputs_embeds=3 * embedded, **kwargs)
+
+
+class Unchanged(LlamaForCausalLM):
+    pass
+
+
+class Counting(nn.Module):
+    """An embedding that counts positions itself."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.count = embedding, 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.count = ids.shape[1] + (self.count if ids.shape[1] < 6 else 0)
+        places = torch.arange(self.count - ids.shape[1], self.count)
+        return self.embedding(ids) + 0.3 * torch.sin(places[:, None] / (1 + torch.arange(64)))
+
+
+class Scaled(nn.Module):
+    """A linear layer in eight bits, by the largest number of all tokens of a forward."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        scale = states.abs().amax() / 7
+        return self.linear((states / scale).round() * scale)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 1.1 * self.inner(ids)
+
+
+def with_embedding(wrapper: Callable[[Any], nn.Module]) -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+    model.model.embed_tokens = wrapper(model.model.embed_tokens)
+    return model
+
+
+def with_scaled_layers() -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Scaled(layer.mlp.down_proj)
+    return model
+
+
+def with_a_forward_of_its_own() -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+    usual = model.model.layers[2].mlp.forward
+
+    @functools.wraps(usual)
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        return usual(states) * states.shape[1]
+
+    model.model.layers[2].mlp.forward = forward
+    return model
+
+
+def gpt() -> OpenAIGPTLMHeadModel:
+    torch.manual_seed(0)
+    config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=4, n_head=4)
+    return OpenAIGPTLMHeadModel(config).eval()
+
+
+# Hooks
+
+_DIRECTION = torch.randn(64, generator=torch.Generator().manual_seed(3))
+
+
+def steered(wanted: Callable[[int], bool], columns: Any = slice(None)) -> Callable[[], LlamaForCausalLM]:
+    def make() -> LlamaForCausalLM:
+        model = tiny_llama(factor=0.5)
+
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            if wanted(output.shape[1]):
+                output = output.clone()
+                output[:, columns] += 3 * _DIRECTION
+            return output
+
+        model.model.layers[2].register_forward_hook(hook)
+        return model
+
+    return make
+
+
+def with_last_logits_changed() -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        output.logits[:, -1, 5:40] -= 2.0
+        return output
+
+    model.register_forward_hook(hook)
+    return model
+
+
+def pruned(only: Callable[[Any], bool], least: int = 0) -> Callable[[], LlamaForCausalLM]:
+    """With hooks that compress what the cache keeps of the prompt, or of more than ``least`` tokens."""
+
+    def make() -> LlamaForCausalLM:
+        model = tiny_llama(factor=1.0)
+
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))
+            layer = cache.layers[module.layer_idx]
+            if not only(layer) or (layer.keys.shape[2] <= least if least else kwargs["hidden_states"].shape[1] == 1):
+                return output
+            kept = layer.keys.norm(dim=-1).topk(3, dim=-1).indices.sort(-1).values[..., None]
+            kept = kept.expand(-1, -1, -1, layer.keys.shape[-1])
+            layer.keys, layer.values = layer.keys.gather(2, kept), layer.values.gather(2, kept)
+            return output
+
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(hook, with_kwargs=True)
+        return model
+
+    return make
+
+
+def recorded() -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+    seen: list[torch.Size] = []
+    model.model.layers[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    return model
+
+
+# What layers call
+
+
+def replaced(owner: Any, name: str, function: Any) -> AbstractContextManager[Any]:
+    stack, usual = ExitStack(), getattr(owner, name)
+    stack.callback(setattr, owner, name, usual)
+    setattr(owner, name, function(usual))
+    return stack
+
+
+def registered(interface: Any, function: Any, usual: Any) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.callback(interface.register, "sdpa", usual)
+    interface.register("sdpa", function)
+    return stack
+
+
+def other_values(usual: Any) -> Any:
+    return lambda q, k, v, *args, **kwargs: usual(q, k, 3 * v.roll(1, -1), *args, **kwargs)
+
+
+def registered_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(module, q, k, 3 * v.roll(1, -1), mask, **kwargs)
+
+
+def nearest_alone(*args: Any, **kwargs: Any) -> Any:
+    """A mask function that also hides what is further away than 4 tokens."""
+    mask = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+    return mask & ~torch.ones_like(mask).tril(mask.shape[-1] - mask.shape[-2] - 4)
+
+
+def rotated_by_count(usual: Any) -> Any:
+    def rotate(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        q, k = usual(q, k, *args, **kwargs)
+        return q * (1 + 0.2 * q.shape[2]), k
+
+    return rotate
+
+
+def own_mask(usual: Any) -> Any:
+    """As models of the Hub make it: from the length of the cache and the mask of the prompts."""
+
+    def mask(config: Any, inputs_embeds: Any, attention_mask: Any, past: Any = None, **kwargs: Any) -> Any:
+        past = kwargs.get("cache", kwargs.get("past_key_values", past))
+        (b, s), seen = inputs_embeds.shape[:2], 0 if past is None else past.get_seq_length()
+        allowed = torch.ones(s, seen + s, dtype=torch.bool).tril(seen).expand(b, 1, -1, -1)
+        return allowed if attention_mask is None else allowed & attention_mask[:, None, None].bool()
+
+    return mask
+
+
+LLAMA = functools.partial(tiny_llama, factor=0.5)
+# What makes a model, what is around its calls, and a part of the reason for which plain serves;
+# empty for drafts, ``None`` for either.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
+    "own embeddings": (lambda: of_class(OwnEmbeddings), nullcontext, "prepare_inputs_for_generation"),
+    "own embeddings of an instance": (patched_instance, nullcontext, "prepare_inputs_for_generation"),
+    "counted steps": (lambda: of_class(CountsSteps), nullcontext, "_update_model_kwargs"),
+    "own loop": (lambda: of_class(Signs), nullcontext, "decode loop of its own"),
+    "no cache": (lambda: of_class(WithoutCache), nullcontext, "leave the cache empty"),
+    "no argument for a cache": (gpt, nullcontext, "leave the cache empty"),
+    "last logits": (lambda: of_class(LastLogits), nullcontext, "logits of 1 of"),
+    "something before the decoder": (lambda: of_class(SomethingBefore), nullcontext, ""),
+    "a class without changes": (lambda: of_class(Unchanged), nullcontext, ""),
+    "counted positions": (lambda: with_embedding(Counting), nullcontext, "Counting"),
+    "embedding in a wrapper": (lambda: with_embedding(Wrapped), nullcontext, ""),
+    "layers scaled by all tokens": (with_scaled_layers, nullcontext, "Scaled"),
+    "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
+    "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
+    "hook on prompts": (steered(lambda count: count > 1), nullcontext, "hook"),
+    "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
+    "hook on all tokens": (steered(lambda count: True), nullcontext, ""),
+    "hook on the last logits": (with_last_logits_changed, nullcontext, "hook"),
+    "hook that records": (recorded, nullcontext, ""),
+    "hook that prunes": (pruned(lambda layer: True), nullcontext, "hook"),
+    "hook that prunes where there are keys": (pruned(lambda layer: layer.keys is not None), nullcontext, "hook"),
+    "hook that prunes later": (pruned(lambda layer: True, 20), nullcontext, "hook"),
+    "other kernel": (
+        LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
+    ),
+    "other attention": (
+        LLAMA, lambda: registered(AttentionInterface, registered_attention, sdpa_attention_forward), "",
+    ),
+    "other masks": (LLAMA, lambda: registered(AttentionMaskInterface, nearest_alone, sdpa_mask), None),
+    "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), ""),
+    "other rotation": (LLAMA, lambda: replaced(modeling_llama, "apply_rotary_pos_emb", rotated_by_count), "rotate"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_plains(kind: str, spec: str) -> None:
+    make, around, why = KINDS[kind]
+    model = make()
+    with around():
+        for prompts in (ROW, BATCH):
+            if prompts is BATCH and kind in ("counted positions", "no cache"):
+                continue  # where plain generate itself counts the padding, or fails
+            expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
+            assistant = SPECS[spec]()
+            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, assistant=assistant), expected)
+            with hf_selfspec.attach(model, SPECS[spec]()):
+                assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0), expected)
+            stats = assistant.stats
+            assert stats is not None
+            assert (why or "") in stats.left_to_generate
+            assert why is None or bool(stats.left_to_generate) == bool(why)
+            assert stats.checked or stats.left_to_generate
+
+
+def test_layers_that_are_never_called(quiet: None) -> None:
+    model = tiny_llama(factor=0.5)
+    inner = model.model
+
+    def forward(input_ids: Any = None, **kwargs: Any) -> Any:
+        if (cache := kwargs.get("cache", kwargs.get("past_key_values"))) is not None:
+            cache.update(*[torch.zeros(len(input_ids), 1, input_ids.shape[1], 4)] * 2, 0)
+        states = inner.embed_tokens(input_ids)
+        return modeling_llama.BaseModelOutputWithPast(last_hidden_state=states)
+
+    inner.forward = forward
+    expected = model.generate(**ROW, **OPTIONS)
+    for make in SPECS.values():
+        spec = make()
+        assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), expected)
+        assert spec.stats is not None
+        assert "never called" in spec.stats.left_to_generate
+
+
+def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, forwards = of_class(Unchanged), []
+    model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    model.model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    for prompts in (ROW, BATCH):
+        counts = []
+        for _ in range(2):
+            forwards.clear()
+            spec = SelfSpec(EarlyExit(3), FixedLength(4))
+            model.generate(**prompts, **OPTIONS, assistant=spec)
+            counts.append(len(forwards))
+        assert 0 < (counts[0] - counts[1]) / 2 <= 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changes_is_checked_again(quiet: None, dtype: torch.dtype) -> None:
+    """Steering that is off in the first call, of a hook that stays."""
+    model, direction = tiny_llama(factor=0.5).to(dtype), _DIRECTION.to(dtype)
+
+    class Hook:
+        strength = 0.0
+
+        def __call__(self, module: Any, args: Any, output: Any) -> Any:
+            return output + self.strength * direction if output.shape[1] == 1 else output
+
+    hook = Hook()
+    model.model.layers[2].register_forward_hook(hook)
+    for strength, is_drafted in ((0.0, True), (4.0, False), (0.0, True)):
+        hook.strength, spec = strength, SelfSpec.lookup()
+        ids = model.generate(**ROW, **OPTIONS, assistant=spec)
+        assert spec.stats is not None
+        assert bool(spec.stats.left_to_generate) is not is_drafted
+        assert dtype is torch.bfloat16 or torch.equal(ids, model.generate(**ROW, **OPTIONS))
+
+
+def test_a_short_call_is_left_to_plain_without_a_warning() -> None:
+    model, spec = of_class(Unchanged), SelfSpec()
+    options = OPTIONS | {"max_new_tokens": probation.TOKENS - 1}
+    assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
+    assert spec.stats is not None
+    assert "too short" in spec.stats.left_to_generate
+
+
+def test_random_numbers_are_those_of_plain(quiet: None) -> None:
+    """What is left to plain after a check draws what it would have drawn."""
+    model, options = steered(lambda count: count == 1)(), OPTIONS | {"do_sample": True}
+    torch.manual_seed(4)
+    expected = model.generate(**ROW, **options)
+    torch.manual_seed(4)
+    assert torch.equal(model.generate(**ROW, **options, assistant=SelfSpec()), expected)
+
+
+def test_models_of_the_tests_are_not_checked() -> None:
+    """The list of seen classes is that of the tests; nothing about them is new."""
+    names = set()
+    for make, table in ((architectures.build, architectures.ARCHITECTURES), (multimodal.build, multimodal.MODELS)):
+        for name in table:
+            try:
+                model = make(name)
+            except pytest.skip.Exception:
+                continue
+            names.add(probation_name(model))
+            assert Unseen.of(model).reasons == (), name
+    assert names <= SEEN
+
+
+def probation_name(model: Any) -> str:
+    name = type(model).__name__
+    for end in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"):
+        name = name.removesuffix(end)
+    return name
