@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Tex
 
 from hf_selfspec import SelfSpec
 
-# Of a SelfSpec that is full: 26 MiB for texts without repetitions (demo model, tracemalloc), 4 MiB for statistics.
-MIB_OF_A_USER = 30
+# Of a full SelfSpec: 30 MiB for texts without repetitions (128,000 token ids, by tracemalloc), and 4 for statistics.
+MIB_OF_A_USER = 34
 # Longer prompts are refused before they are tokenized.
 CHARACTERS_OF_A_TOKEN = 16
 

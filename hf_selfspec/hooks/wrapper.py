@@ -131,7 +131,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
 
 def _check_healing(named: dict[str, Any], tokenizer: Any) -> None:
     """Token healing reads its prompts' texts again; what has been prepared for them does not fit another length."""
-    ids = named.get("input_ids", named.get("inputs"))
+    ids = named.get("inputs") if named.get("input_ids") is None else named["input_ids"]
     if ids is None or ids.shape[1] == 0:
         return
     texts = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]

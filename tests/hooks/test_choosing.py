@@ -10,6 +10,7 @@ from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
     GenerationConfig,
+    GenerationMixin,
     Kosmos2Config,
     Kosmos2ForConditionalGeneration,
     LlamaForCausalLM,
@@ -17,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from helpers.calls import assert_not_used, assert_used, calls
+from helpers.calls import assert_used, calls
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import SelfSpec, UnsupportedOptionError, attach
 
@@ -66,20 +67,6 @@ class Wrapping(PreTrainedModel):
         return self.language_model.generate(input_ids, **options)
 
 
-class InSteps(Wrapping):
-    """Like Moshi: a smaller language model is asked in each step of another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer_model = tiny_llama(layers=2)
-
-    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        def loop(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor:
-            return self.language_model.generate(input_ids, **options)
-
-        return self.outer_model.generate(input_ids, custom_generate=loop, **options)
-
-
 WRAPPING: list[Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = [blip_2, kosmos_2, lambda: (Wrapping(), ROW)]
 
 
@@ -102,11 +89,26 @@ def test_a_language_model_inside(build: Callable[[], tuple[Any, dict[str, torch.
     assert calls(spec) == 3
 
 
-def test_a_language_model_inside_of_each_step(spec: SelfSpec) -> None:
+class WithPart(LlamaForCausalLM):
+    """Like Moshi: a smaller language model inside is asked in each step, and once more behind the last one."""
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.part.generate(super().generate(input_ids, **options), **options)
+
+
+def test_a_language_model_inside_of_one_that_decodes(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """It is a part of what was attached to, whose own call is the one to serve."""
-    model = InSteps()
+
+    def step(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor:
+        return model.part.generate(input_ids, max_new_tokens=4)
+
+    model = WithPart(llama.config).eval()
+    model.part = tiny_llama()
     with attach(model, spec):
-        assert_not_used(model, spec)
+        GenerationMixin.generate(model, **ROW, max_new_tokens=8, custom_generate=step)
+        assert calls(spec) == 0
+        model.generate(ROW["input_ids"], max_new_tokens=8)
+        assert calls(spec) == 1
 
 
 class OwnLoop(LlamaForCausalLM):
