@@ -5,6 +5,10 @@
 
 Takes the arguments of ``transformers serve``; its models are loaded with a ``SelfSpec`` attached. (With
 ``--continuous-batching`` another decode loop answers, which does not use it.)
+
+All clients share that one ``SelfSpec``, which drafts from the texts of all: answers are the same, but how fast one
+comes shows whether a similar text was there before. Clients who must not learn that of each other need a server each,
+or a service with a ``SelfSpec`` for each, like ``service.py``.
 """
 
 from __future__ import annotations

@@ -3,29 +3,40 @@
 pip install fastapi uvicorn
 python examples/service.py --model examples/demo_model
 curl -N localhost:8000/stream -H "content-type: application/json" -d '{"prompt": "def read(path):"}'
+
+Requests that name no user count as those of one user. A request that cannot be answered is 422, and a stream that fails
+later ends with an event ``error``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, TextIteratorStreamer
 
 from hf_selfspec import SelfSpec
 
+# Of a full SelfSpec: 30 MiB for texts without repetitions (128,000 token ids, by tracemalloc), and 4 for statistics.
+MIB_OF_A_USER = 34
+# Longer prompts are refused before they are tokenized.
+CHARACTERS_OF_A_TOKEN = 16
+
 
 class Prompt(BaseModel):
-    prompt: str
-    user: str = ""
-    max_new_tokens: int = 64
+    # Strings whose length is bounded hold no lone surrogates either, which tokenizers do not take.
+    prompt: str = Field(min_length=1)
+    user: str = Field("", max_length=200)
+    max_new_tokens: int = Field(64, ge=1)
 
 
 class Cancellable(TextIteratorStreamer):
@@ -53,32 +64,58 @@ class Answer(StreamingResponse):
             self.streamer.cancelled = True
 
 
-def service(model, tokenizer, threads: int = 4, users: int = 1000) -> FastAPI:
-    app, pool, lock = FastAPI(), ThreadPoolExecutor(threads), threading.Lock()
-    new_spec = lru_cache(maxsize=users)(lambda user: SelfSpec())
+def service(
+    model, tokenizer, threads: int = 4, memory: int = 1024, prompt_tokens: int = 2048, new_tokens: int = 512
+) -> FastAPI:
+    """A service whose users' texts take at most ``memory`` MiB; who has not asked for longest starts anew.
 
-    def answer(request: Prompt, streamer: TextIteratorStreamer | None = None) -> list[int]:
+    Prompts have at most ``prompt_tokens``, answers ``new_tokens``, and both together the model's positions.
+    """
+    app, pool, lock = FastAPI(), ThreadPoolExecutor(threads), threading.Lock()
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", prompt_tokens + new_tokens)
+    # Threads may still use what was dropped.
+    new_spec = lru_cache(maxsize=max(1, memory // MIB_OF_A_USER - threads))(lambda user: SelfSpec())
+
+    def tokens(request: Prompt) -> BatchEncoding:
+        if request.max_new_tokens > new_tokens:
+            raise HTTPException(422, f"max_new_tokens is {request.max_new_tokens}, at most {new_tokens} are allowed")
+        room = min(prompt_tokens, positions - request.max_new_tokens)
+        if len(request.prompt) <= room * CHARACTERS_OF_A_TOKEN:
+            inputs = tokenizer(request.prompt, return_tensors="pt", return_token_type_ids=False)
+            if 0 < inputs["input_ids"].shape[1] <= room:
+                return inputs.to(model.device)
+        raise HTTPException(422, f"the prompt has no tokens, or more than {room}")
+
+    def answer(request: Prompt, inputs: BatchEncoding, streamer: TextIteratorStreamer | None = None) -> list[int]:
         with lock:
             spec = new_spec(request.user)  # drafts reveal earlier texts, so users do not share one
-        inputs = tokenizer(request.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
         options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, "streamer": streamer}
         return model.generate(**inputs, **options, assistant=spec)[0, inputs["input_ids"].shape[1] :].tolist()
 
+    @app.exception_handler(RequestValidationError)
+    def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
+        """Without the values, which cannot all be sent back: lone surrogates, NaN."""
+        return JSONResponse({"detail": [{"loc": each["loc"], "msg": each["msg"]} for each in error.errors()]}, 422)
+
     @app.post("/generate")
     def generate(request: Prompt) -> dict[str, object]:
-        ids = pool.submit(answer, request).result()
+        ids = pool.submit(answer, request, tokens(request)).result()
         return {"text": tokenizer.decode(ids, skip_special_tokens=True), "ids": ids}
 
     @app.post("/stream")
     def stream(request: Prompt) -> StreamingResponse:
-        streamer = Cancellable(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        inputs, streamer = tokens(request), Cancellable(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
         def events() -> Iterator[str]:
-            answered = pool.submit(answer, request, streamer)
+            answered = pool.submit(answer, request, inputs, streamer)
             answered.add_done_callback(lambda _: streamer.end())  # after an error, too
             for text in filter(None, streamer):
                 yield f"data: {json.dumps({'text': text})}\n\n"
-            yield f"data: {json.dumps({'ids': answered.result()})}\n\n"
+            try:
+                yield f"data: {json.dumps({'ids': answered.result()})}\n\n"
+            except Exception:
+                logging.getLogger("uvicorn.error").exception("a stream has failed")
+                yield f"event: error\ndata: {json.dumps({'error': 'the answer could not be completed'})}\n\n"
 
         return Answer(events(), streamer)
 
@@ -91,6 +128,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a causal LM, path or name")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--memory", type=int, default=1024, help="MiB for what is kept of all users' texts")
     args = parser.parse_args()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
-    uvicorn.run(service(model, tokenizer), port=args.port)
+    uvicorn.run(service(model, tokenizer, memory=args.memory), port=args.port)

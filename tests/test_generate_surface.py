@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
@@ -17,7 +19,17 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from helpers.architectures import build
 from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW, VOCABULARY
-from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from helpers.processes import DEMO_MODEL
+from hf_selfspec import (
+    ClosestLayers,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    UnsupportedOptionError,
+    attach,
+)
 
 Inputs = dict[str, torch.Tensor]
 
@@ -101,6 +113,34 @@ def test_stop_strings_in_a_config(fresh_llama: LlamaForCausalLM, tokenizer: PreT
     assert torch.equal(ours, plain)
     fresh_llama.generation_config.stop_strings = strings
     assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=24, tokenizer=tokenizer, assistant=EXIT), plain)
+
+
+HEALED: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 1, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("options", HEALED.values(), ids=HEALED)
+def test_token_healing(options: dict[str, Any]) -> None:
+    """The last token of each prompt may become a longer one, with which streamers begin, too."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, padding_side="left")
+    options = options | {"max_new_tokens": 16, "token_healing": True, "tokenizer": tokenizer}
+    for texts in (["open(pa"], ["open(pa", "self.s", "impo"]):
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        plain, ours = Recorder(), Recorder()
+        streamers = [{"streamer": recorder} if len(texts) == 1 else {} for recorder in (plain, ours)]
+        expected = model.generate(**inputs, **options, **streamers[0])
+        width = inputs["input_ids"].shape[1]
+        assert not torch.equal(expected[:: options.get("num_return_sequences", 1), :width], inputs["input_ids"])
+        assert torch.equal(model.generate(**inputs, **options, **streamers[1], assistant=EXIT), expected)
+        assert ours.calls == plain.calls
+        with attach(model, EXIT):
+            assert torch.equal(model.generate(**inputs, **options), expected)
+    inputs = tokenizer(["open(pa "], return_tensors="pt", return_token_type_ids=False)
+    with pytest.raises(UnsupportedOptionError, match=r"token_healing=True makes .* Leave out spaces at its ends"):
+        model.generate(**inputs, **options, assistant=EXIT)
 
 
 class Types(Recorder):

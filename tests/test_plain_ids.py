@@ -256,6 +256,7 @@ CALLS: dict[str, Callable[[PreTrainedModel, SelfSpec | None], Any]] = {
     "streamed": streamed,
     "embedded": embedded,
     "holes": holes,
+    "labels": lambda model, assistant: ids(model, assistant, BATCH | {"labels": BATCH["input_ids"]}),
     "forced bos": lambda model, assistant: ids(model, assistant, SHORT, forced_bos_token_id=50),
     "chat": lambda model, assistant: chat(model, assistant, assistant),
     "chat, rows end": lambda model, assistant: chat(model, assistant, assistant, rows_end=True),

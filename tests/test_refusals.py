@@ -97,7 +97,8 @@ def test_option_of_a_config(fresh_llama: LlamaForCausalLM, place: str) -> None:
         ({"custom_generate": SelfSpec()}, UnsupportedOptionError, ("custom_generate", "give one")),
         ({"stop_strings": "x"}, UnsupportedOptionError, ("stop_strings='x'", "tokenizer=tokenizer")),
         ({"prefill_chunk_size": 0}, SettingError, ("generate(prefill_chunk_size)", "at least 1", "got 0")),
-        ({"labels": ROW["input_ids"]}, UnsupportedOptionError, ("`labels`", "without `assistant`")),
+        ({"token_healing": True}, UnsupportedOptionError, ("token_healing=True", "tokenizer=tokenizer")),
+        ({"cu_seq_lens_q": torch.arange(3)}, UnsupportedOptionError, ("`cu_seq_lens_q`", "without `assistant`")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,13 +1,16 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
+import inspect
 import json
+import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from types import FrameType
 from typing import Any, Literal
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
 from ..learned import saving
@@ -40,25 +43,22 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
             assistant, custom = custom, None
     if assistant is not None:
         return (_checked(assistant, custom, call), "") if assistant is not False else None
-    passed, own = call.get("generation_config"), getattr(model, "generation_config", None)
+    passed = call.get("generation_config")
     # A model that drafts for transformers' own assisted generation gets a copy of the main model's config.
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
-    in_passed, in_own = _in_config(passed), None
-    try:
-        in_own = _in_config(own)
-    except (SettingError, SettingTypeError) as error:  # a warning, since the caller did not write the model's config
-        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
-    default_of = f"in the generation config of this {type(model).__name__}"
+    in_passed = _in_config(passed)
+    models = [model, *_around(model)]
+    in_own = [(_in_config_of(each), f"in the generation config of this {type(each).__name__}") for each in models]
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
-        return (in_passed, default_of if in_passed == in_own else "") if in_passed else None
+        default_of = next((default_of for spec, default_of in in_own if spec == in_passed), "")
+        return (in_passed, default_of) if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
-    if in_own is not None:
-        return (in_own, default_of) if in_own else None
-    spec = _attached(model)
-    return None if spec is None else (spec, f"attached to this {type(model).__name__}")
+    attached = [(_attached(each), f"attached to this {type(each).__name__}") for each in models]
+    spec, default_of = next((default for default in in_own + attached if default[0] is not None), (None, ""))
+    return (spec, default_of) if spec else None
 
 
 def _checked(assistant: Any, custom: Any, call: Mapping[str, Any]) -> SelfSpec:
@@ -78,6 +78,22 @@ def _checked(assistant: Any, custom: Any, call: Mapping[str, Any]) -> SelfSpec:
     return assistant
 
 
+def _around(model: Any) -> Iterator[PreTrainedModel]:
+    """The model whose own ``generate`` calls that of ``model``, a language model inside of it (as in BLIP-2); only the
+    callers tell. None where the outer model decodes this call itself, and the inner one is a part of each step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        outer = frame.f_locals.get("self") if frame.f_code.co_name == "generate" else None
+        if isinstance(outer, PreTrainedModel) and outer is not model:
+            decodes = (
+                frame.f_globals.get("__name__") == GenerationMixin.__module__ or "__class__" in frame.f_code.co_freevars
+            )
+            if not decodes and any(module is model for module in outer.modules()):
+                yield outer
+            return
+        frame = frame.f_back
+
+
 def _has_other_way(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) not in (None, False) for name in _OTHER_WAYS)
 
@@ -93,6 +109,15 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
     if assistant is None or assistant is False or isinstance(assistant, SelfSpec):
         return assistant
     raise SettingTypeError(f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {assistant!r}.")
+
+
+def _in_config_of(model: Any) -> SelfSpec | Literal[False] | None:
+    """The same of the model's own config."""
+    try:
+        return _in_config(getattr(model, "generation_config", None))
+    except (SettingError, SettingTypeError) as error:  # a warning, since the caller did not write the model's config
+        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
+        return None
 
 
 @lru_cache(maxsize=_RESTORED)
@@ -143,7 +168,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     A call that chooses for itself is not changed: ``assistant=`` with another ``SelfSpec``, ``assistant=False`` for
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
-    an encoder-decoder model) use plain ``generate``, and a warning gives the reason once.
+    an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``
+    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached.
 
     The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
     of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
@@ -170,7 +196,19 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
             "attach(model, spec) takes a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), got "
             f"{spec!r}."
         )
-    return Attachment(causal_lm(model, "attach"), spec)
+    inner = causal_lm(model, "attach")
+    own = getattr(type(inner), "generate", GenerationMixin.generate)
+    if own is not GenerationMixin.generate and "generate" not in _names_in(own):
+        warn_once(
+            f"the generate of {type(inner).__name__} is a decode loop of its own, which an attached SelfSpec does not "
+            "reach: nothing is drafted."
+        )
+    return Attachment(inner, spec)
+
+
+def _names_in(method: Any) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return ("generate",) if code is None else code.co_names
 
 
 def detach(model: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AnyToAnyPipeline,
     CompileConfig,
+    ContinuousMixin,
     GenerationConfig,
     GenerationMixin,
     ImageTextToTextPipeline,
@@ -21,7 +22,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..call import Call, left_to_plain, serve
-from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError
+from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, warn_once
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..model.unseen import Unseen, why_plain
@@ -72,6 +73,26 @@ class _LeftToPlainError(UnsupportedModelError):
     """Plain ``generate`` serves a call, whoever chose a ``SelfSpec`` for it."""
 
 
+def _without_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``generate_batch``, which would ignore the argument."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate_batch(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        arguments = signature.bind_partial(self, *args, **kwargs).arguments
+        chosen = choose(self, assistant, arguments | arguments.get("kwargs", {}))
+        if chosen is not None:
+            why = (
+                "generate_batch (continuous batching) has a decode loop of its own, which does not draft: call generate"
+            )
+            if not chosen[1]:
+                raise UnsupportedOptionError(f"{why}, or leave out the SelfSpec.")
+            warn_once(f"the SelfSpec {chosen[1]} is not used. {why} for drafts.")
+        return original(self, *args, **kwargs)
+
+    return generate_batch
+
+
 def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) -> dict[str, Any]:
     """The arguments that make ``generate`` decode with a ``SelfSpec``; raises if it cannot serve this call."""
     anatomy = Anatomy.of(model)
@@ -88,25 +109,45 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
         # Ours is one, if need be.
         compile_config = effective.compile_config or CompileConfig()
         named |= {"cache_implementation": "dynamic", "compile_config": compile_config}
-    if (strings := effective.stop_strings) is not None:
-        # Transformers makes no criterion of them where a callable decodes, since that gets no tokenizer.
-        if (tokenizer := named.get("tokenizer")) is None:
-            raise UnsupportedOptionError(
-                f"stop_strings={strings!r} need the tokenizer: pass generate(tokenizer=tokenizer)."
-            )
+    # Transformers has no tokenizer for either of these where a callable decodes.
+    tokenizer, strings, heals = named.get("tokenizer"), effective.stop_strings, bool(effective.token_healing)
+    if tokenizer is None and (strings is not None or heals):
+        option = "token_healing=True" if strings is None else f"stop_strings={strings!r}"
+        raise UnsupportedOptionError(f"{option} needs the tokenizer: pass generate(tokenizer=tokenizer).")
+    if strings is not None:
         criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
         criteria = StoppingCriteriaList([*(named.get("stopping_criteria") or ()), criterion])
         named |= {"stopping_criteria": criteria, "stop_strings": None}
     streamer, synced_gpus = named.get("streamer"), _is_synced(model, named.get("synced_gpus"))
+    if heals:
+        _check_healing(named, tokenizer)
+        named |= {"token_healing": False, "streamer": None}
 
     def decode(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
     ) -> Any:
+        if heals:
+            input_ids = model.heal_tokens(input_ids, tokenizer)
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
         prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
         return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE
     return named | {"custom_generate": decode}
+
+
+def _check_healing(named: dict[str, Any], tokenizer: Any) -> None:
+    """Token healing reads its prompts' texts again; what has been prepared for them does not fit another length."""
+    ids = named.get("inputs") if named.get("input_ids") is None else named["input_ids"]
+    if ids is None or ids.shape[1] == 0:
+        return
+    texts = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+    if (width := len(tokenizer(texts, padding=True).input_ids[0])) != ids.shape[1]:
+        raise UnsupportedOptionError(
+            f"token_healing=True makes {width} tokens of a prompt that has {ids.shape[1]} and as many positions. Leave "
+            "out spaces at its ends and special tokens, or call generate without `assistant`."
+        )
 
 
 class _Options:
@@ -152,5 +193,6 @@ def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 add_seam(GenerationMixin, "generate", _with_assistant)
+add_seam(ContinuousMixin, "generate_batch", _without_assistant)
 for _pipeline in _PIPELINES:
     add_seam(_pipeline, "_sanitize_parameters", _passing_assistant)

@@ -14,10 +14,10 @@ from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
 from .prompt import CACHE_NAMES, Prompt, given_cache, tokens_in
 
-# Arguments that are laid out anew for every forward.
+# Arguments that are laid out anew for every forward, and labels (of ``Seq2SeqTrainer``), which ``generate`` drops.
 PREPARED = {
     "input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "inputs_embeds", "use_cache", "logits_to_keep",
-    "output_attentions", "output_hidden_states", "cache_position",
+    "output_attentions", "output_hidden_states", "cache_position", "labels",
 }  # fmt: skip
 # Which tokens stand for images or sound; zero for text.
 MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}

@@ -1,11 +1,14 @@
 """Examples of chats and services, on the demo model: what they answer is plain generate's."""
 
+import gc
 import importlib
 import io
+import itertools
 import json
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -142,6 +145,75 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
             for request, found in zip(requests, pool.map(ids, requests), strict=True):
                 assert found == expected[request[1]["prompt"]]
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+REFUSED: dict[str, str] = {
+    "empty": '{"prompt": ""}',
+    "no tokens asked for": '{"prompt": "x", "max_new_tokens": 0}',
+    "not a number": '{"prompt": "x", "max_new_tokens": NaN}',
+    "too many tokens": '{"prompt": "x", "max_new_tokens": 65}',
+    "too long a prompt": json.dumps({"prompt": "x y " * 16}),
+    "too many characters": json.dumps({"prompt": "x" * 10_000}),
+    "more than the model's positions": json.dumps({"prompt": "x y " * 4, "max_new_tokens": 60}),
+    "lone surrogate": '{"prompt": "x\\ud800"}',
+    "lone surrogate in a name": '{"prompt": "x", "user": "\\udc00"}',
+}
+
+
+def test_a_service_refuses_what_it_cannot_answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    httpx = library("httpx")
+    library("fastapi")
+    monkeypatch.setattr(model.config, "max_position_embeddings", 66)
+    app = importlib.import_module("service").service(model, tokenizer, prompt_tokens=16, new_tokens=64)
+    with running(app) as address:
+        for name, body in REFUSED.items():
+            for way in ("generate", "stream"):
+                reply = httpx.post(f"{address}/{way}", content=body, headers={"content-type": "application/json"})
+                assert (reply.status_code, name) == (422, name)
+                assert reply.json()["detail"]
+
+
+def test_a_stream_that_fails_says_so(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    httpx = library("httpx")
+    library("fastapi")
+    calls = itertools.count()
+
+    def fail(*_: Any) -> None:
+        if next(calls) > 3:
+            raise RuntimeError("a secret of the machine")
+
+    handle = model.register_forward_pre_hook(fail)
+    with handle, running(importlib.import_module("service").service(model, tokenizer)) as address:
+        reply = httpx.post(f"{address}/stream", json={"prompt": QUESTIONS[0]}, timeout=120).raise_for_status()
+    *begun, error = reply.text.removesuffix("\n\n").split("\n\n")
+    assert all("text" in event for text in begun for event in events(text))
+    assert error == 'event: error\ndata: {"error": "the answer could not be completed"}'
+
+
+def test_a_service_bounds_what_it_keeps_of_users(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    httpx = library("httpx")
+    library("fastapi")
+    example = importlib.import_module("service")
+    kept: weakref.WeakSet[SelfSpec] = weakref.WeakSet()
+
+    class Counted(SelfSpec):
+        __hash__ = object.__hash__
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            kept.add(self)
+
+    monkeypatch.setattr(example, "SelfSpec", Counted)
+    with running(example.service(model, tokenizer, threads=1, memory=4 * example.MIB_OF_A_USER)) as address:
+        for user in ("ada", "grace", "ada", "mary", "emmy", "ada"):
+            body = {"prompt": "x", "user": user, "max_new_tokens": 2}
+            httpx.post(f"{address}/generate", json=body, timeout=120).raise_for_status()
+        gc.collect()
+        assert len(kept) == 3
 
 
 @pytest.mark.slow

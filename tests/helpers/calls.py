@@ -24,6 +24,9 @@ from hf_selfspec.model.anatomy import Anatomy
 PAST = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 
+PLAIN = {"assistant": False}
+
+
 def new_spec() -> SelfSpec:
     return SelfSpec(EarlyExit(3), FixedLength(4))
 
@@ -52,6 +55,21 @@ def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
         plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=16)
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
         assert_mixed(spec)
+
+
+def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BATCH, **options: Any) -> None:
+    """The next call is plain's, token for token, and was served by ``spec``."""
+    options = {"max_new_tokens": 12} | options
+    plain = model.generate(**inputs, **options, **PLAIN)
+    before = calls(spec)
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    assert calls(spec) == before + 1
+
+
+def assert_not_used(model: Any, spec: SelfSpec, **options: Any) -> None:
+    before = calls(spec)
+    model.generate(**ROW, **({"max_new_tokens": 8} | options))
+    assert calls(spec) == before
 
 
 class Recorder(BaseStreamer):

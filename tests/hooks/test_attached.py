@@ -8,37 +8,29 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, StaticCache, pipeline
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    StaticCache,
+    pipeline,
+)
 
-from helpers.calls import PAST, Recorder, calls, new_spec
+from helpers.calls import PAST, PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, attach, detach
 
 pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
-
-PLAIN = {"assistant": False}
-
-
-def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BATCH, **options: Any) -> None:
-    """The next call is plain's, token for token, and was served by ``spec``."""
-    options = {"max_new_tokens": 12} | options
-    plain = model.generate(**inputs, **options, **PLAIN)
-    before = calls(spec)
-    assert torch.equal(model.generate(**inputs, **options), plain)
-    assert calls(spec) == before + 1
-
-
-def assert_not_used(model: Any, spec: SelfSpec, **options: Any) -> None:
-    before = calls(spec)
-    model.generate(**ROW, **({"max_new_tokens": 8} | options))
-    assert calls(spec) == before
 
 
 def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
@@ -266,3 +258,17 @@ def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
     plain = model.generate(**ROW, max_new_tokens=8)
     with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
         assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)
+
+
+def test_a_trainer_that_passes_labels(fresh_llama: LlamaForCausalLM, spec: SelfSpec, tmp_path: Path) -> None:
+    """Evaluation with ``predict_with_generate``; plain ``generate`` takes labels and drops them."""
+    rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in BATCH["input_ids"]]
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=0)
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, generation_config=config, use_cpu=True, report_to=[]
+    )
+    trainer = Seq2SeqTrainer(fresh_llama, arguments, processing_class=character_tokenizer())
+    plain = trainer.predict(rows).predictions
+    with attach(fresh_llama, spec):
+        assert (trainer.predict(rows).predictions == plain).all()
+    assert calls(spec) == 1
