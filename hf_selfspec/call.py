@@ -109,9 +109,9 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
             decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
             decoder.stats.checked = str(unseen)
             return _decode(given, decoder, knowledge, spec._source)
-    except PlainError as error:
-        raise error.__cause__ or error from None
     except Exception as error:
+        if isinstance(error, PlainError) and not default_of:
+            raise error.__cause__ or error from None
         is_ours = isinstance(error, SelfSpecError) or not unseen
         if (decoder is not None and decoder.has_begun) or (is_ours and not default_of):
             raise

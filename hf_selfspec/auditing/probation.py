@@ -97,7 +97,7 @@ def _compared(call: Any, decode: Decode) -> Outcome:
         try:
             chosen, expected, is_filled = _by_plain(call)
         except Exception as error:
-            raise PlainError from error
+            raise PlainError(brief(error)) from error
         if not is_filled:
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
         allowed = _allowed(call, expected[0])

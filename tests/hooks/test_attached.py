@@ -46,6 +46,32 @@ def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) 
     assert vars(fresh_llama).keys() == state.keys()
 
 
+@pytest.mark.parametrize("where", ["model.layers.1", "hf_selfspec.decoding.prefill", "hf_selfspec.call.cache_for"])
+def test_a_default_never_breaks_a_call(
+    fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whatever is raised before the first token: plain ``generate`` serves the call and a warning says why."""
+    expected = fresh_llama.generate(**ROW, max_new_tokens=16, do_sample=False)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("no room")
+
+    def break_it() -> SelfSpec:
+        if where.startswith("model."):
+            monkeypatch.setattr(fresh_llama.get_submodule(where), "forward", fail)
+        else:
+            monkeypatch.setattr(where, fail)
+        return new_spec()
+
+    with attach(fresh_llama, break_it()) as spec, pytest.warns(UserWarning, match="cannot serve .*no room"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=16, do_sample=False), expected)
+    assert spec.stats is not None
+    assert "no room" in spec.stats.left_to_generate
+    with pytest.raises(torch.OutOfMemoryError):
+        fresh_llama.generate(**ROW, max_new_tokens=16, do_sample=False, assistant=break_it())
+
+
 def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """The end of a block, and an error in it, restore what was attached before; a block can be entered again."""
     inner = new_spec()
