@@ -1,7 +1,6 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
 import json
-import threading
 import weakref
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
+from ..forks import new_lock
 from ..learned import saving
 from ..model.anatomy import causal_lm
 from ..selfspec import CONFIG_KEY, SelfSpec
@@ -23,7 +23,7 @@ CONFIG_NAMES = ("custom_generate", "assistant")
 _RESTORED = 64
 
 _specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:

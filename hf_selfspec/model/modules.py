@@ -45,8 +45,7 @@ def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
 def hooks_of(model: nn.Module) -> Iterator[object]:
     """The hooks around the forwards of a model's modules, accelerate's included, which are attributes of modules."""
     for module in all_modules(model):
-        yield from module._forward_pre_hooks.values()
-        yield from module._forward_hooks.values()
+        yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]  # others may change these
         if (given := getattr(module, "_hf_hook", None)) is not None:
             yield from getattr(given, "hooks", (given,))
 

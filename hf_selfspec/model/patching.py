@@ -21,10 +21,17 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
+_per_thread: list["PerThread[Any]"] = []
+
+
 class PerThread(threading.local, Generic[_T]):
     """What the forwards of a thread obey, ``None`` for nothing; other threads are not affected."""
 
     now: _T | None = None
+
+    def __new__(cls) -> "PerThread[_T]":
+        _per_thread.append(new := super().__new__(cls))
+        return new
 
     @contextmanager
     def during(self, value: _T | None) -> Iterator[None]:
@@ -36,6 +43,17 @@ class PerThread(threading.local, Generic[_T]):
 
 
 _ABSENT: Any = object()
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Makes what this thread's forwards obey at the end what it is now, also where an interrupt came as that ended."""
+    before = [(values, values.now) for values in _per_thread]
+    try:
+        yield
+    finally:
+        for values, now in before:
+            values.now = now
 
 
 class InstanceForward(partial[Any]):
@@ -92,7 +110,8 @@ class InstanceForward(partial[Any]):
 
 def _reduced(module: nn.Module) -> Any:
     """What copies and pickles a module: without forwards of ours, which would run the original's weights."""
-    function, arguments, state, *rest = module.__reduce_ex__(4)  # type: ignore[misc]
+    reduced: Any = module.__reduce_ex__(4)
+    function, arguments, state, *rest = reduced
     if isinstance(state, dict) and isinstance(forward := state.get("forward"), InstanceForward):
         state = state | {"forward": forward.of_others}
         if forward.of_others is _ABSENT:
