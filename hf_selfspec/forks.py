@@ -1,14 +1,18 @@
 """Locks that a forked process finds free, although the threads that held them exist in its parent alone."""
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 # Seconds that a fork waits at most for other threads to leave what locks guard; a graph may be compiled under one.
 _PATIENCE = 1.0
+
+_T = TypeVar("_T")
 
 _locks = weakref.WeakSet[Any]()
 _taken = threading.local()
@@ -22,6 +26,14 @@ def new_lock() -> Any:
     lock = threading.RLock()
     _locks.add(lock)
     return lock
+
+
+class cached_property(functools.cached_property[_T]):  # noqa: N801 (takes the place of that)
+    """As in Python 3.12: before, all objects of a class shared a lock, which was held while a value is computed."""
+
+    def __init__(self, function: Callable[[Any], _T]) -> None:
+        super().__init__(function)
+        self.lock = nullcontext()
 
 
 def in_children(function: Callable[[], object]) -> None:

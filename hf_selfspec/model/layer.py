@@ -1,11 +1,11 @@
 """One layer of the cache, as models see it."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..forks import cached_property
 from .recurrences.states import StateLayer
 from .traceable import ChangingNumber
 

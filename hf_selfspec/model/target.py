@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError, warn_once
+from ..forks import cached_property
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
