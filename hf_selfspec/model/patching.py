@@ -223,7 +223,8 @@ class _Use(AbstractContextManager[None]):
             self._users[self._key] = _NOBODY
             with _lock:
                 self._shared.settle()
-            self._users.pop(self._key, None)  # last, with what else would end an interrupted end
+            self._users.pop(self._key, None)  # last, since it ends what an interrupt leaves
+            self._key = None
 
 
 def _end_lost(shared: SharedChange, users: dict[Any, int], key: Any) -> None:
