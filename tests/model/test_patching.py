@@ -112,13 +112,13 @@ def test_interrupts_of_calls() -> None:
 
 
 @pytest.fixture
-def lost() -> Iterator[tuple[SharedChange, dict[str, int], list[AbstractContextManager[None]]]]:
+def lost() -> tuple[SharedChange, dict[str, int], list[AbstractContextManager[None]]]:
     """A change of values by a use whose context has not ended."""
     values, shared = {"a": 1}, SharedChange()
     uses = [shared.of(shared, lambda forwards: forwards.put(values, "a", 2))]
     uses[0].__enter__()
     assert values == {"a": 2}
-    yield shared, values, uses
+    return shared, values, uses
 
 
 def test_a_use_that_is_collected_within_another(lost: Any) -> None:
