@@ -11,6 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from .hooks.seams import watch_for_generate
+
 __version__ = "0.1.0"
 
 # The module of each public name. Only the names that are used are imported.
@@ -45,3 +47,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+watch_for_generate()

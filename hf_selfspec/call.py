@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +26,7 @@ from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, brief, warn_once
+from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy

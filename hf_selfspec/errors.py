@@ -10,9 +10,11 @@
 
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 # How many characters of a library's message ours repeat; some messages list hundreds of classes.
 _SHOWN = 200
@@ -56,23 +58,41 @@ def brief(error: object) -> str:
 def warn_once(message: str, ignore_numbers: bool = False) -> None:
     """Warns the user, once for each ``message``, or for all that differ only in their numbers."""
     key = re.sub(r"\d+", "#", message) if ignore_numbers else message
-    if key not in issued:
+    if key not in issued and not _muted.depth:
         if len(issued) >= _MOST:
             issued.clear()
         issued.add(key)
         warnings.warn(message, UserWarning, stacklevel=_levels_inside())
 
 
+class _Muted(threading.local):
+    """In place of a filter's pattern: it matches all warnings of the threads that do not want them."""
+
+    depth = 0
+
+    def match(self, text: str) -> bool:
+        return self.depth > 0
+
+
+_muted = _Muted()
+_FILTER: Any = ("ignore", _muted, Warning, None, 0)
+
+
 @contextmanager
 def muted() -> Iterator[None]:
-    """Suppresses warnings, for a trial whose result the user does not see; they do not count as issued."""
-    before = set(issued)
+    """Suppresses this thread's warnings, for what the user does not see; they do not count as issued.
+
+    ``warnings.catch_warnings`` would take the filters of other threads with it.
+    """
+    filters: Any = warnings.filters
+    with suppress(ValueError):
+        filters.remove(_FILTER)
+    filters.insert(0, _FILTER)  # it stays: elsewhere it matches nothing
+    _muted.depth += 1
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        issued.intersection_update(before)
+        _muted.depth -= 1
 
 
 def _levels_inside() -> int:

@@ -1,6 +1,8 @@
 """The package as a whole: its names, its low-precision promise, its statistics."""
 
 import pickle
+import threading
+import warnings
 from operator import attrgetter
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import python
-from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, first_differences
+from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, errors, first_differences
 from hf_selfspec.draft import EarlyExit, Lookup
 from hf_selfspec.errors import SettingError
 
@@ -34,6 +36,60 @@ def test_what_is_imported_when() -> None:
     assert (at_first, is_wrapped) == ("", "True")
     rooms = {name.split(".")[1] for name in modules.split()}
     assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}
+
+
+def test_first_calls_of_an_import() -> None:
+    """Python looks ``generate`` up before the argument whose use imports the rest: with transformers imported after the
+    package, and where the package is imported again, or one of its modules is reloaded."""
+    script = """
+import importlib, sys, hf_selfspec
+from helpers.models import ROW, tiny_llama
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == "hf_selfspec.hooks.seams"]
+model = tiny_llama()
+first = model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec())
+assert first.equal(model.generate(**ROW, max_new_tokens=8))
+for name in ("model.linear", "hooks.seams", "hooks.wrapper"):
+    importlib.reload(sys.modules["hf_selfspec." + name])
+assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_selfspec"]:
+    del sys.modules[name]
+import hf_selfspec
+assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
+with hf_selfspec.attach(model, hf_selfspec.SelfSpec()) as spec:
+    model.generate(**ROW, max_new_tokens=8)
+assert len(spec._knowledge.calls) == 1
+hf_selfspec.uninstall()
+assert model.generate.__module__ == "transformers.generation.utils"
+try:
+    model.generate(**ROW, assistant=spec)
+except ValueError:
+    print("uninstalled")
+"""
+    assert python("-c", script).stdout == "uninstalled\n"
+
+
+def test_uninstalled_before_transformers_is_imported() -> None:
+    script = (
+        "from hf_selfspec.hooks.seams import uninstall; uninstall()\n"
+        "from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate, '_hf_selfspec_wrapper'))"
+    )
+    assert python("-c", script).stdout == "False\n"
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_muted_threads_do_not_mute_others() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        filters = warnings.filters
+        with errors.muted():
+            warnings.warn("here", stacklevel=1)
+            errors.warn_once("once")
+            thread = threading.Thread(target=warnings.warn, args=("there",))
+            thread.start()
+            thread.join()
+            assert warnings.filters is filters
+        errors.warn_once("once")
+    assert [str(warning.message) for warning in said] == ["there", "once"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Lock
 
+from ..forks import new_lock
 from .costs import CostCurve
 
 # A smaller expected speed-up is within the error of such an estimate.
@@ -90,7 +90,7 @@ class ArmStats:
 class Measurements:
     """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
 
-    _lock = Lock()  # held while curves are looked up
+    _lock = new_lock()  # held while curves are looked up
 
     def __init__(self, other: Measurements | None = None) -> None:
         self.arms = defaultdict[str, ArmStats](ArmStats, {FREE: ArmStats(_TRIED_FREE, _MOST_LOST, _LOST)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
+from ..forks import cached_property
 from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy

@@ -3,7 +3,6 @@
 import inspect
 import json
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
+from ..forks import new_lock
 from ..learned import saving
 from ..model.anatomy import causal_lm
 from ..selfspec import CONFIG_KEY, SelfSpec
@@ -26,7 +26,7 @@ CONFIG_NAMES = ("custom_generate", "assistant")
 _RESTORED = 64
 
 _specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:

@@ -1,21 +1,33 @@
-"""The places where transformers is changed, and how that is undone."""
+"""The places where transformers is changed, and how that is undone. Imports neither transformers nor torch."""
 
+import functools
+import importlib
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
-_ORIGINAL = "_hf_selfspec_original"
+# Where a wrapper of ours, of this import of the package or an earlier one, keeps itself and what it wraps: others'
+# wrappers have copies of all attributes.
+_OURS = "_hf_selfspec_wrapper"
+# The first seam, which has to be there before a name of the package is used: ``model.generate(assistant=SelfSpec())``
+# looks ``generate`` up first. What serves it is imported when it is needed.
+_GENERATION, _MIXIN, _SERVING = "transformers.generation.utils", "GenerationMixin", "hf_selfspec.hooks.wrapper"
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Method = Callable[..., Any]
+Wrap = Callable[[Method], Method]
 
-_seams: list[tuple[type, str, Wrap]] = []
+# None until it is imported; a reload of this module keeps it, which wrappers look things up in.
+_wraps: dict[tuple[type, str], Wrap | None] = globals().get("_wraps", {})
 _is_installed = True
+_running = threading.local()  # the wrappers that serve calls of this thread, and the objects whose methods they are
 
 
 def add_seam(owner: type, name: str, wrap: Wrap) -> None:
     """Wraps a method of transformers, now and at each :func:`install`."""
-    _seams.append((owner, name, wrap))
+    _wraps[owner, name] = wrap
     if _is_installed:
-        install()
+        _place(owner, name)
 
 
 def install() -> None:
@@ -24,26 +36,111 @@ def install() -> None:
     Pipelines pass the argument on, including those for images.
 
     Happens by itself when a name of the package is first used. Calls and trainings that use neither are not affected.
-    Calling this again changes nothing; :func:`uninstall` undoes it.
+    Calling this again changes nothing; :func:`uninstall` undoes it. Wrappers of others stay, above ours or below.
     """
     global _is_installed
     _is_installed = True
-    for owner, name, wrap in _seams:
-        original = getattr(owner, name)
-        if not hasattr(original, _ORIGINAL):
-            wrapped = wrap(original)
-            setattr(wrapped, _ORIGINAL, original)
-            setattr(owner, name, wrapped)
+    for owner, name in _wraps:
+        _place(owner, name)
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`.
+    """Undoes :func:`install`. Below a wrapper of others, ours stays and passes all calls on.
 
     ``generate(custom_generate=SelfSpec())`` still works; callbacks, and a ``SelfSpec`` that is attached or in a
     generation config, have no effect until the next :func:`install`.
     """
     global _is_installed
     _is_installed = False
-    for owner, name, _ in _seams:
-        if (original := getattr(getattr(owner, name), _ORIGINAL, None)) is not None:
-            setattr(owner, name, original)
+    for owner, name in _wraps:
+        _take_off(owner, name)
+
+
+def watch_for_generate() -> None:
+    """Makes ``generate`` take ``assistant`` as soon as transformers has it."""
+    if (module := sys.modules.get(_GENERATION)) is None:
+        sys.meta_path.insert(0, _Watch())
+    else:
+        _add_generate(module)
+
+
+def _add_generate(module: Any) -> None:
+    if (owner := getattr(module, _MIXIN, None)) is not None:
+        _wraps.setdefault((owner, "generate"), None)
+        if _is_installed:
+            _place(owner, "generate")
+
+
+class _Watch:
+    """Finds no module, but waits for one."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _GENERATION:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
+        specs = (find(name, path, target) for find in finders if find is not None)
+        spec = next((spec for spec in specs if spec is not None), None)
+        loader: Any = getattr(spec, "loader", None)
+        if run := getattr(loader, "exec_module", None):
+
+            def run_and_wrap(module: Any) -> None:
+                loader.exec_module = run
+                run(module)
+                _add_generate(module)
+
+            loader.exec_module = run_and_wrap
+        return spec
+
+
+def _wrapped_by(method: Any) -> Any:
+    """What a wrapper of ours wraps, ``None`` for other methods."""
+    ours, original = getattr(method, _OURS, (None, None))
+    return original if ours is method else None
+
+
+def _take_off(owner: type, name: str) -> None:
+    while (original := _wrapped_by(getattr(owner, name))) is not None:
+        setattr(owner, name, original)
+
+
+def _place(owner: type, name: str) -> None:
+    """Wraps a method, unless the topmost wrapper of a known chain is ours."""
+    method = getattr(owner, name)
+    while method is not None:
+        if getattr(method, "__globals__", None) is globals() and _wrapped_by(method) is not None:
+            return
+        method = getattr(method, "__wrapped__", None)
+    if _wrapped_by(getattr(owner, name)) is not None:
+        _take_off(owner, name)  # of an earlier import of the package
+    setattr(owner, name, _wrapper(owner, name, getattr(owner, name)))
+
+
+def _wrapper(owner: type, name: str, original: Method) -> Method:
+    """A method that serves while we are installed, once where it is below another one of ours."""
+    serving: dict[Wrap, Method] = {}
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running: dict[Any, Any] = vars(_running)
+        key = owner, name
+        outer, obj = before = running.get(key, (None, None))
+        is_inner = outer is not None and outer is not method and obj is self
+        if not _is_installed or is_inner:
+            return original(self, *args, **kwargs)
+        if (wrap := _wraps[key]) is None and "assistant" in kwargs:
+            importlib.import_module(_SERVING)
+            wrap = _wraps[key]
+        if wrap is None:
+            return original(self, *args, **kwargs)
+        if wrap not in serving:
+            serving.clear()
+            serving[wrap] = wrap(original)
+        running[key] = method, self
+        try:
+            return serving[wrap](self, *args, **kwargs)
+        finally:
+            running[key] = before
+
+    setattr(method, _OURS, (method, original))
+    return method

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..control.controller import Measurements
 from ..errors import SettingError, warn_once
+from ..forks import new_lock
 from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..stats import GenerationStats
@@ -51,7 +52,7 @@ class Knowledge:
         self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)  # without lists that have an entry for each token
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.text_paths: set[Path] = set()  # used by this process, also for models that no longer exist
-        self.lock = threading.RLock()  # held while anything here is read or changed
+        self.lock = new_lock()  # held while anything here is read or changed
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:

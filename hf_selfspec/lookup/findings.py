@@ -8,12 +8,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from threading import RLock
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
+from ..forks import new_lock
 from ..learned.findings import TextFindings
 from .rates import Rates
 from .successors import Successors
@@ -39,10 +39,10 @@ class LookupFindings(TextFindings):
     """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
 
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
-        self.lock = RLock()
+        self.lock = new_lock()
         self.successors = Successors(most_pairs)
         self.store = SuffixIndex()
-        self._adding = RLock()  # held while the store changes, before ``lock``
+        self._adding = new_lock()  # held while the store changes, before ``lock``
         self._most_stored, self._vocabulary = most_stored, vocabulary
         self.rates = defaultdict[str, Rates](Rates)
         self._texts = 0

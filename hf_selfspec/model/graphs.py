@@ -9,7 +9,6 @@ graph with ``mode="reduce-overhead"``).
 import itertools
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
-from ..errors import SettingError, brief, warn_once
+from ..errors import SettingError, brief, muted, warn_once
+from ..forks import in_children, new_lock
 from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
@@ -50,7 +50,16 @@ _logger = logging.getLogger(__name__)
 # Graphs of a CPU run concurrently, so many at a time. But graphs are made one at a time, while none runs, since torch's
 # tracer changes process-wide state, and those of a GPU run one at a time.
 _AT_ONCE = 16
-_running, _one = threading.Semaphore(_AT_ONCE), threading.Lock()
+_running, _one = threading.Semaphore(_AT_ONCE), new_lock()
+
+
+def _let_all_run() -> None:
+    """For processes that were forked while graphs ran."""
+    global _running
+    _running = threading.Semaphore(_AT_ONCE)
+
+
+in_children(_let_all_run)
 
 
 @dataclass
@@ -91,7 +100,7 @@ class Graphs:
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=new_lock)
 
     @property
     def count(self) -> int:
@@ -171,8 +180,7 @@ class Graphs:
 
         if inputs[0].device.type == "cpu":
             function(*inputs)  # linear layers choose how to multiply this many tokens, for which they need values
-        with warnings.catch_warnings(), tracing.during(True):
-            warnings.simplefilter("ignore")
+        with muted(), tracing.during(True):
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             run: Run = torch.compile(graph, **_options(self.config))
             run(*inputs)
@@ -207,7 +215,7 @@ def _copied(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 _of_models: weakref.WeakKeyDictionary[PreTrainedModel, list[Graphs]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
@@ -237,7 +245,7 @@ def _state_of(model: PreTrainedModel) -> Hashable:
     plain = tuple(
         (name, found)
         for module in model.modules()
-        for name, value in vars(module).items()
+        for name, value in list(vars(module).items())  # other threads change some
         if (found := _constant(value)) is not None
     )
     patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)

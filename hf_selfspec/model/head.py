@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..forks import cached_property
 from .linear import FewTokenLinear
 
 # The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,

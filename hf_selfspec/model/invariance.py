@@ -118,10 +118,12 @@ def _one_of_each(model: PreTrainedModel, anatomy: Anatomy) -> LayerPlan:
 
 def _mark(module: nn.Module) -> str:
     """What changes when the kernels of a model, or of a layer, may do."""
-    seen: list[Any] = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    of = nn.modules.module
+    seen: list[Any] = [list(of._global_forward_hooks.items()), list(of._global_forward_pre_hooks.items())]
     for one in all_modules(module):
-        seen += type(one), *map(one.__dict__.get, _CHANGING), forward_of_others(one)
-        seen += [(x.dtype, x.device, x.shape) for x in one._parameters.values() if x is not None]
+        changing = map(one.__dict__.get, _CHANGING)
+        seen += type(one), *(list(x.items()) if isinstance(x, dict) else x for x in changing), forward_of_others(one)
+        seen += [(x.dtype, x.device, x.shape) for x in list(one._parameters.values()) if x is not None]
     return str(seen)
 
 

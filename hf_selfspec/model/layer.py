@@ -1,12 +1,12 @@
 """One layer of the cache, as models see it."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedModelError
+from ..forks import cached_property
 from .recurrences.states import StateLayer
 from .traceable import ChangingNumber
 

@@ -11,19 +11,19 @@ fastest. bfloat16 and GPUs need none of this.
 from __future__ import annotations
 
 import itertools
-import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
 from transformers.pytorch_utils import Conv1D
 
+from ..forks import new_lock
 from .modules import all_modules
 from .patching import Forward, InstanceForwards, SharedChange
 from .traceable import tracing
@@ -61,19 +61,22 @@ def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 # The same as an operation that graphs call unchanged: inductor takes torch's own only for weights that it has packed.
-_library = torch.library.Library("hf_selfspec", "FRAGMENT")
-_library.define("onednn(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("onednn", _onednn, "CPU")
+# It lives as long as the process, whatever becomes of this module: torch knows a name once, a module may be imported
+# or reloaded again.
+_ops: Any = torch.ops.hf_selfspec
+if not hasattr(_ops, "library"):
+    _ops.library = _library = torch.library.Library("hf_selfspec", "FRAGMENT")
+    _library.define("onednn(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+    _library.impl("onednn", _onednn, "CPU")
 
-
-@torch.library.register_fake("hf_selfspec::onednn", lib=_library)
-def _onednn_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return input.new_empty(input.shape[0], weight.shape[0])
+    @torch.library.register_fake("hf_selfspec::onednn", lib=_library)
+    def _onednn_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return input.new_empty(input.shape[0], weight.shape[0])
 
 
 def onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN's kernels for few rows, which torch uses only for bfloat16."""
-    found: torch.Tensor = (torch.ops.hf_selfspec.onednn if tracing.now else _onednn)(input, weight, bias)
+    found: torch.Tensor = (_ops.onednn if tracing.now else _onednn)(input, weight, bias)
     return found
 
 
@@ -99,7 +102,7 @@ class LinearAutotuner:
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
         self._ways = ways
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._found: dict[tuple[torch.Size, int, int], Way] = {}
 
     def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from ..forks import cached_property
 from .partial import ActiveRows, Best
 from .transfer import Pending
 

@@ -55,8 +55,7 @@ def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
 def hooks_of(model: nn.Module) -> Iterator[object]:
     """The hooks around the forwards of a model's modules, accelerate's included, which are attributes of modules."""
     for module in all_modules(model):
-        yield from module._forward_pre_hooks.values()
-        yield from module._forward_hooks.values()
+        yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]  # others may change these
         if (given := module.__dict__.get("_hf_hook")) is not None:  # an attribute that is missing takes torch 6 µs
             yield from getattr(given, "hooks", (given,))
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModelError
+from ..forks import new_lock
 from .anatomy import Anatomy
 from .fingerprint import samples
 from .linear import linear_layers
@@ -253,7 +253,7 @@ class _PackedModel:
 
 
 _models: weakref.WeakKeyDictionary[PreTrainedModel, _PackedModel] = weakref.WeakKeyDictionary()
-_lock = RLock()
+_lock = new_lock()
 
 
 def packed(

@@ -1,9 +1,11 @@
 """Temporary changes: what a thread obeys, and what threads share, which the last one to leave undoes."""
 
+import copyreg
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import warn_once
+from ..forks import in_children, new_lock
 from .modules import all_modules
 
 Forward = Callable[..., Any]
@@ -18,10 +21,17 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
+_per_thread: list["PerThread[Any]"] = []
+
+
 class PerThread(threading.local, Generic[_T]):
     """What the forwards of a thread obey, ``None`` for nothing; other threads are not affected."""
 
     now: _T | None = None
+
+    def __new__(cls) -> "PerThread[_T]":
+        _per_thread.append(new := super().__new__(cls))
+        return new
 
     @contextmanager
     def during(self, value: _T | None) -> Iterator[None]:
@@ -32,14 +42,91 @@ class PerThread(threading.local, Generic[_T]):
             self.now = before
 
 
-class InstanceForwards(ExitStack):
-    """Replaces forwards and other values; :meth:`close` restores earlier ones (accelerate sets forwards, too)."""
+_ABSENT: Any = object()
 
-    users = 0  # of a change that threads share
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Makes what this thread's forwards obey at the end what it is now, also where an interrupt came as that ended."""
+    before = [(values, values.now) for values in _per_thread]
+    try:
+        yield
+    finally:
+        for values, now in before:
+            values.now = now
+
+
+class InstanceForward(partial[Any]):
+    """What a module calls in place of ``before``, its instance forward, or of its class's where that is absent.
+
+    A subclass of ``partial``, since that takes as long as a function, and an object with ``__call__`` longer.
+    """
+
+    module: nn.Module
+    before: Any
+    original: Forward
+    run: Forward
+    is_over: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, run: Forward) -> "InstanceForward":
+        """Makes ``run`` the forward of a module."""
+        forward, type_ = cls(run), type(module)
+        before = module.__dict__.get("forward", _ABSENT)
+        vars(forward).update(module=module, before=before, original=module.forward, run=run, is_over=False)
+        if type_ not in copyreg.dispatch_table:
+            # For good: it makes a difference only while a module has such a forward.
+            copyreg.pickle(type_, _reduced)  # type: ignore[arg-type]
+        return forward
+
+    def end(self) -> Any:
+        """Leaves calls, of whoever still has it, to the original forward, and returns what comes back."""
+        # ``run`` stays in its attributes: another thread may be in it.
+        self.__setstate__((self.original, (), {}, vars(self) | {"is_over": True}))  # type: ignore[attr-defined]
+        return self.remaining
+
+    @property
+    def remaining(self) -> Any:
+        """The first forward below that is not over."""
+        before = self.before
+        while isinstance(before, InstanceForward) and before.is_over:
+            before = before.before
+        return before
+
+    @property
+    def of_others(self) -> Any:
+        """The first forward below that is not ours."""
+        before = self.before
+        while isinstance(before, InstanceForward):
+            before = before.before
+        return before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For classes that copy their attributes themselves: what the copy would have without this one."""
+        if self.of_others is _ABSENT:
+            return getattr, (self.module, "forward")
+        return operator.getitem, ((self.of_others,), 0)
+
+
+def _reduced(module: nn.Module) -> Any:
+    """What copies and pickles a module: without forwards of ours, which would run the original's weights."""
+    reduced: Any = module.__reduce_ex__(4)
+    function, arguments, state, *rest = reduced
+    if isinstance(state, dict) and isinstance(forward := state.get("forward"), InstanceForward):
+        state = state | {"forward": forward.of_others}
+        if forward.of_others is _ABSENT:
+            del state["forward"]
+    return function, arguments, state, *rest
+
+
+class InstanceForwards:
+    """Replaces forwards and other values; :meth:`close` restores earlier ones (accelerate sets forwards, too), and goes
+    on where it was interrupted when it is called again."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.users: dict[Any, int] = {}  # of a change that threads share, with their threads
         self._wrapped: set[tuple[nn.Module, Any]] = set()
+        self._undoing: list[Callable[[], object]] = []
 
     def wrap(self, module: nn.Module, wrapper: Callable[[nn.Module], Forward]) -> None:
         """Makes what ``wrapper`` returns for a module what ``module(...)`` calls, once."""
@@ -48,49 +135,120 @@ class InstanceForwards(ExitStack):
             self.replace(module, wrapper(module))
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
-        self.put(module.__dict__, "forward", forward)
+        self.put(module.__dict__, "forward", InstanceForward.of(module, forward))
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
-        is_new = name not in values
-        self.callback(partial(values.pop, name, None) if is_new else partial(values.__setitem__, name, values[name]))
+        self.callback(_restore, values, name, value, values.get(name, _ABSENT))
         values[name] = value
+
+    def callback(self, function: Callable[..., object], *args: Any) -> None:
+        """Calls ``function`` at the end, again where it was interrupted."""
+        self._undoing.append(partial(function, *args))
+
+    def enter_context(self, context: AbstractContextManager[Any]) -> None:
+        self.callback(context.__exit__, None, None, None)
+        context.__enter__()
+
+    def close(self) -> None:
+        while self._undoing:
+            self._undoing[-1]()
+            del self._undoing[-1:]  # now, not before: it may be interrupted
+        self._wrapped.clear()
+
+
+def _restore(values: MutableMapping[str, Any], name: str, mine: Any, before: Any) -> None:
+    """Restores a value, unless others have replaced ours meanwhile."""
+    if isinstance(mine, InstanceForward):
+        before = mine.end()
+    if values.get(name, _ABSENT) is mine:
+        if before is _ABSENT:
+            values.pop(name, None)
+        else:
+            values[name] = before
 
 
 Change = Callable[[InstanceForwards], None]
+# One for all changes: a thread that waits for it holds no other one.
+_lock = new_lock()
+_NOBODY = 0
+_shared = weakref.WeakSet["SharedChange"]()
 
 
 class SharedChange:
     """One kind of change, shared by threads: the first one makes it, the last one to leave undoes it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
+        self.owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
+        _shared.add(self)
 
-    @contextmanager
-    def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> Iterator[None]:
+    def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> AbstractContextManager[None]:
         """Keeps ``owner`` changed until the last thread leaves: the first makes what ``make`` changes, each what
         ``add`` changes. A change that fails half-way is undone."""
-        with self._lock:
-            shared = self._owners.setdefault(owner, InstanceForwards())
-            shared.users += 1
-            with ExitStack() as undo:
-                undo.callback(self._leave, owner, shared)
-                if shared.users == 1 and make is not None:
-                    make(shared)
-                if add is not None:
-                    add(shared)
-                undo.pop_all()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._leave(owner, shared)
+        return _Use(self, owner, make, add)
 
-    def _leave(self, owner: Any, shared: InstanceForwards) -> None:
-        shared.users -= 1
-        if shared.users == 0:
-            shared.close()
-            self._owners.pop(owner, None)
+    def settle(self) -> None:
+        """Undoes what nobody uses any more, under the lock."""
+        for owner, forwards in list(self.owners.items()):
+            if not any(forwards.users.values()):
+                forwards.close()
+                self.owners.pop(owner, None)
+
+
+class _Use(AbstractContextManager[None]):
+    """One use of a shared change, which ends with the context, or with this object where an interrupt came before."""
+
+    def __init__(self, shared: SharedChange, owner: Any, make: Change | None, add: Change | None) -> None:
+        self._shared, self._owner, self._make, self._add = shared, owner, make, add
+        self._users: dict[Any, int] = {}
+        self._key: Any = None
+
+    def __enter__(self) -> None:
+        try:
+            with _lock:
+                self._shared.settle()  # what an interrupt has left
+                forwards = self._shared.owners.setdefault(self._owner, InstanceForwards())
+                is_first, self._users = not any(forwards.users.values()), forwards.users
+                self._key = weakref.ref(self, partial(_end_lost, self._shared, self._users))
+                self._users[self._key] = threading.get_ident()
+                if is_first and self._make is not None:
+                    self._make(forwards)
+                if self._add is not None:
+                    self._add(forwards)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        if self._key in self._users:
+            self._users[self._key] = _NOBODY
+            with _lock:
+                self._shared.settle()
+            self._users.pop(self._key, None)  # last, since it ends what an interrupt leaves
+            self._key = None
+
+
+def _end_lost(shared: SharedChange, users: dict[Any, int], key: Any) -> None:
+    """Ends a use whose context has not ended. Any code may run into this, also what holds a lock that the holder of
+    ours waits for; so the next use does it where that is taken."""
+    users.pop(key, None)
+    if _lock.acquire(blocking=False):
+        try:
+            shared.settle()
+        finally:
+            _lock.release()
+
+
+def _settle_in_child() -> None:
+    """Undoes what only threads of the parent have used."""
+    for shared in list(_shared):
+        for forwards in list(shared.owners.values()):
+            for key, thread in list(forwards.users.items()):
+                if thread != threading.get_ident():
+                    del forwards.users[key]
+        shared.settle()
+
+
+in_children(_settle_in_child)
 
 
 def shared_change(

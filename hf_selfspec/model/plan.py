@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from ..errors import UnsupportedModelError
+from ..forks import cached_property
 from .anatomy import Anatomy
 
 # Maps a module's own forward and its input to what the module returns instead.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError, warn_once
+from ..forks import cached_property
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
@@ -24,7 +24,7 @@ from .layout import Feed, TreeLayout
 from .linear import few_token_linears
 from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
 from .partial import ActiveRows, ForwardPass, is_speculating, obeying, partial_forwards
-from .patching import Autocast, eagerly, within, without_checkpointing
+from .patching import Autocast, as_before, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import Holes, cache_name
 from .recurrences.kernels import turns
@@ -84,7 +84,7 @@ class Target:
     @contextmanager
     def prepared(self) -> Iterator[Target]:
         """Prepares the model for speculation, and restores it afterwards."""
-        with ExitStack() as stack:
+        with as_before(), ExitStack() as stack:
             stack.enter_context(few_token_linears(self.model, is_speculating))
             stack.callback(self._let_go)
             stack.enter_context(without_checkpointing(self.model))

@@ -4,12 +4,13 @@ tells when a device has done its work."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+
+from ..forks import cached_property
 
 # Devices whose events have times, with the interface of ``torch.cuda``.
 TIMED = ("cuda",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
+from ..forks import new_lock
 from ..learned.files import path_of, read_json
 from ..model.anatomy import Anatomy, causal_lm
 from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
@@ -27,7 +27,7 @@ from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
 # Why nothing was found for models that have been looked at.
 _lacking = weakref.WeakKeyDictionary[PreTrainedModel, SelfSpecError]()
-_loading = threading.Lock()
+_loading = new_lock()
 
 
 @dataclass(frozen=True)

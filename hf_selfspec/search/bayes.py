@@ -1,6 +1,5 @@
 """Proposes sets of skipped blocks by Bayesian optimisation (SWIFT §4.1), with the package bayesian-optimization."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from bayes_opt import BayesianOptimization
 from bayes_opt.acquisition import UpperConfidenceBound
 from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct
 
+from ..errors import muted
 from ..model.plan import LayerPlan
 from .proposers import SkipSpace
 
@@ -72,7 +72,6 @@ def suggest(
     optimiser.set_gp_params(kernel=kernel, alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)
     for plan in known:
         optimiser.register(params=space.row(plan), target=scores[plan])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about length scales at the end of their range
+    with muted():  # about length scales at the end of their range
         found = optimiser.suggest()
     return space.plan(place for place, name in enumerate(names) if found[name] > 0.5)

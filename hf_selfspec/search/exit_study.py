@@ -1,11 +1,11 @@
 """Chooses the exit layer and stop rule with the most tokens per second, from agreement and measured costs."""
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..forks import new_lock
 from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
@@ -41,7 +41,7 @@ class ExitStudy(Findings):
         self._bounds: dict[int, float] = {}
         self._trials = 0
         self._traces: dict[int, list[Trace]] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def best(self, count: int) -> list[int]:
         """The ``count`` exits that look fastest, in order; all that are compared if there are fewer."""

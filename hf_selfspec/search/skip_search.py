@@ -1,6 +1,5 @@
 """The search for blocks to skip: what it tries when, the best set so far, and when it ends or begins again."""
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..forks import new_lock
 from ..learned.files import as_count
 from ..learned.findings import Findings
 from ..model.plan import LayerPlan
@@ -58,7 +58,7 @@ class SkipSearch(Findings):
         self.generated = 0  # tokens of these calls
         self.search_seconds = 0.0  # of trials in these calls
         self.timings, self.pace = Stopwatch(*space.timed_plans()), Pace()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._start_over()
 
     def _start_over(self) -> None:

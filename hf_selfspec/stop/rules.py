@@ -12,7 +12,6 @@ returns what is called while one generation runs (:class:`RunningRule`).
 """
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from ..errors import SettingTypeError
+from ..forks import new_lock
 from ..learned.saving import register
 from ..model.transfer import upload
 from ..validation import MOST_DRAFT, check_count, check_share
@@ -51,7 +51,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.value: Any = None
-        self.lock = threading.Lock()
+        self.lock = new_lock()
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 """The ways in: ``generate``, pipelines, PEFT, compiled, dispatched and quantised models, all against plain generate."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +19,7 @@ import hf_selfspec
 from helpers.calls import assert_serves, new_spec
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import FixedLength, SelfSpec, SkipLayers, TopKTree, UnsupportedOptionError
+from hf_selfspec import FixedLength, SelfSpec, SkipLayers, TopKTree, UnsupportedOptionError, errors
 
 pytestmark = peft_calls_old_name
 
@@ -103,6 +104,74 @@ def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
         assert GenerationMixin.generate.__wrapped__ is original
         assert Trainer.train.__wrapped__ is original_train
     assert torch.equal(llama.generate(**ROW, max_new_tokens=16, assistant=spec), plain)
+
+
+@pytest.fixture
+def theirs(reinstalled: None) -> Iterator[Callable[[bool], list[str]]]:
+    """Wraps ``generate`` as other libraries do, with or without a trace; returns the list of calls."""
+    hf_selfspec.uninstall()
+    plain = GenerationMixin.generate
+    hf_selfspec.install()
+
+    def wrap(with_trace: bool) -> list[str]:
+        calls, below = list[str](), GenerationMixin.generate
+
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("theirs")
+            return below(self, *args, **kwargs)
+
+        GenerationMixin.generate = functools.wraps(below)(generate) if with_trace else generate
+        return calls
+
+    yield wrap
+    hf_selfspec.uninstall()
+    GenerationMixin.generate = plain
+
+
+def assert_served_once(model: PreTrainedModel, calls: list[str], times: int = 1) -> None:
+    """Drafts are verified, and a call that a default cannot serve is noted once."""
+    spec = new_spec()
+    assert_serves(model, spec)
+    errors.issued.clear()
+    with hf_selfspec.attach(model, spec), pytest.warns(UserWarning, match="plain generate serves it"):
+        model.generate(**ROW, max_new_tokens=4, num_beams=2)
+    assert [bool(call.left_to_generate) for call in spec._knowledge.calls] == [False, False, True]
+    # Of a batch and a row, each with and without the SelfSpec, and of the call with beams.
+    assert calls == ["theirs"] * 5 * times
+    calls.clear()
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+@pytest.mark.parametrize("with_trace", [False, True])
+def test_wrappers_of_others_above_and_below(
+    llama: LlamaForCausalLM, theirs: Callable[[bool], list[str]], with_trace: bool
+) -> None:
+    ours = GenerationMixin.generate
+    calls = theirs(with_trace)
+    above = GenerationMixin.generate
+    for _ in range(2):
+        assert_served_once(llama, calls)
+        hf_selfspec.uninstall()
+        assert GenerationMixin.generate is above
+        with pytest.raises(ValueError, match="assistant"):
+            llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())
+        llama.generate(**ROW, max_new_tokens=4)
+        assert calls == ["theirs"] * 2
+        calls.clear()
+        hf_selfspec.install()
+    second = theirs(with_trace)
+    hf_selfspec.install()
+    assert_served_once(llama, calls)
+    assert second == ["theirs"] * 5
+    GenerationMixin.generate = ours  # they remove theirs
+    assert_served_once(llama, [], times=0)
+    hf_selfspec.uninstall()
+    calls = theirs(with_trace)
+    below = GenerationMixin.generate
+    hf_selfspec.install()
+    assert_served_once(llama, calls)
+    hf_selfspec.uninstall()
+    assert GenerationMixin.generate is below
 
 
 @pytest.fixture(scope="module")
