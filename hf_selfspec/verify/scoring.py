@@ -118,8 +118,9 @@ def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
         return lambda input_ids, scores: processor.of_row(row, input_ids[0], scores)
     if type(processor) is lp.RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length  # one number for each row since transformers 5.24, as a tensor
-        first = int(ignored[row]) if isinstance(ignored, torch.Tensor) else ignored
-        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, first)
+        if not isinstance(ignored, torch.Tensor) or len(ignored) != batch_size:
+            return processor
+        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
     if batch_size == 1 or not isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
         return processor
     # A prefix function must not be called for copies in other rows.
