@@ -31,6 +31,7 @@ from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
+from .model.exact import reduced_precision
 from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
@@ -244,7 +245,7 @@ def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
     """Whether forwards have to have plain's results, bit for bit; raises where they should and cannot."""
     # Mixed precision of accelerate is around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or hasattr(call.model, "_original_forward")
-    if not spec.exact or (call.model.dtype.itemsize > 2 and not casts):
+    if not spec.exact or not (casts or _is_rounded(call.model)):
         return False
     is_whole = spec._source.lossless and _compile_config(call, spec.compile) is None
     reasons = {
@@ -265,8 +266,14 @@ def _promise(decoder: Decoder, source: DraftSource) -> str:
         return "distribution"
     if target.is_exact:
         return "bit for bit"
-    is_short = target.model.dtype.itemsize <= 2 or target.autocast is not None
-    return "near-ties" if is_short else "token for token"
+    is_rounded = target.autocast is not None or _is_rounded(target.model)
+    return "near-ties" if is_rounded else "token for token"
+
+
+def _is_rounded(model: PreTrainedModel) -> bool:
+    """Whether numbers that are multiplied may have less than float32's precision."""
+    size = model.dtype.itemsize
+    return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
 
 
 def _compile_config(call: Call, wanted: bool | CompileConfig) -> CompileConfig | None:

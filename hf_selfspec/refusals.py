@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.attention import served_attention
+from .model.exact import reduced_precision
 from .model.inputs import Inputs
 from .model.invariance import differing_part
 from .model.modules import hooks_of, is_tensor_parallel
@@ -72,8 +73,11 @@ def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Ma
     prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, model.config._attn_implementation
     is_whole = prompt.valid is None or bool(prompt.valid.all())
     is_text = inputs.is_text and prompt.tokens.dim() == 2
+    precision = reduced_precision(model.device) if model.dtype is torch.float32 else ""
     reasons = {
         **reasons,
+        f"matrices of float32 may be multiplied in {precision} (torch.set_float32_matmul_precision and flags of "
+        "torch.backends)": bool(precision),
         "dtypes other than bfloat16 may round a number by its place": model.dtype is not torch.bfloat16,
         "it serves one prompt of ids, without masked columns": len(prompt.lengths) > 1 or not is_whole or not is_text,
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
@@ -90,7 +94,7 @@ def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Ma
     if why:
         raise UnsupportedOptionError(
             f"SelfSpec(exact=True): {why}. Leave `exact` out for ids that may differ where logits are nearly equal, or "
-            "load the model in float32."
+            "load the model in float32, multiplied in full precision."
         )
 
 

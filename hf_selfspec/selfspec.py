@@ -76,7 +76,8 @@ class SelfSpec(Settings):
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
             ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
             whether this machine's kernels allow that; an error says why not, and names the part of the model.
-            ``stats.promise`` says what held. Models in float32 need none of this.
+            ``stats.promise`` says what held. Models in float32 need none of this, unless torch's
+            flags allow it to be multiplied in TF32 or bfloat16, which is an error here.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

@@ -35,6 +35,7 @@ from hf_selfspec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hf_selfspec.model.modules import clock_of, is_tensor_parallel
 
 ROW = ragged_batch((7,))
 
@@ -301,6 +302,23 @@ def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> N
         SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got Cascade"
     ):
         SelfSpec().candidate_generator(llama)
+
+
+def test_a_model_that_does_not_tell_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are several, and transformers has renamed what tells them."""
+    llama = tiny_llama()
+    assert not is_tensor_parallel(llama)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not is_tensor_parallel(llama)
+    llama._tp_size = 2
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM are spread .* \(_device_mesh\)"):
+        clock_of(llama, lambda: 0)
+    del llama._tp_size
+    for kind in type(llama).__mro__:
+        if "_tp_size" in vars(kind):
+            monkeypatch.delattr(kind, "_tp_size")
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no _tp_size, so that it cannot be told"):
+        is_tensor_parallel(llama)
 
 
 def test_an_encoder_is_no_decoder() -> None:

@@ -238,6 +238,6 @@ def _partings(
         return []
     token = column - ids.shape[1]
     scores = plain.scores[min(token, len(plain.scores) - 1)][0]
-    found = difference_at(prompt, token, *pairs[column], scores, model.dtype)
+    found = difference_at(prompt, token, *pairs[column], model, plain.sequences[:, :column], scores)
     expected, got = (None if one == _NOTHING else str(tokenizer.decode([one])) for one in pairs[column])
     return [replace(found, texts=(expected, got))]

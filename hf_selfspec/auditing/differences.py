@@ -2,14 +2,20 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import SettingError
+from ..model.prompt import cache_name
 
-# Rounding errors add up over the layers; eight units in the last place of the largest logit bound the observed ones.
-_UNITS = 8
+# Noise is measured over the likeliest tokens, since smaller logits have finer steps, with the text's last tokens going
+# through the model one at a time: after fewer than 16 it is smaller than in whole texts of plain ``generate``.
+_LIKELIEST, _STEPS = 64, 32
+# Of 2,183 positions of bfloat16 texts (the demo model, SmolLM2-135M) the gap of the two likeliest tokens changed by
+# more than this many times the noise in 9 when five tokens went through together; 5 % and 17 % of gaps are smaller.
+_NOISES = 6
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Difference:
         expected, token: the two tokens; negative where a text has ended.
         margin: how far the lower one's logit is below the full model's highest; infinite where a token is forbidden, or
             where one text has ended.
-        tolerance: the largest margin that rounding can explain, given the dtype and the size of the logits.
+        tolerance: the largest margin that rounding can explain: six times the noise that was measured there, between
+            the logits of tokens that go through the model one at a time and together, or one step of their dtype.
         texts: the two tokens as text, in an :class:`Audit`; ``None`` where a text has ended.
     """
 
@@ -78,18 +85,39 @@ def first_differences(
             continue
         column = int(different[0])
         start = 0 if attention_mask is None else int(attention_mask[row].argmax())
-        logits = model(expected[row : row + 1, start:column]).logits[0, -1]
         pair = int(expected[row, column]), int(tokens[row, column])
-        found.append(difference_at(row, column, *pair, logits, model.dtype))
+        found.append(difference_at(row, column, *pair, model, expected[row : row + 1, start:column]))
     return found
 
 
+@torch.no_grad()
 def difference_at(
-    row: int, column: int, expected: int, token: int, scores: torch.Tensor, dtype: torch.dtype
+    row: int,
+    column: int,
+    expected: int,
+    token: int,
+    model: PreTrainedModel,
+    text: torch.Tensor,
+    scores: torch.Tensor | None = None,
 ) -> Difference:
-    """The difference between two tokens, chosen from ``scores`` ``[v]`` of a model of this dtype."""
-    scores = scores.float()
+    """The difference between two tokens that a model chose after ``text`` ``[1, s]``, from ``scores`` ``[v]`` or from
+    its logits."""
+    alone, together = _last_logits(model, text, _STEPS), _last_logits(model, text, 0)
+    likeliest = alone.topk(min(_LIKELIEST, len(alone))).indices
+    # What all logits have in common chooses no other token.
+    noise = float((together.float() - alone.float())[likeliest].std(correction=0))
+    step = torch.finfo(alone.dtype).eps * 2.0 ** (math.frexp(float(alone.max()))[1] - 1)
+    scores = (alone if scores is None else scores).float()
     lower = -math.inf if min(expected, token) < 0 else float(scores[[expected, token]].min())
-    largest = float(scores[scores.isfinite()].abs().max())  # processors forbid tokens with infinite scores
-    tolerance = _UNITS * torch.finfo(dtype).eps * largest
-    return Difference(row, column, expected, token, float(scores.max()) - lower, tolerance)
+    return Difference(row, column, expected, token, float(scores.max()) - lower, max(_NOISES * noise, step))
+
+
+def _last_logits(model: PreTrainedModel, text: torch.Tensor, steps: int) -> torch.Tensor:
+    """The logits ``[v]`` behind a text ``[1, s]`` whose last ``steps`` tokens go through the model one at a time."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    forward = partial(model, **{cache_name(model): cache, "use_cache": True})
+    first = max(1, text.shape[1] - steps)  # tokens that go through together
+    logits: torch.Tensor = forward(text[:, :first]).logits
+    for column in range(first, text.shape[1]):
+        logits = forward(text[:, column : column + 1]).logits
+    return logits[0, -1]

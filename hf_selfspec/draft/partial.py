@@ -35,6 +35,7 @@ class PartialDraft(FixedDrafter):
         self.reuse_from = 0
         self._running: tuple[StopRule, RunningRule] | None = None
         self._drafted: list[int] = []
+        self._forced_depths: set[int] = set()  # of tokens that the part was not asked for
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
         slots = min(session.longest, session.new_tokens) + siblings
@@ -57,6 +58,7 @@ class PartialDraft(FixedDrafter):
         limit = min(self.limits.longest, max(max_new))
         rule = self._rule(text.batch_size)
         rule.begin()
+        self._forced_depths = set()
         # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
         is_line = self.limits.tree is None and self.scorer.prefix_free
         bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
@@ -65,6 +67,7 @@ class PartialDraft(FixedDrafter):
         reach: torch.Tensor | None = None
         while grown.depth < limit and any(grown.drafting):
             if (forced := self._forced(text, grown)) is not None:
+                self._forced_depths.add(grown.depth)
                 grown.add(*forced)
                 grown.end([False] * text.batch_size)
                 waiting.append(forced[0])
@@ -198,10 +201,17 @@ class PartialDraft(FixedDrafter):
         return self._running[1]
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        if any(self._drafted):
-            accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
-            self._rule(text.batch_size).update(self._drafted, accepted)
-            self._drafted = []
+        drafted, accepted = list[int](), list[int]()
+        for length, verdict in zip(self._drafted, verdicts, strict=False):
+            kept = sum(node >= 0 for node in verdict.nodes)
+            # The rule was not asked about forced tokens; of what follows a wrong one nothing is known.
+            judged = kept if kept in self._forced_depths else length
+            asked = [depth not in self._forced_depths for depth in range(judged)]
+            drafted.append(sum(asked))
+            accepted.append(sum(asked[:kept]))
+        if any(drafted):
+            self._rule(text.batch_size).update(drafted, accepted)
+        self._drafted = []
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = self.plan.picture()

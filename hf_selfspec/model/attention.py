@@ -8,6 +8,7 @@ values are not copied for the query heads that share them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..errors import UnsupportedModelError
 from .exact import View, attention_of_each, views_of
 from .layout import Feed
 from .modules import library_of
@@ -35,6 +37,11 @@ _KEPT_MASKS = 8
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
 _ORIGINAL = "_hf_selfspec_original"  # of our functions: what each replaces
+# What transformers 5.17 to 5.24 gives a mask besides what :meth:`MaskSpec.mask` reads; positions say the same here.
+_IMPLIED = {
+    *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "config", "device"),
+    *("allow_is_bidirectional_skip", "allow_torch_fix", "use_vmap"),
+}
 
 
 @dataclass
@@ -77,9 +84,14 @@ class MaskSpec:
         allow_is_causal_skip: bool = True,
         local_size: int | None = None,
         dtype: torch.dtype = torch.float32,
-        **_: Any,
+        **others: Any,
     ) -> torch.Tensor | None:
         """Expands a function of positions to the mask ``[b, 1, s, n]``, ``None`` where every token sees everything."""
+        if unknown := sorted(others.keys() - _IMPLIED):
+            raise UnsupportedModelError(
+                f"the model has masks made with {', '.join(unknown)}, which this version of hf_selfspec does not know. "
+                "Call generate without `assistant`, or with another version of transformers."
+            )
         (b, s), n = self.query_positions.shape, self.length
         last = s == 1 and (b == 1 or self.is_even) and self.visible is None
         everything = last and (local_size is None or n <= local_size)
@@ -134,6 +146,8 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
         spec = _current.now
         if spec is None:
             return original(*args, **kwargs)
+        if args:  # as nobody in transformers calls it
+            kwargs |= inspect.signature(original).bind(*args).arguments
         found = spec.mask(additive, **kwargs)
         if spec.alone is not None and found is not None:
             spec.views[id(found)] = found, views_of(spec.alone, original, **kwargs)

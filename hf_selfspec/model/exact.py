@@ -77,6 +77,29 @@ def attention_of_each(
 
 # Matrices -----------------------------------------------------------------------------------------------------------
 
+# What multiplies the matrices of a device, by torch's names.
+_LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn", "xpu": "mkldnn"}
+_FULL = "none", "ieee"
+
+
+def float32_precisions() -> dict[str, str]:
+    """How each library may multiply matrices of float32. (Convolutions have flags of their own, but those between
+    layers are depthwise, which torch computes itself, and others see the prompt as in plain ``generate``.)"""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        return {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+    # Before torch 2.9 there was one precision, whose function is an error once a newer one was set.
+    precision = {"highest": "ieee", "high": "tf32", "medium": "bf16"}[torch.get_float32_matmul_precision()]
+    return dict.fromkeys(("cuda", "mkldnn"), precision)
+
+
+def reduced_precision(device: torch.device) -> str:
+    """The precision below float32 in which a device may multiply its matrices, empty if there is none. Whether kernels
+    make use of it depends on the machine and on shapes."""
+    precisions = float32_precisions()
+    library = _LIBRARIES.get(device.type)
+    names = list(precisions.values()) if library is None else [precisions[library]]
+    return next((name for name in names if name not in _FULL), "")
+
 
 def has_matrices(module: nn.Module) -> bool:
     """Whether a module multiplies by matrices of its own, so that a token's results may depend on the others."""

@@ -65,8 +65,10 @@ class Fingerprint:
 
 
 def samples(weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns a few values of each weight, eight where it has as many, rounded to bfloat16, in CPU memory."""
+    """Returns a few values of each weight, eight where it has as many, rounded to bfloat16, in CPU memory. Of weights
+    in eight bits these are bytes, since few operations take all dtypes of that size."""
     flat = [weight.detach().reshape(-1) for weight in weights]
+    flat = [values.view(torch.uint8) if values.element_size() == 1 else values for values in flat]
     found = [values[_places(len(values), values.device)] for values in flat]
     together = torch.cat([values.to(found[0].device) for values in found])  # a GPU is read once
     return together.to(torch.bfloat16).float().cpu()

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import brief
 from .anatomy import Anatomy
 from .cache import cache_for
-from .exact import MOST_TOKENS
+from .exact import MOST_TOKENS, reduced_precision
 from .experts import decoding_experts
 from .modules import all_modules, forward_of_others
 from .partial import ForwardPass, obeying
@@ -41,7 +41,10 @@ def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """The name of the first layer (or of the head) whose results are not plain's, found once for each state of a model;
     empty if all are."""
     known = _found.setdefault(model, {})
-    key = hash(_mark(model)), torch.get_num_threads(), model.config._attn_implementation
+    key = (
+        *(hash(_mark(model)), model.config._attn_implementation),
+        *(torch.get_num_threads(), reduced_precision(model.device)),
+    )
     if key not in known:
         try:
             known[key] = _difference(model, anatomy)

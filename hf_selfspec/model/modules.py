@@ -13,6 +13,8 @@ import torch.distributed
 import torch.nn as nn
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
+
 # Libraries whose hooks treat the rows of a batch alike.
 ROW_BLIND = ("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers")
 
@@ -85,8 +87,17 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Returns whether each layer of the model is spread over several processes."""
-    return (getattr(model, "_tp_size", None) or 1) > 1
+    """Returns whether each layer of the model is spread over several processes, by private attributes of transformers
+    that are ``None`` where it is not. Where there are several processes and no such attributes, an error says so."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    if missing := [name for name in ("_tp_size", "_device_mesh") if not hasattr(model, name)]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no {' and no '.join(missing)}, so that it cannot be told whether its layers "
+            "are spread over processes. Call generate without `assistant`, or with another version of transformers."
+        )
+    size: int | None = model._tp_size
+    return (size or 1) > 1
 
 
 def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[], float]:
@@ -94,9 +105,14 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
     alike. There it stands still between forwards."""
     if not is_tensor_parallel(model):
         return perf_counter
-    mesh: Any = getattr(model, "_device_mesh", None)
-    group = None if mesh is None else mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
-    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+    mesh: Any = model._device_mesh
+    if mesh is None:
+        raise UnsupportedModelError(
+            f"the layers of {type(model).__name__} are spread over processes, but it does not name them "
+            "(_device_mesh). Load it with transformers' tp_plan, or call generate without `assistant`."
+        )
+    group = mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
+    first = torch.distributed.get_global_rank(group, 0)
 
     known: dict[int, float] = {}
 

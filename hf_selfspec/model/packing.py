@@ -92,10 +92,22 @@ _KERNELS = {
 }
 
 
+# AMD's GPUs with matrix cores, as torch 2.6 names those that its kernel of four bits runs on.
+_CDNA = "gfx90a", "gfx940", "gfx941", "gfx942"
+
+
 def kernel_for(bits: int, device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """Returns what multiplies with packed weights on a device, ``None`` where nothing is faster than the layer."""
-    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return None if dtype is not torch.bfloat16 or is_old else _KERNELS.get((device.type, bits))
+    is_served = device.type != "cuda" or _has_tensor_cores(device)
+    return _KERNELS.get((device.type, bits)) if dtype is torch.bfloat16 and is_served else None
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU has what torch's kernel of four bits is written for."""
+    if torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    # AMD's numbers say nothing of it: those of RDNA are higher than those of CDNA.
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0] in _CDNA
 
 
 def fits(module: nn.Module, form: Form) -> bool:
@@ -280,9 +292,17 @@ def packed(
         return known.substitutes.setdefault(frozenset(of.values()), Substitutes(of, first_layer=0, is_lasting=True))
 
 
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return virtual_memory().available
+    # The device counts as taken what torch keeps for its next tensors.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 def _check_room(model: PreTrainedModel, wanted: Wanted) -> None:
     size, device = sum(packed_bytes(module, form) for module, form in wanted.values()), model.device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else virtual_memory().available
+    free = _free_bytes(device)
     what = f"{size / 2**20:,.0f} MiB, {size / model.get_memory_footprint():.0%} of {type(model).__name__},"
     if size > free:
         raise UnsupportedModelError(

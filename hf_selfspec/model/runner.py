@@ -15,6 +15,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
+from .exact import float32_precisions
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
 from .layout import Feed, TreeLayout
@@ -178,11 +179,8 @@ def _modes(device: torch.device) -> Hashable:
     """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    # Before torch 2.9 float32 matrices had one precision, whose function is an error once a newer one was set.
-    is_old = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
-    of_backends = (getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn"))
-    precision = torch.get_float32_matmul_precision() if is_old else tuple(one.fp32_precision for one in of_backends)
-    return autocast, modes, torch.get_num_threads(), torch.get_default_dtype(), precision
+    precisions = tuple(float32_precisions().values())
+    return autocast, modes, torch.get_num_threads(), torch.get_default_dtype(), precisions
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:

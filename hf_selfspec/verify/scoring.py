@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as lp
@@ -29,9 +30,13 @@ _PREFIX_FREE = (
     lp.InfNanRemoveLogitsProcessor,
 )
 
-# These depend on one row's prefix and scores, whichever row it is (prefix functions: once bound to their row).
+# These depend on one row's prefix and scores, whichever row it is (some of them once bound to their row, `_of_row`).
 _ROW_BLIND = (
     *_PREFIX_FREE,
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
     lp.NoRepeatNGramLogitsProcessor,
     lp.MinLengthLogitsProcessor,
     lp.MinNewTokensLengthLogitsProcessor,
@@ -108,9 +113,14 @@ class Scorer:
         return scores
 
 
-def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
+def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
     if isinstance(processor, GrammarMask):
         return lambda input_ids, scores: processor.of_row(row, input_ids[0], scores)
+    if type(processor) is lp.RepetitionPenaltyLogitsProcessor:
+        ignored = processor.prompt_ignore_length  # one number for each row since transformers 5.24, as a tensor
+        if not isinstance(ignored, torch.Tensor) or len(ignored) != batch_size:
+            return processor
+        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
     if batch_size == 1 or not isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
         return processor
     # A prefix function must not be called for copies in other rows.

@@ -3,13 +3,15 @@
 import copy
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from helpers.models import VOCABULARY, character_tokenizer
+from helpers.processes import DEMO_MODEL
 from helpers.sampling import SPECS, accepts_everything, exact_joint
 from helpers.sampling import llama as small_vocabulary
 from hf_selfspec import EarlyExit, FixedLength, SampleTest, SelfSpec, SettingError, SettingTypeError, audit
@@ -107,21 +109,64 @@ def test_gaps_are_those_behind_processors(llama: LlamaForCausalLM, changing: Any
     assert parting.margin == pytest.approx(float(top[0] - top[1]))
 
 
+class Rounding(torch.nn.Module):
+    """A model whose logits are others where several tokens go through together, all of them by 5 as well."""
+
+    def __init__(self, logits: torch.Tensor, noise: torch.Tensor) -> None:
+        super().__init__()
+        self.config, self.logits, self.noise, self.tokens = LlamaConfig(), logits, noise, []
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        self.tokens.append(input_ids.shape[1])
+        together = self.noise + 5 if input_ids.shape[1] > 1 else 0
+        return SimpleNamespace(logits=(self.logits + together).expand(1, input_ids.shape[1], -1))
+
+
 @pytest.mark.parametrize(
-    ("pair", "dtype", "margin", "is_tie"),
+    ("pair", "noise", "margin", "is_tie"),
     [
-        ((1, 2), torch.bfloat16, 0.01, True),  # of three that are as likely, rounding may choose any two
-        ((1, 2), torch.float32, 0.01, False),
-        ((1, 3), torch.bfloat16, 2.0, False),
-        ((1, 4), torch.bfloat16, float("inf"), False),  # a forbidden token
-        ((1, -1), torch.bfloat16, float("inf"), False),  # a text that has ended
+        ((1, 2), 0.01, 0.05, True),  # of three that are nearly as likely, rounding may choose any two
+        ((1, 2), 0.005, 0.05, False),
+        ((0, 1), 0.0, 0.0, True),
+        ((1, 3), 0.1, 2.0, False),
+        ((1, 4), 0.1, float("inf"), False),  # a forbidden token
+        ((1, -1), 0.1, float("inf"), False),  # a text that has ended
     ],
 )
-def test_near_ties(pair: tuple[int, int], dtype: torch.dtype, margin: float, is_tie: bool) -> None:
-    scores = torch.tensor([10.0, 10.0, 9.99, 8.0, -torch.inf])
-    found = difference_at(0, 0, *pair, scores, dtype)
+def test_near_ties(pair: tuple[int, int], noise: float, margin: float, is_tie: bool) -> None:
+    """Noise is what logits change by when the text goes through together, beside what all have in common."""
+    logits = torch.tensor([10.0, 10.0, 9.95, 8.0] + [5.0] * 60 + [-50.0] * 9)
+    signs = torch.tensor([1.0, -1.0]).repeat(32)
+    model = Rounding(logits, torch.cat([signs * noise, torch.full((9,), 7.0)]))  # of unlikely tokens none counts
+    scores = logits.clone()
+    scores[4] = -torch.inf
+    found = difference_at(0, 0, *pair, model, torch.ones(1, 40, dtype=torch.long), scores)
+    assert model.tokens == [8, *[1] * 32, 40]
+    # One step from 10 to the next number of float32 at least.
+    assert found.tolerance == pytest.approx(max(6 * noise, 2**-20), rel=1e-3)
     assert found.margin == pytest.approx(margin, abs=1e-5)
     assert found.is_near_tie == is_tie
+
+
+def test_a_subtle_wrong_token_is_found_in_bfloat16(changing: Any) -> None:
+    """The second choice at a gap below 8 units in the last place of the largest logit, which is none of rounding."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    model = LlamaForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16)
+    text = "def fibonacci(n):"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    told = {"return_dict_in_generate": True, "output_scores": True, "assistant": False}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48, **told)
+    tops = [scores[0].topk(2) for scores in plain.scores]
+    gaps = [float(top.values[0] - top.values[1]) for top in tops]
+    units = [8 * torch.finfo(torch.bfloat16).eps * float(scores.abs().max()) for scores in plain.scores]
+    subtle = [index for index, gap in enumerate(gaps) if units[index] / 2 < gap < units[index]]
+    for index in subtle[:3]:
+        with_second = with_token(ids.shape[1] + index, int(tops[index].indices[1]))
+        changing(lambda _, change=with_second: change(plain.sequences.clone()))
+        found = audit(model, tokenizer, [text], SelfSpec.lookup(), max_new_tokens=48)
+        assert [(one.column, one.is_near_tie) for one in found.partings] == [(index, False)]
+        assert not found.passed
+    assert len(subtle) >= 3
 
 
 def test_nothing_drafted_is_told(llama: LlamaForCausalLM) -> None:

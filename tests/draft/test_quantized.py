@@ -7,8 +7,10 @@ import gc
 import logging
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,6 +337,39 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
         with pytest.raises(error, match=words):
             wrong()
     assert not packs
+
+
+@pytest.mark.parametrize(
+    ("hip", "arch", "capability", "is_served"),
+    [
+        (None, "", (7, 5), False),
+        (None, "", (8, 0), True),
+        ("6.2", "gfx90a:sramecc+:xnack-", (9, 0), True),
+        ("6.2", "gfx942:sramecc+:xnack-", (9, 4), True),
+        ("6.2", "gfx1030", (10, 3), False),  # RDNA 2
+        ("6.2", "gfx1100", (11, 0), False),  # RDNA 3
+        ("6.2", "gfx908:sramecc+:xnack-", (9, 0), False),
+    ],
+)
+def test_gpus_whose_kernels_take_four_bits(
+    hip: str | None, arch: str, capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    assert (packing.kernel_for(4, torch.device("cuda"), torch.bfloat16) is not None) is is_served
+    assert packing.kernel_for(8, torch.device("cuda"), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("kept", "fits"), [(0, False), (8 * 2**20, True)])
+def test_what_torch_keeps_for_later_is_room(kept: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**40))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30 + kept)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), get_memory_footprint=lambda: 2**30)
+    wanted: Any = {"head": (torch.nn.Linear(2**11, 2**11, dtype=torch.bfloat16), Form(8, 32))}  # 4 MiB and scales
+    with nullcontext() if fits else pytest.raises(UnsupportedModelError, match="but cuda has 1 MiB left"):
+        packing._check_room(model, wanted)
 
 
 @pytest.mark.usefixtures("no_warnings_yet")

@@ -28,6 +28,7 @@ from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 from hf_selfspec.grammar import XGrammar
 from hf_selfspec.grammar.rows import with_grammars
+from hf_selfspec.stop.calibrated import CalibratedEntropy
 
 MODEL = tiny_llama(factor=0.5)
 SCHEMA = {
@@ -382,6 +383,42 @@ def test_forced_tokens_need_no_forward() -> None:
         assert spec.stats.accepted == spec.stats.drafted > 20
     texts(exit_spec := SPECS["exit"](), ROW, Own(TABLE))
     assert 0 < exit_spec.stats.draft_steps < exit_spec.stats.drafted  # a layer draft goes on after forced tokens
+
+
+class Watching:
+    """A stop rule that keeps what it is told of each draft, and how often it was asked about it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int]] = []
+
+    def start(self, rows: int, max_draft: int, memory: Any) -> Any:
+        return self
+
+    def begin(self) -> None:
+        self.asked = 0
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        return torch.zeros(len(logits), dtype=torch.bool)
+
+    def update(self, drafted: list[int], accepted: list[int]) -> None:
+        self.told.append((self.asked, max(drafted), max(accepted)))
+
+
+@pytest.mark.parametrize("kind", [Automaton, Expecting])
+def test_a_stop_rule_learns_of_the_tokens_that_it_was_asked_about(kind: type[Automaton]) -> None:
+    """Not of forced ones, nor of what follows an expected one that was wrong."""
+    table = [TABLE[0], [9, 5, 6], [7], TABLE[3]]
+    plain, rule = texts(None, ROW, Own(table, kind)), Watching()
+    assert texts(spec := SelfSpec(EarlyExit(3), rule, max_draft=8), ROW, Own(table, kind)) == plain
+    asked, drafted, accepted = map(sum, zip(*rule.told, strict=True))
+    assert spec.stats.draft_steps >= asked >= drafted > accepted > 0
+    assert spec.stats.drafted > drafted
+    assert all(count == own for count, own, _ in rule.told) == (kind is Automaton)
+    for inputs in (ROW, BATCH):
+        for other in (table, [[5], [6], [7], [8]]):
+            plain = texts(None, inputs, Own(other, kind))
+            assert texts(SelfSpec(EarlyExit(3), CalibratedEntropy()), inputs, Own(other, kind)) == plain
 
 
 def test_forced_tokens_are_as_many_as_pay() -> None:

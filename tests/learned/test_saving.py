@@ -204,6 +204,25 @@ def test_fingerprints() -> None:
     assert "shapes" in unknown.difference(Fingerprint.of_decoder(tiny_llama(6, vocabulary=98)))
 
 
+def test_fingerprints_of_weights_in_eight_bits() -> None:
+    """Beside others in bfloat16, in all such dtypes of numbers that torch has."""
+    dtypes = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize == 1]
+    dtypes = [dtype for dtype in dtypes if dtype.is_floating_point or dtype in (torch.int8, torch.uint8)]
+    assert torch.float8_e4m3fn in dtypes
+    beside = torch.ones(4, dtype=torch.bfloat16)
+    for dtype in dtypes:
+        weights = [torch.full((8, 8), number, dtype=torch.uint8).view(dtype) for number in (1, 2)]
+        first, second = (samples([weight, beside]) for weight in weights)
+        assert not torch.equal(first, second), dtype
+    model = tiny_llama(6).to(torch.bfloat16)
+    for layer in model.model.layers:
+        weight = layer.mlp.up_proj.weight.to(torch.float8_e4m3fn)
+        layer.mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    before = Fingerprint.of_decoder(model)
+    model.model.layers[3].mlp.up_proj.weight.data.view(torch.uint8)[0, 0] ^= 1
+    assert "weights" in before.difference(Fingerprint.of_decoder(model))
+
+
 def test_fingerprints_of_large_parameters() -> None:
     """Whole numbers of this size are not all in single precision."""
     assert samples([torch.zeros(1).expand(151936 * 896)]).tolist() == [0.0] * 8

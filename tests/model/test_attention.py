@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from helpers.calls import PAST
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec
+from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model import prefill
 from hf_selfspec.model.attention import without_cudnn_attention
 
@@ -49,6 +52,22 @@ def ragged(rows: int = 3, width: int = 40) -> dict[str, torch.Tensor]:
     for row in range(rows):
         mask[row, : 7 * row] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+class Telling(type(ALL_MASK_ATTENTION_FUNCTIONS)):  # type: ignore[misc]
+    """Masks that are told something of which nobody knows."""
+
+    def __getitem__(self, name: str) -> Any:
+        return partial(ALL_MASK_ATTENTION_FUNCTIONS[name], is_packed=True)
+
+
+def test_a_mask_argument_that_is_not_known_is_refused(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ours; plain ``generate`` goes on beside it."""
+    expected = llama.generate(**ragged(), **OPTIONS)
+    monkeypatch.setattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", Telling())
+    with pytest.raises(UnsupportedModelError, match=r"masks made with is_packed, .* Call generate without `assistant`"):
+        llama.generate(**ragged(), **OPTIONS, assistant=SelfSpec())
+    assert torch.equal(llama.generate(**ragged(), **OPTIONS), expected)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.source import DraftSource, FixedDrafter, Session
 from hf_selfspec.errors import UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.exact import ExactForward
+from hf_selfspec.model.exact import ExactForward, reduced_precision
 from hf_selfspec.model.invariance import differing_part
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -92,6 +94,43 @@ def test_other_promises() -> None:
     for spec, promise in ((SelfSpec.lookup(), "near-ties"), (SelfSpec.early_exit_only(1), "none")):
         model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=spec)
         assert spec.stats.promise == promise
+
+
+@contextmanager
+def full_precision_afterwards() -> Iterator[None]:
+    places = torch.backends, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    before = [place.fp32_precision for place in places]
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="flags of torch 2.9")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda: torch.set_float32_matmul_precision("high"), {"cpu": "tf32", "cuda": "tf32", "mps": "tf32"}),
+        (lambda: torch.set_float32_matmul_precision("medium"), {"cpu": "bf16", "cuda": "tf32", "mps": "tf32"}),
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), {"cuda": "tf32", "mps": "tf32"}),
+        (lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"), {"cpu": "bf16", "mps": "bf16"}),
+        (lambda: setattr(torch.backends, "fp32_precision", "tf32"), {"cpu": "tf32", "cuda": "tf32", "mps": "tf32"}),
+        (lambda: torch.set_float32_matmul_precision("highest"), {}),
+    ],
+)
+def test_float32_is_what_it_is_multiplied_in(change: Callable[[], None], expected: dict[str, str]) -> None:
+    """By the flags for the device of a model, however they are set; a device of which none is known may obey any."""
+    with full_precision_afterwards():
+        change()
+        assert {d: p for d in ("cpu", "cuda", "mps") if (p := reduced_precision(torch.device(d)))} == expected
+        for model, precision in ((tiny_llama(), expected.get("cpu")), (tiny_llama().double(), None)):
+            model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=(spec := SelfSpec.lookup()))
+            assert spec.stats.promise == ("near-ties" if precision else "token for token")
+            refused = pytest.raises(UnsupportedOptionError, match=f"multiplied in {precision}")
+            with refused if precision else nullcontext():
+                model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)
 
 
 @pytest.mark.parametrize("shape", [(1, 11, 1536), (13, 64), (1, 6, 127), (1, 5, 4, 64)])

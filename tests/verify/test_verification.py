@@ -1,8 +1,10 @@
 """Verification piece by piece: choosing a token, widths of trees, processors."""
 
+import inspect
 import math
 import re
 from itertools import product
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -150,6 +152,37 @@ class SubclassedTemperature(lp.TemperatureLogitsWarper):
 def test_other_processors_need_the_prefix() -> None:
     for processor in (lp.RepetitionPenaltyLogitsProcessor(1.2), SubclassedTemperature(0.7)):
         assert not Scorer(LogitsProcessorList([lp.TopKLogitsWarper(3), processor]), 1, do_sample=True).prefix_free
+
+
+PENALTY = lp.RepetitionPenaltyLogitsProcessor
+HAS_LENGTHS = "Tensor" in str(inspect.signature(PENALTY.__init__))  # since transformers 5.24
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        PENALTY(1.3),
+        PENALTY(1.3, 2),
+        *([PENALTY(1.3, torch.tensor([0, 2, 4]))] if HAS_LENGTHS else []),
+        lp.ForcedBOSTokenLogitsProcessor(1),
+        lp.SuppressTokensAtBeginLogitsProcessor([1, 2], 5),
+        lp.ExponentialDecayLengthPenalty((1, 1.5), 2, 3),
+        lp.MinLengthLogitsProcessor(9, torch.tensor([2])),
+    ],
+    ids=name_of,
+)
+def test_a_row_alone_has_the_scores_that_it_has_beside_others(processor: LogitsProcessor) -> None:
+    """And costs no more, whatever the size of the batch."""
+    scorer, generator = Scorer(LogitsProcessorList([processor]), 3, do_sample=False), torch.Generator().manual_seed(0)
+    for length in (1, 5, 6):
+        ids = torch.randint(VOCABULARY, (3, length), generator=generator)
+        logits = torch.randn(3, VOCABULARY, generator=generator)
+        expected = processor(ids, logits.clone())
+        called = Mock(side_effect=type(processor).__call__)
+        with patch.object(type(processor), "__call__", lambda *given, called=called: called(*given)):
+            for row in range(3):
+                torch.testing.assert_close(scorer.row(row, ids[row : row + 1], logits[row]), expected[row])
+        assert [len(call.args[2]) for call in called.mock_calls] == [1] * 3
 
 
 def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
