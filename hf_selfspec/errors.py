@@ -64,6 +64,15 @@ def warn_once(message: str, ignore_numbers: bool = False) -> None:
 
 
 @contextmanager
+def only_warned(what: str) -> Iterator[None]:
+    """Turns an error in the block into a warning: what comes after a text must not lose it."""
+    try:
+        yield
+    except Exception as error:
+        warn_once(f"{what} has failed, which the text does not need: {brief(repr(error))}", ignore_numbers=True)
+
+
+@contextmanager
 def muted() -> Iterator[None]:
     """Suppresses warnings, for a trial whose result the user does not see; they do not count as issued."""
     before = set(issued)
