@@ -139,7 +139,7 @@ class Knowledge:
                 used = {key.source for key in known}
                 # Files of earlier versions do not name the source, of which they have only one.
                 findings = {key: state for key, state in findings.items() if key.source or not used}
-                findings.update({key: found.state() for key, found in known.items()})
+                findings.update({key: found.state() for key, found in known.items() if wanted(key)})
             chosen = {key: state for key, state in findings.items() if wanted(key)}
             return Saved(dict(settings), fingerprint, chosen, path, text_id)
 

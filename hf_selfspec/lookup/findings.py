@@ -51,8 +51,9 @@ class LookupFindings(TextFindings):
         self._written, self._pause = -_WRITTEN, _WRITTEN
 
     def next_text(self) -> int:
-        self._texts += 1
-        return self._texts
+        with self.lock:
+            self._texts += 1
+            return self._texts
 
     def end(self, texts: Iterable[Sequence[int]]) -> None:
         self.add_texts(list(texts))

@@ -69,13 +69,13 @@ def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCapture
     choose(made("two"), 1.0, 2.0)
     choose(made("three"), 2.0, 1.0)
     assert made("four") is not None  # one of them is faster
-    assert not known.refused
+    assert not known.slower
     known = Graphs(QUICK, (), "Tiny")
     choose(made("one"), 2.0, 1.0)
     choose(made("two"), 3.0, 1.0)
     assert made("three") is None
     assert known.find("one", double, inputs, lambda: "one") is not None  # it is there, and chooses by itself
-    assert "two: 3 s to 1 s" in known.refused
+    assert "two: 3 s to 1 s" in known.slower
     assert "no more graphs are made" in caplog.text
 
 

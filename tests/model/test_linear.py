@@ -37,7 +37,7 @@ class FakeMachine:
         return multiply
 
     def choice(self, count: int, weight: torch.Tensor) -> str:
-        return self.fastest.way(count, weight, [weight]).__name__
+        return self.fastest.choice(count, weight, [weight]).way.__name__
 
 
 @pytest.fixture
@@ -165,8 +165,8 @@ def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.Monk
     own.load_state_dict(plain.state_dict())
     [(module, forward)] = few_token_forwards(torch.nn.Sequential(plain, torch.nn.ReLU()).modules(), lambda: True)
     assert module is plain
-    input, served, way = torch.randn(shape), [], linear._fastest.way
-    monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
+    input, served, choice = torch.randn(shape), [], linear._fastest.choice
+    monkeypatch.setattr(linear._fastest, "choice", lambda *args: served.append(1) or choice(*args))
     for layer in (forward, own):
         served.clear()
         with torch.no_grad():
