@@ -41,8 +41,7 @@ _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 _TURNS = 3
 # Ways are timed again, since what ran beside them may have decided, once the chosen one was in use for so long that it
 # costs such a share of the time; then after twice as long, and so on. In twelve calls of 120 tokens (SmolLM2-135M,
-# float32, one thread of an Intel Xeon, five processes a core beside it) 20 such looks took 0.12 % of the time, and three
-# of 35 choices changed.
+# float32, one thread of a busy Intel Xeon) 20 looks took 0.12 % of the time, and three of 35 choices changed.
 _PRICE = 0.01
 # How many of a weight's numbers one timed run multiplies per thread (1 ms), and the factor of which its number of rows
 # is a multiple, as in most weights. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and

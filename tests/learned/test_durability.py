@@ -327,9 +327,10 @@ def test_a_write_that_failed_is_tried_again_at_the_end(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as disk, pytest.warns(UserWarning, match="not kept on disk: .*No space left"):
+    with monkeypatch.context() as disk:
         disk.setattr(os, "replace", full)
-        generate(llama, prompt(), 30, assistant=spec)
+        with pytest.warns(UserWarning, match="not kept on disk: .*No space left"):
+            generate(llama, prompt(), 30, assistant=spec)
     assert not list(tmp_path.rglob("*.json"))
     _write_rest()
     knowledge._write_rest()

@@ -192,17 +192,15 @@ def test_a_choice_that_was_made_under_load_is_mended(then: str, monkeypatch: pyt
     load = {"for one": 9.0 if then == "for one" else 1.0, "for many": 1.0 if then == "for one" else 9.0}
     machine = FakeMachine({"for one": lambda n: load["for one"] * 3.0, "for many": lambda n: load["for many"] * 4.0})
     monkeypatch.setattr(linear, "_fastest", machine.fastest)
-    layer, x, chosen, share = torch.nn.Linear(800, 700), torch.randn(1, 800), list[str](), list[float]()
-    for calls in range(4):  # each has forwards of its own
+    layer, x, chosen = torch.nn.Linear(800, 700), torch.randn(1, 800), list[str]()
+    for _ in range(4):  # each has forwards of its own
         [(_, forward)] = few_token_forwards([layer], lambda: True)
         for _ in range(3000):
             with torch.no_grad():
                 forward(x)
-        looks, uses = len(machine.runs) - 3000 * (calls + 1), 3000 * (calls + 1)
         chosen.append(machine.fastest.known(1, layer.weight).__name__)
-        share.append(looks / uses)
         load |= {"for one": 1.0, "for many": 1.0} if then == "for one" else {"for one": 9.0, "for many": 1.0}
-    assert chosen == (["for many", "for one", "for one", "for one"] if then == "for one" else ["for one"] * 4)
-    assert 2 * 6 < looks < 10 * 6
-    assert max(share) < 0.015
-    assert share[-1] < share[0]
+    assert chosen[0] == ("for many" if then == "for one" else "for one")
+    assert chosen[-1] == "for one"
+    looks = (len(machine.runs) - 4 * 3000) / (3 * 2)
+    assert 3 <= looks <= 6
