@@ -247,9 +247,10 @@ class KnowledgeOfCall:
             if knowledge.writing.acquire(timeout=patience):  # or another thread is at it
                 try:
                     news.clear()
-                    if not (done := self._keep(path, patience)):
-                        news.set()
+                    done = self._keep(path, patience)
                 finally:
+                    if not done:
+                        news.set()
                     knowledge.writing.release()
             if done:
                 knowledge.unwritten.pop(path, None)
