@@ -293,25 +293,37 @@ def test_a_broken_state_is_refused_and_changes_nothing() -> None:
 def test_a_step_that_was_interrupted_leaves_indices_that_go_on() -> None:
     """At any place of it: an error of memory, or a user, may end any."""
 
-    class Ends(dict[int, int]):
-        left = 0
+    left = 0
 
+    def step() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise MemoryError
+
+    class Map(dict[int, int]):
         def __setitem__(self, key: int, value: int) -> None:
-            Ends.left -= 1
-            if not Ends.left:
-                raise MemoryError
+            step()
             super().__setitem__(key, value)
 
+    class List(list[int]):
+        def append(self, value: int) -> None:
+            step()
+            super().append(value)
+
     text = [1, 2, 3, 4, 1, 2, 3, 5]
-    for left in range(1, 24):
-        index, pairs, Ends.left = SuffixIndex(), Successors(4), left
-        index._singles, index._pairs, index._triples, pairs._slots, pairs._singles = (Ends() for _ in range(5))
-        shares = np.ones((1, 1), np.float32)
+    for place in range(1, 40):
+        index, pairs, shares = SuffixIndex(), Successors(4), np.ones((1, 1), np.float32)
+        index._singles, index._pairs, index._triples, pairs._slots, pairs._singles = (Map() for _ in range(5))
+        index.tokens, index._earlier, pairs._pairs, pairs._texts = (List() for _ in range(4))
+        left = place
         with suppress(MemoryError):
             index.extend(text)
+        left = place
         with suppress(MemoryError):
-            pairs.see([(7, 8)], np.ones((1, 1), np.int32), shares)
-        Ends.left = 0
+            for token in range(9):
+                pairs.see([(token, token + 1)], np.ones((1, 1), np.int32), shares)
+        left = 0
         for _ in range(2):
             index.extend(text)
             assert index.match(text[:3]) is not None
