@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .model.layout import TreeLayout
 from .model.transfer import RowNumbers, upload
 
 
@@ -182,6 +183,12 @@ class Draft:
         """Whether nodes may have several children."""
         return self.parents is not None
 
+    def on(self, device: torch.device, nodes: TreeLayout | None) -> torch.Tensor:
+        """The tokens ``[b, t]``; those that the host knows are uploaded together with their layout."""
+        if self.listed is None or not self.size or self.tokens.device == device:
+            return self.tokens.to(device)
+        return upload(self.listed, device) if nodes is None else nodes.tokens(device)
+
     def children(self, row: int, node: int) -> list[int]:
         """Nodes that continue ``node`` in ``row``, in the order in which they are to be tried."""
         if self.parents is None:
@@ -229,3 +236,11 @@ class Verdict:
     def up_to(self, last: int) -> Verdict:
         """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""
         return replace(self, nodes=[node if node <= last else -1 for node in self.nodes])
+
+
+def by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

@@ -25,7 +25,7 @@ from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, brief, warn_once
+from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, brief, only_warned, warn_once
 from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
@@ -236,6 +236,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         vocabulary=session.vocabulary,
         streamer=call.streamer,
         checks_logits=checks_logits,
+        is_lossless=source.lossless,
         waits_for=_others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
     )
@@ -322,8 +323,9 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     finally:
         decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()
-    decoder.stats.promise = _promise(decoder, source)
-    knowledge.knowledge.add_call(decoder.stats)
+    with only_warned("keeping a call's statistics"):
+        decoder.stats.promise = _promise(decoder, source)
+        knowledge.knowledge.add_call(decoder.stats)
     for criterion in call.stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
             criterion(ids[:, :-1], None)  # transformers' warning that the text is longer than the model was made for
@@ -349,7 +351,12 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     begun = perf_counter()
     with without_checkpointing(call.model):
         output = type(call.model)._sample(options.pop("model"), **options)
-    seconds = perf_counter() - begun
+    with only_warned("keeping a call's statistics"):
+        knowledge.knowledge.add_call(_plain_stats(call, knowledge, why, output, perf_counter() - begun))
+    return output
+
+
+def _plain_stats(call: Call, knowledge: KnowledgeOfCall, why: str, output: Any, seconds: float) -> GenerationStats:
     ids = output if isinstance(output, torch.Tensor) else output.sequences
     eos_tokens = call.stopper.eos_tokens
     padding = call.pad_token if eos_tokens else None
@@ -365,8 +372,7 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     for found in knowledge.all_findings():
         if found.is_idle:
             found.report(stats)
-    knowledge.knowledge.add_call(stats)
-    return output
+    return stats
 
 
 def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:

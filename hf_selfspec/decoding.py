@@ -1,6 +1,7 @@
 """The decode loop: prefill, then draft, verify, commit until every row is done."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -10,20 +11,21 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from .batch import Draft, Text, Verdict
+from .batch import Draft, Text, Verdict, by_step
 from .draft.source import FixedDrafter
-from .errors import UnsupportedOptionError
+from .errors import UnsupportedOptionError, brief, warn_once
 from .model.exact import MOST_TOKENS
 from .model.experts import decoding_experts
 from .model.handover import hand_back
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.logits import Logits, Tops
+from .model.modules import is_tensor_parallel
 from .model.partial import ForwardPass
 from .model.prefill import prefill
 from .model.prompt import CACHE_NAME
 from .model.target import Target
-from .model.transfer import moment, seconds_between, upload
+from .model.transfer import is_out_of_memory, moment, seconds_between
 from .stats import GenerationStats
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
@@ -49,6 +51,7 @@ class Decoder:
     vocabulary: int  # number of tokens that the model knows; logits may cover fewer
     streamer: BaseStreamer | None = None  # receives each token once all rows have it
     checks_logits: bool = True  # NaN and infinite logits are an error; otherwise they are treated as in plain generate
+    is_lossless: bool = True  # drafts do not change the output
     keeps_rows: bool = True  # rows that have ended stay in forwards and cache, since the caller gets the cache back
     # Given whether this process is unfinished, returns whether any is, where all have to run as many forwards.
     waits_for: Callable[[bool], bool] | None = None
@@ -78,7 +81,7 @@ class Decoder:
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started, begun = perf_counter(), moment(self.text.ids.device)
-        nothing = Draft.none(self.text)
+        nothing, drafter = Draft.none(self.text), self.draft
         for grammar in self.scorer.grammars:
             grammar.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
         found = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
@@ -104,21 +107,38 @@ class Decoder:
             ended = perf_counter()
             last = ids.shape[1] - self.text.prompt_width - 1  # which processors do not get to see
             seen = [known[: min(self.generated(row), last)] for row, known in enumerate(self._tokens)]
-            for grammar in self.scorer.grammars:
-                grammar.finish(seen)
-            self.draft.finish(self.text)
+            with self._surviving():
+                for grammar in self.scorer.grammars:
+                    grammar.finish(seen)
+                self.draft.finish(self.text)
             self.stats.search_seconds += perf_counter() - ended
-        self.stats.draft_steps = self.draft.steps
+        self.stats.draft_steps = drafter.steps
         self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started
         self.stats.plan = self.target.full_plan.picture()
-        self.draft.report(self.stats)
+        with self._surviving():
+            drafter.report(self.stats)
         return ids
 
     @property
     def has_begun(self) -> bool:
         """Whether a token was chosen, which a streamer may have shown."""
         return any(self._tokens)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Lets the call go on without drafts and learning where memory runs out in the block, or the text is whole: a
+        drafter that was interrupted may know half of a round. Processes that share forwards have to run the same."""
+        try:
+            yield
+        except Exception as error:
+            is_enough = self._is_finished() or (self.is_lossless and is_out_of_memory(error))
+            if is_tensor_parallel(self.target.model) or not is_enough:
+                raise
+            warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
+            self.draft = FixedDrafter()
+            self.draft.reads_logits = False
+            self.target.cache.stay()
 
     def _is_needed(self) -> bool:
         """Whether there is another forward, for this process or for others that are unfinished."""
@@ -138,12 +158,12 @@ class Decoder:
     def _round(self) -> None:
         max_new = [0 if done else self._max_new(row) for row, done in enumerate(self._done)]
         begun = moment(device := self.text.ids.device)
-        draft = self.draft.propose(self.text, max_new)
+        draft, along = self.draft.propose(self.text, max_new), None
         drafted = moment(device)
         logits = self._verify_pass(draft)
         verified = moment(device)
-        look = self.draft.look
-        along = None if look is None else look(logits)
+        with self._surviving():
+            along = None if (look := self.draft.look) is None else look(logits)
         looked = moment(device)
         # The wait of a round, the only one where drafts need none: from here on the device's times are known.
         verdicts = self._judge(draft, logits, along)
@@ -152,7 +172,8 @@ class Decoder:
         self._commit(verdicts, logits)
         self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
         committed = perf_counter()
-        self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.found)
+        with self._surviving():
+            self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.found)
         self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
 
@@ -164,7 +185,7 @@ class Decoder:
         nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
         tokens = text.last_tokens()
         if draft.size:
-            tokens = torch.cat([tokens, _on_device(draft, nodes, text.ids.device)], dim=1)
+            tokens = torch.cat([tokens, draft.on(text.ids.device, nodes)], dim=1)
         if target.is_exact and draft.size >= MOST_TOKENS:
             raise UnsupportedOptionError(f"SelfSpec(exact=True) takes drafts below {MOST_TOKENS} tokens: {draft.size}.")
         roots = text.last_slots()
@@ -314,8 +335,8 @@ class Decoder:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=_by_step(self._scores, steps) if self._steps is None else tuple(self._steps),
-            logits=_by_step(self._logits, steps),
+            scores=by_step(self._scores, steps) if self._steps is None else tuple(self._steps),
+            logits=by_step(self._logits, steps),
             **{CACHE_NAME: cache},
         )
 
@@ -332,18 +353,3 @@ class Decoder:
                 self.target.step(self.text.last_tokens(), self.text.last_slots(), run)
             ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
         hand_back(self.target.cache, cache, prompt.slots(total, counts), total, ends)
-
-
-def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> torch.Tensor:
-    """The draft's tokens ``[b, t]``; those that the host knows are uploaded together with their layout."""
-    if draft.listed is None or not draft.size or draft.tokens.device == device:
-        return draft.tokens.to(device)
-    return upload(draft.listed, device) if nodes is None else nodes.tokens(device)
-
-
-def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
-    if rows is None:
-        return None
-    empty = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

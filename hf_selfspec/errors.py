@@ -79,6 +79,15 @@ _FILTER: Any = ("ignore", _muted, Warning, None, 0)
 
 
 @contextmanager
+def only_warned(what: str) -> Iterator[None]:
+    """Turns an error in the block into a warning: what comes after a text must not lose it."""
+    try:
+        yield
+    except Exception as error:
+        warn_once(f"{what} has failed, which the text does not need: {brief(repr(error))}", ignore_numbers=True)
+
+
+@contextmanager
 def muted() -> Iterator[None]:
     """Suppresses this thread's warnings, for what the user does not see; they do not count as issued.
 

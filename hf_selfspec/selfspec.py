@@ -159,7 +159,7 @@ class SelfSpec(Settings):
         inner = self._only_model("SelfSpec.save_pretrained", model)
         settings, path = self._saved(), path_of(folder) / saving.FILE_NAME
         with reported(path):
-            self._knowledge.save(path, inner, settings)
+            saving.write(self._knowledge.content(path, inner, settings))
             if inner is not None:
                 self._source.save(path.parent, inner)
 

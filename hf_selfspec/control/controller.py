@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..forks import new_lock
-from .costs import CostCurve
+from .costs import CostCurve, one_at_a_time
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
@@ -90,26 +90,26 @@ class ArmStats:
 class Measurements:
     """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
 
-    _lock = new_lock()  # held while curves are looked up
+    _lock = new_lock()  # held while curves are looked up, and results read or changed
 
     def __init__(self, other: Measurements | None = None) -> None:
         self.arms = defaultdict[str, ArmStats](ArmStats, {FREE: ArmStats(_TRIED_FREE, _MOST_LOST, _LOST)})
         self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
 
+    @one_at_a_time
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
         """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
-        with self._lock:
-            found = self._curves.pop((device, rows, reach), None)
-            if found is None:
-                found = CostCurve(on_cpu, rows, is_frozen)
-                known = {key: curve for key, curve in self._curves.items() if key[0] == device and curve.is_measured}
-                if known:
-                    found.begin_like(known[min(known, key=lambda k: (abs(math.log(k[1] / rows)), abs(k[2] - reach)))])
-                if len(self._curves) >= _MOST:
-                    self._curves.pop(next(iter(self._curves)))
-            self._curves[device, rows, reach] = found  # the last one in use
-            return found
+        found = self._curves.pop((device, rows, reach), None)
+        if found is None:
+            found = CostCurve(on_cpu, rows, is_frozen)
+            known = {key: curve for key, curve in self._curves.items() if key[0] == device and curve.is_measured}
+            if known:
+                found.begin_like(known[min(known, key=lambda k: (abs(math.log(k[1] / rows)), abs(k[2] - reach)))])
+            if len(self._curves) >= _MOST:
+                self._curves.pop(next(iter(self._curves)))
+        self._curves[device, rows, reach] = found  # the last one in use
+        return found
 
 
 class Controller:
@@ -118,14 +118,16 @@ class Controller:
     def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
         self._found, self._device, self._on_cpu, self._is_frozen = found, device, on_cpu, is_frozen
-        self.arms, self._rows = found.arms, 0
-        self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
+        self.arms, self._rows, self._lock = found.arms, 0, found._lock
+        with self._lock:
+            self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
 
     def begin(self, rows: int, running: int, context: int) -> None:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
         self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 
+    @one_at_a_time
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""
         if not self._rows:
@@ -156,6 +158,7 @@ class Controller:
         speedup = self.speedup(best, promised[best])
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
+    @one_at_a_time
     def record(
         self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
     ) -> None:
@@ -173,7 +176,7 @@ class Controller:
         if curve.is_measured:
             used = self.arms.get(name or "")
             pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
-            for stats in list(self.arms.values()):
+            for stats in self.arms.values():
                 if stats is used:
                     stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted)
                 else:

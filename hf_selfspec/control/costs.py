@@ -5,8 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from statistics import median
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..forks import new_lock
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
 # larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
@@ -29,14 +36,26 @@ _PLAIN, _PLAIN_AGAIN = 2, 128
 _MEMORY = 0.99
 
 
+def one_at_a_time(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """Lets one thread at a time into such methods of objects that share a ``_lock``."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class CostCurve:
     """Times of rounds for one model on one device, batch size and range of context; ``costs`` are the seconds that one
-    of free drafts takes with 0, 1, 2, ... drafted tokens, their own work included."""
+    of free drafts takes with 0, 1, 2, ... drafted tokens, their own work included. Threads may share it."""
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
         self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
         self._is_frozen = is_frozen
+        self._lock = new_lock()
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
@@ -50,6 +69,7 @@ class CostCurve:
         return any(self._times) or bool(self._plain)
 
     @property
+    @one_at_a_time
     def plain(self) -> float:
         """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
         known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
@@ -60,10 +80,12 @@ class CostCurve:
         return not self._is_frozen and (len(self._plain) < _PLAIN or self._since_plain >= _PLAIN_AGAIN)
 
     @property
+    @one_at_a_time
     def pace(self) -> float:
         """Present speed of decoding in tokens per second, all rows; at least one token for each plain round."""
         return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / self.plain)
 
+    @one_at_a_time
     def add_plain(self, tokens: int, seconds: float) -> None:
         """Records a round in which nothing was done but to generate ``tokens`` tokens."""
         if seconds > 0 and not self._is_frozen:
@@ -75,6 +97,7 @@ class CostCurve:
                     self.costs = self._measured()
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
+    @one_at_a_time
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
         if self._is_frozen:
             return self.see(tokens, self.costs[min(drafted, SIZES[-1])])
@@ -99,14 +122,17 @@ class CostCurve:
                     self._last[other] = self._total
             self.costs = self._measured()
 
+    @one_at_a_time
     def begin_like(self, other: CostCurve) -> None:
         """Starts with the times of rounds over other rows, or another context, as one time of each size."""
         self._rounds[0] = 1  # kernels are warm
-        for size, theirs in enumerate(other._times):
-            if theirs:
-                self._times[size].append(median(theirs) * self._forwards[size] / other._forwards[size])
+        with other._lock:
+            for size, theirs in enumerate(other._times):
+                if theirs:
+                    self._times[size].append(median(theirs) * self._forwards[size] / other._forwards[size])
         self.costs = self._measured()
 
+    @one_at_a_time
     def see(self, tokens: int, seconds: float) -> None:
         self._since_plain += 1
         self._tokens = self._tokens * _MEMORY + tokens

@@ -1,5 +1,6 @@
 """Reading files that may be damaged, and writing files whole or not at all."""
 
+import hashlib
 import json
 import math
 import os
@@ -36,13 +37,23 @@ def path_of(given: StrPath) -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{uuid4().hex}.tmp")
+    beside = path.with_name(f".{_beside(path)}-{uuid4().hex}.tmp")
     try:
         yield beside
         _sync(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Iterable[Path]:
+    """The files beside ``path`` that :func:`written_whole` has left there where a process was killed."""
+    return path.parent.glob(f".{_beside(path)}-*.tmp")
+
+
+def _beside(path: Path) -> str:
+    """Stands for a file in names, which must not become longer."""
+    return hashlib.sha256(path.name.encode()).hexdigest()[:12]
 
 
 @contextmanager

@@ -12,14 +12,15 @@ from ..stats import GenerationStats
 from . import saving
 from .saving import Key, Saved
 
-# Seconds to wait while another process reads or writes.
-_PATIENCE = 10.0
+# Seconds to wait while another process holds a file, at the end of a process and where texts are to be forgotten; calls
+# do not wait.
+PATIENCE = 10.0
 
 
 class Findings:
     """What is known of one model for one kind of call; a source overrides what it needs."""
 
-    changed: Callable[[], None] | None = None  # called when there is something new to save
+    changed: Callable[[], object] | None = None  # called when there is something new to save
 
     @property
     def is_idle(self) -> bool:
@@ -40,6 +41,9 @@ class Findings:
 class TextFindings(Findings):
     """Findings that hold users' texts: they can be forgotten, and processes that share a file merge them."""
 
+    # Writes them, and waits so many seconds for a file that another process holds; returns whether that is done.
+    save: Callable[[float], bool] | None = None
+
     def forget(self) -> None:
         """Drops the texts and what follows from them."""
         raise NotImplementedError
@@ -50,13 +54,21 @@ class TextFindings(Findings):
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from reading or writing a file; raises an ``OSError`` where that is not possible."""
+def locked(path: Path, patience: float) -> Iterator[None]:
+    """Keeps others from writing a file; raises a ``TimeoutError`` while another process, or thread, does that for
+    longer than ``patience`` seconds, and another ``OSError`` where it is not possible."""
     from filelock import FileLock  # imported here because calls without a cache folder do not need it
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock", timeout=_PATIENCE):
+    lock = FileLock(f"{path}.lock", timeout=patience)
+    try:
+        lock.acquire()
+    except NotImplementedError as error:
+        raise OSError(str(error)) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 class TextFile:
@@ -68,17 +80,22 @@ class TextFile:
         self._version: tuple[int, int] | None = None
 
     def read(self) -> Saved | None:
-        """Reads the file, ``None`` if there is none; findings that start from it belong to the file."""
-        if self.path.exists():
-            # In a folder that cannot be written nothing changes, so the file is read without the lock.
-            with suppress(OSError), locked(self.path):
-                return self._read()
-        return self._read()
+        """Reads the file, ``None`` if there is none; findings that start from it belong to the file. Files are replaced
+        as a whole, so that needs no lock."""
+        try:
+            self._version = self._seen()
+            saved = saving.read(self.path)
+        except (OSError, SettingError):
+            if self.path.exists():
+                raise
+            return None
+        self.id = saved.text_id
+        return saved
 
     @contextmanager
-    def merged(self, found: Findings, key: Key) -> Iterator[None]:
+    def merged(self, found: Findings, key: Key, patience: float) -> Iterator[None]:
         """Merges what others have written since into the findings; what the block writes is the file from then on."""
-        with locked(self.path):
+        with locked(self.path, patience):
             if isinstance(found, TextFindings):
                 with beginning_anew(self.path):
                     self._merge(found, key)
@@ -91,20 +108,12 @@ class TextFile:
             if mine is not None:
                 found.forget()
             self.id = uuid4().hex
-        elif self._seen() != version and (saved := self._read()) is not None:
+        elif self._seen() != version and (saved := self.read()) is not None:
             if mine not in (None, self.id):
                 found.forget()
             if (state := saved.states(key.source).get(key.kind)) is not None:
                 with saving.reading(self.path):
                     found.merge(state)
-
-    def _read(self) -> Saved | None:
-        if not self.path.exists():
-            return None
-        self._version = self._seen()
-        saved = saving.read(self.path)
-        self.id = saved.text_id
-        return saved
 
     def _seen(self) -> tuple[int, int]:
         found = self.path.stat()

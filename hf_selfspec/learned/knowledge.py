@@ -1,11 +1,15 @@
 """What a ``SelfSpec`` learns from call to call, and where it is kept."""
 
+from __future__ import annotations
+
+import atexit
 import hashlib
 import json
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,7 +17,7 @@ from typing import Any, TypeVar, cast
 from transformers import PreTrainedModel
 
 from ..control.controller import Measurements
-from ..errors import SettingError, warn_once
+from ..errors import SettingError, brief, only_warned, warn_once
 from ..forks import new_lock
 from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
@@ -21,14 +25,23 @@ from ..stats import GenerationStats
 from ..stop.rules import Memory
 from ..validation import StrPath
 from . import saving
-from .files import path_of, reported
-from .findings import Findings, TextFile, TextFindings, aside, beginning_anew, locked
+from .files import path_of, reported, unfinished
+from .findings import PATIENCE, Findings, TextFile, TextFindings, aside, beginning_anew, locked
 from .saving import Key, Kind, Saved
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
 
 _F = TypeVar("_F", bound=Findings)
+
+_unwritten: weakref.WeakSet[Knowledge] = weakref.WeakSet()
+
+
+@atexit.register
+def _write_rest() -> None:
+    for knowledge in list(_unwritten):
+        for write in list(knowledge.unwritten.values()):
+            write(PATIENCE)
 
 
 @dataclass
@@ -52,7 +65,9 @@ class Knowledge:
         self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)  # without lists that have an entry for each token
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.text_paths: set[Path] = set()  # used by this process, also for models that no longer exist
-        self.lock = new_lock()  # held while anything here is read or changed
+        self.lock = new_lock()  # held while anything here is read or changed, never while a file is waited for
+        self.writing = new_lock()  # held while findings that are not texts are written
+        self.unwritten: dict[Path, Callable[[float], bool]] = {}  # by files that could not be written, what tries again
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -101,7 +116,7 @@ class Knowledge:
                 f"{saved.path} was saved for {difference}. Use it with that model, or make a new SelfSpec for this one."
             )
 
-    def save(
+    def content(
         self,
         path: Path,
         model: PreTrainedModel | None,
@@ -109,8 +124,9 @@ class Knowledge:
         wanted: Callable[[Key], bool] = lambda key: True,
         text_id: str = "",
         fingerprint: Fingerprint | None = None,
-    ) -> None:
-        """Writes settings and what is known of ``model``, or the ``wanted`` part, for its present weights."""
+    ) -> Saved:
+        """Settings and what is known of ``model``, or the ``wanted`` part, for its present weights: what a file is to
+        hold, which is written without the lock."""
         with self.lock:
             saved = self.saved or (None if model is None else self.record(model).read)
             # What was read but not used yet is kept.
@@ -124,29 +140,45 @@ class Knowledge:
                 used = {key.source for key in known}
                 # Files of earlier versions do not name the source, of which they have only one.
                 findings = {key: state for key, state in findings.items() if key.source or not used}
-                findings.update({key: found.state() for key, found in known.items()})
+                findings.update({key: found.state() for key, found in known.items() if wanted(key)})
             chosen = {key: state for key, state in findings.items() if wanted(key)}
-            saving.write(Saved(dict(settings), fingerprint, chosen, path, text_id))
+            return Saved(dict(settings), fingerprint, chosen, path, text_id)
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, also from the files in which they are kept."""
         with self.lock:
-            found = [one for record in self._records.values() for one in record.findings.values()]
-            with_texts = [one for one in found if isinstance(one, TextFindings)]
-            for one in with_texts:
-                one.forget()
-            if self.saved is not None:
-                # Texts are in findings for all kinds of calls.
-                kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
-                self.saved = replace(self.saved, findings=kept)
-            for path in self.text_paths:
-                with reported(path), locked(path):
-                    for file in (path, aside(path)):
-                        if not file.is_dir():
-                            file.unlink(missing_ok=True)
-            for one in with_texts:
-                if one.changed is not None:
-                    one.changed()
+            paths, problems = sorted(self.text_paths), list[SettingError]()
+        with ExitStack() as files:
+            held = []
+            for path in paths:
+                try:
+                    with reported(path):
+                        files.enter_context(locked(path, PATIENCE))  # another thread's write would merge the texts
+                    held.append(path)
+                except SettingError as error:
+                    problems.append(error)
+            with self.lock:
+                found = [one for record in self._records.values() for one in record.findings.values()]
+                with_texts = [one for one in found if isinstance(one, TextFindings)]
+                for one in with_texts:
+                    one.forget()
+                if self.saved is not None:
+                    # Texts are in findings for all kinds of calls.
+                    kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
+                    self.saved = replace(self.saved, findings=kept)
+                for path in held:
+                    try:
+                        with reported(path):
+                            for file in (path, aside(path), *unfinished(path)):
+                                if not file.is_dir():
+                                    file.unlink(missing_ok=True)
+                    except SettingError as error:
+                        problems.append(error)
+        for one in with_texts:
+            if one.save is not None:
+                one.save(0.0)
+        if problems:
+            raise problems[0]
 
 
 @dataclass(frozen=True)
@@ -205,17 +237,36 @@ class KnowledgeOfCall:
         path = self._file(Key(self.kind, ""))
         return saving.read(path) if path is not None and path.exists() else None
 
-    def write(self) -> None:
-        """Writes what calls have found since the last time, where it is kept on disk."""
-        news = self._record.news
-        if news.is_set() and (path := self._file(Key(self.kind, ""))) is not None:
-            news.clear()
-            self._cache(path)
+    def write(self, patience: float = 0.0) -> bool:
+        """Writes what calls have found since the last time, where it is kept on disk, and returns whether that is done.
+        Otherwise the next call tries it again, and the end of the process."""
+        knowledge, news = self.knowledge, self._record.news
+        with only_warned("keeping findings on disk"):
+            if not news.is_set() or (path := self._file(Key(self.kind, ""))) is None:
+                return True
+            done = False
+            if knowledge.writing.acquire(timeout=patience):  # or another thread is at it
+                try:
+                    news.clear()
+                    done = self._keep(path, patience)
+                finally:
+                    if not done:
+                        news.set()
+                    knowledge.writing.release()
+            if done:
+                knowledge.unwritten.pop(path, None)
+            else:
+                knowledge.unwritten[path] = self._later(KnowledgeOfCall.write)
+                _unwritten.add(knowledge)
+            return done
+        return False
 
-    def _cache(self, path: Path, texts: TextFile | None = None, key: Key | None = None) -> None:
+    def _keep(self, path: Path, patience: float, texts: TextFile | None = None, key: Key | None = None) -> bool:
+        """Writes a file, and returns whether that is done; reports what fails, but not that another process holds it
+        for now. Neither the file nor its lock is waited for with the lock of all findings."""
         knowledge, model, settings = self.knowledge, self.model, self.settings()
         try:
-            with knowledge.lock, reported(path):
+            with reported(path):
                 now = Fingerprint.of_decoder(model)
                 if now != self.fingerprint():
                     warn_once(
@@ -224,12 +275,19 @@ class KnowledgeOfCall:
                         "next to the model's checkpoints, or a new SelfSpec when the weights are final."
                     )
                 elif texts is None or key is None:
-                    knowledge.save(path, model, settings, lambda one: one.kind is not None, fingerprint=now)
+                    saving.write(knowledge.content(path, model, settings, lambda one: one.kind is not None, "", now))
                 else:
-                    with texts.merged(self._record.findings[key], key):
-                        knowledge.save(path, model, settings, lambda one: one == key, texts.id or "", now)
-        except SettingError as error:
-            warn_once(f"findings are not kept on disk: {error}")
+                    with knowledge.lock:
+                        found = self._record.findings[key]
+                    with texts.merged(found, key, patience):
+                        known = knowledge.content(path, model, settings, lambda one: one == key, texts.id or "", now)
+                        saving.write(known)
+            return True
+        except Exception as error:
+            if patience or not isinstance(error.__cause__, TimeoutError):
+                told = str(error) if isinstance(error, SettingError) else brief(repr(error))
+                warn_once(f"findings are not kept on disk: {told}")
+            return False
 
     def _file(self, key: Key) -> Path | None:
         if self.cache_dir is None or is_tensor_parallel(self.model):
@@ -263,17 +321,19 @@ class KnowledgeOfCall:
             found.changed = self._record.news.set
         else:
             self.knowledge.text_paths.add(path)
-            found.changed = self._text_writer(texts, key)
+            assert isinstance(found, TextFindings), "what all kinds of calls share is texts"
+            found.save = self._later(lambda known, patience: known._keep(path, patience, texts, key))
         return found
 
-    def _text_writer(self, texts: TextFile, key: Key) -> Callable[[], None]:
+    def _later(self, write: Callable[[KnowledgeOfCall, float], bool]) -> Callable[[float], bool]:
+        """``write`` for later, as long as the model exists."""
         alive, without_model = weakref.ref(self.model), replace(self, model=cast(Any, None))
 
-        def write() -> None:
-            if (model := alive()) is not None:
-                replace(without_model, model=model)._cache(texts.path, texts, key)
+        def later(patience: float) -> bool:
+            model = alive()
+            return model is None or write(replace(without_model, model=model), patience)
 
-        return write
+        return later
 
 
 def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:

@@ -21,7 +21,8 @@ class LookupRow:
     def __init__(self, findings: LookupFindings, kind: str = "") -> None:
         self.findings = findings
         self.own = SuffixIndex()
-        self._rates = findings.rates[kind]
+        with findings.lock:
+            self._rates = findings.rates[kind]
         self._text = findings.next_text()
         self._expected = self._accepted = 0.0
         self._predicted: list[Offer] = []

@@ -102,13 +102,13 @@ class Successors:
     def _new(self, key: int) -> int:
         slot = len(self._pairs)
         if slot < self.most:
+            self._texts.append(0)  # first, and a slot may lack its pair: an error may end these steps anywhere
             self._pairs.append(key)
-            self._texts.append(0)
         else:
             slot = self._oldest
             self._oldest = (slot + 1) % self.most
             old = self._pairs[slot]
-            del self._slots[old]
+            self._slots.pop(old, None)
             if self._singles.get(old & _LAST) == slot:
                 del self._singles[old & _LAST]
             self._pairs[slot] = key

@@ -46,10 +46,11 @@ class SuffixIndex:
         singles, pairs, triples = self._singles, self._pairs, self._triples
         single, pair, triple = self._last
         position = len(known)
+        earlier += [-1] * (position - len(earlier))  # where an error, or an interrupt, has ended a step half-way
         for token in tokens:
+            known.append(token)
             earlier.append(triples.get(triple, -1))
             triples[triple] = pairs[pair] = singles[single] = position
-            known.append(token)
             triple = pair << BITS | token
             pair = single << BITS | token
             single = token

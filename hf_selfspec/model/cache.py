@@ -189,6 +189,10 @@ class SpeculativeCache(Cache):
             self.capacity = max(needed, int(self.capacity * _GROWTH))
         self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
+    def stay(self) -> None:
+        """Wants no more slots than there are, after there was no memory for further ones."""
+        self.capacity = min((bank.of[0].shape[2] for bank in self._banks), default=self.capacity)
+
     def let_go(self) -> None:
         self.layers.clear()
         self._banks.clear()

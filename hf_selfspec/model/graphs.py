@@ -31,10 +31,12 @@ from .transfer import wait_for
 _USES = 8
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
 _COUNTED = 512
-# Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts.
-_TIMES = 3
-# After this many choices against graphs, and none for them, no more graphs are made.
-_LOST = 2
+# Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts. Both are timed
+# more at the use of this binary length, the 128th, and at each doubling from there on.
+_TIMES, _AGAIN = 3, 8
+# After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
+# still asks for one: that takes work, and what was chosen may change.
+_LOST, _ASKED = 2, 16
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 _PLACES = 2
 # Module attributes with values of these types are constants of a graph.
@@ -64,25 +66,28 @@ in_children(_let_all_run)
 
 @dataclass
 class Graph:
-    """One graph, and for each number of tokens padded to it whether it is faster than the model's own code, which is
-    final once it is known, so that equal calls have equal results."""
+    """One graph, and for each number of tokens padded to it whether it is faster than the model's own code. That is
+    looked at seldom once it is known, so that equal calls have equal results."""
 
     run: Run  # maps the inputs to the results
     what: str  # what it is a graph of, for messages
     clock: Callable[[], float]  # returns seconds, after all that its device was given is done
     seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     is_faster: dict[int, bool] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
 
     def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
         """Returns the result for ``count`` tokens, by the graph or without it, in turn until times have decided."""
-        if count in self.is_faster:
-            return by_graph() if self.is_faster[count] else eager()
         mine, other = self.seconds.setdefault(count, ([], []))
+        uses = self.uses[count] = self.uses.get(count, 0) + 1
+        wanted = _TIMES + max(uses.bit_length() + 1 - _AGAIN, 0)
+        if len(other) >= wanted and count in self.is_faster:
+            return by_graph() if self.is_faster[count] else eager()
         turn, times = (by_graph, mine) if len(mine) <= len(other) else (eager, other)
         begun = self.clock()
         result = turn()
         times.append(self.clock() - begun)
-        if len(other) >= _TIMES:
+        if len(other) >= wanted:
             self.is_faster[count] = min(mine) <= min(other)
         return result
 
@@ -94,11 +99,13 @@ class Graphs:
     config: CompileConfig
     state: Hashable  # properties of the model that they depend on
     whose: str  # name of the model, for messages
-    refused: str = ""  # why no (further) graphs are made
+    refused: str = ""  # why no graphs are made or used
+    slower: str = ""  # why no further graphs are made, empty if they are
     # The memory that no generation uses now, the last one that was left at the end.
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(_PLACES)])
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
+    _unasked: int = 0  # forwards that have not asked for a graph, since none is faster
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
     _lock: Any = field(default_factory=new_lock)
 
@@ -162,17 +169,24 @@ class Graphs:
             f"({self.refused}). The output is the same."
         )
 
+    @property
+    def rest(self) -> bool:
+        """Whether a forward need not ask for a graph."""
+        self._unasked += bool(self.slower)
+        return bool(self.refused) or self._unasked % _ASKED > 0
+
     def _are_slower(self) -> bool:
         """Whether graphs have turned out to be slower than the model's own code, so that no more are made."""
         made = [graph for graph in self._graphs.values() if graph is not None]
         choices = [(graph, count) for graph in made for count in list(graph.is_faster)]  # other threads add to it
         if self.refused or len(choices) < _LOST or any(graph.is_faster[count] for graph, count in choices):
-            return False
-        graph, count = choices[-1]
-        what, (mine, other) = graph.what, map(min, graph.seconds[count])
-        self.refused = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
-        _logger.warning(f"{self.whose}: no more graphs are made, since {self.refused}")
-        return True
+            self.slower, self._unasked = "", 0
+        elif not self.slower:
+            graph, count = choices[-1]
+            what, (mine, other) = graph.what, map(min, graph.seconds[count])
+            self.slower = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
+            _logger.warning(f"{self.whose}: no more graphs are made, since {self.slower}")
+        return bool(self.slower)
 
     def _compiled(self, function: Run, inputs: Sequence[torch.Tensor]) -> Run:
         # Imported here: it takes a second, and most programs do not compile.

@@ -11,10 +11,12 @@ fastest. bfloat16 and GPUs need none of this.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeGuard
 
@@ -37,6 +39,10 @@ _SMALLEST = 2**16
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 # How often each way runs before one is chosen; the first run does not count.
 _TURNS = 3
+# Ways are timed again, since what ran beside them may have decided, once the chosen one was in use for so long that it
+# costs such a share of the time; then after twice as long, and so on. In twelve calls of 120 tokens (SmolLM2-135M,
+# float32, one thread of a busy Intel Xeon) 20 looks took 0.12 % of the time, and three of 35 choices changed.
+_PRICE = 0.01
 # How many of a weight's numbers one timed run multiplies per thread (1 ms), and the factor of which its number of rows
 # is a multiple, as in most weights. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and
 # more than that with oneDNN.
@@ -95,38 +101,59 @@ if torch.backends.mkldnn.is_available():
     WAYS += (onednn, onednn_transposed)
 
 
+@dataclass
+class Choice:
+    """The fastest way for a shape of weight, a number of tokens and of threads, by the shortest times so far."""
+
+    seconds: dict[Way, float] = field(default_factory=dict)
+    way: Way = blas
+    left: int = 0  # uses until ways are timed again; counted without a lock
+    times: int = 0  # how often they were
+
+
 class LinearAutotuner:
-    """Knows the fastest way for each shape of weight, number of tokens and of threads; a way never changes once it is
-    chosen, so that equal calls have equal results."""
+    """Knows the fastest way for each shape of weight, number of tokens and of threads. A way changes only where one was
+    faster than the chosen one has ever been, and seldom is that looked at: equal calls have equal results."""
 
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
         self._ways = ways
         self._clock = clock
         self._lock = new_lock()
-        self._found: dict[tuple[torch.Size, int, int], Way] = {}
+        self._found: dict[tuple[torch.Size, int, int], Choice] = {}
 
-    def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
-        """Returns the fastest way for 1 to 32 tokens; ``alike`` are all weights of this shape, in order of use."""
+    def choice(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Choice:
+        """Returns the choice for 1 to 32 tokens, of which this is a use; ``alike`` are all weights of this shape, in
+        order of use."""
         with self._lock:
-            if (way := self.known(count, weight)) is None:
-                key = _key(count, weight)
-                way = self._found[key] = self._timed(alike[0].new_ones(key[1], alike[0].shape[1]), alike)
-        return way
+            key = _key(count, weight)
+            choice = self._found.get(key)
+            if choice is None or choice.left <= 0:
+                choice = choice or Choice()
+                self._time(choice, alike[0].new_ones(key[1], alike[0].shape[1]), weight, alike)
+                self._found[key] = choice
+            choice.left -= 1
+        return choice
 
     def known(self, count: int, weight: torch.Tensor) -> Way | None:
-        return self._found.get(_key(count, weight))
+        choice = self._found.get(_key(count, weight))
+        return None if choice is None else choice.way
 
-    def _timed(self, input: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
-        pieces, seconds = itertools.cycle(_pieces(alike)), defaultdict[Way, list[float]](list)
+    def _time(self, choice: Choice, input: torch.Tensor, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> None:
+        choice.left = 1 << 62  # other threads use it meanwhile
+        place = next((place for place, other in enumerate(alike, start=1) if other is weight), 0)
+        pieces = itertools.cycle(_pieces([*alike[place:], *alike[:place]]))
         for turn in range(_TURNS):
             for way in self._ways:
                 piece = next(pieces)
                 begun = self._clock()
                 way(input, piece, None)
                 if turn:  # the first run of a shape takes longer: oneDNN compiles (0.3 to 0.5 ms)
-                    seconds[way].append(self._clock() - begun)
-        # Disturbances only make a run longer.
-        return min(self._ways, key=lambda way: min(seconds[way]))
+                    # Disturbances only make a run longer.
+                    choice.seconds[way] = min(self._clock() - begun, choice.seconds.get(way, math.inf))
+        choice.way = min(self._ways, key=lambda way: choice.seconds[way])
+        used = max(choice.seconds[choice.way], 1e-9) * weight.numel() / piece.numel()  # by one use
+        choice.left = int(_TURNS * sum(choice.seconds.values()) / (_PRICE * used)) << choice.times
+        choice.times += 1
 
 
 def _key(count: int, weight: torch.Tensor) -> tuple[torch.Size, int, int]:
@@ -201,23 +228,26 @@ def _few_tokens(
 ) -> Forward:
     # Called for each layer of each forward, so everything possible is computed in advance.
     parameters, (out, width) = module._parameters, module.weight.shape
-    most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Way]()
+    most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Choice]()
     threads = torch.get_num_threads
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        way, weight = chosen.get(key := (input.numel(), threads())), parameters.get("weight")
-        if way is not None and way is blas and weight is not None:
-            # What the layer itself would do, whoever calls it, without its two attributes that are slow to find.
-            return blas(input, weight, parameters["bias"])
+        choice, weight = chosen.get(key := (input.numel(), threads())), parameters.get("weight")
+        if choice is not None:
+            choice.left -= 1
+            if choice.way is blas and choice.left >= 0 and weight is not None:
+                # What the layer itself would do, whoever calls it, without its two attributes that are slow to find.
+                return blas(input, weight, parameters["bias"])
         if not is_active() or not 0 < key[0] <= most or input.dtype is not torch.float32:
             return original(input)
         if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
             return original(input)
-        if way is None and tracing.now:
-            return original(input)  # a tensor without values cannot be timed
-        if way is None:
-            way = chosen[key] = _fastest.way(key[0] // width, weight, alike)
-        found = way(input.reshape(-1, width), weight, parameters["bias"])
+        if choice is None or choice.left < 0:
+            if not tracing.now:  # a tensor without values cannot be timed
+                choice = chosen[key] = _fastest.choice(key[0] // width, weight, alike)
+            elif choice is None:
+                return original(input)
+        found = choice.way(input.reshape(-1, width), weight, parameters["bias"])
         return found.view(*input.shape[:-1], out)
 
     return forward

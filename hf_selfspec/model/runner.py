@@ -79,7 +79,7 @@ class GraphRunner:
         is_changed = run.functions != (None,) * 4 or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
-        if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
+        if size is None or tokens.dim() != 2 or is_changed or is_part or not self._is_served or self.graphs.rest:
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)
         buffers = target.cache.buffers()

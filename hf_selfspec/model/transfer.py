@@ -3,6 +3,7 @@ tells when a device has done its work."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -49,6 +50,12 @@ def seconds_between(begun: Moment, ended: Moment) -> float:
         return float(ended - begun)
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether a device, or the host, has had no memory left; a CPU tells that in words alone."""
+    is_told = isinstance(error, RuntimeError) and re.search(r"out of memory|can't allocate memory", str(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(is_told)
 
 
 class Pending:

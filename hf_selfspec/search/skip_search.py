@@ -80,7 +80,8 @@ class SkipSearch(Findings):
 
     @property
     def history(self) -> list[float]:
-        return [trial.matchness for trial in self.trials]
+        with self._lock:
+            return [trial.matchness for trial in self.trials]
 
     @property
     def phase(self) -> str:
@@ -102,9 +103,10 @@ class SkipSearch(Findings):
     @property
     def wants_closest(self) -> int:
         """How many of the layers closest to the whole model the next set needs, 0 if it needs no such sets."""
-        if self.closest or not (self._queue and isinstance(self._queue[0], int)):
-            return 0
-        return max(size for size in self._queue if isinstance(size, int))
+        with self._lock:
+            if self.closest or not (self._queue and isinstance(self._queue[0], int)):
+                return 0
+            return max(size for size in self._queue if isinstance(size, int))
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = self.best.picture()
@@ -114,7 +116,10 @@ class SkipSearch(Findings):
         """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window."""
         with self._lock:
             if self._queue:
-                first = self._queue.pop(0)
+                if isinstance(first := self._queue[0], int) and first > len(self.closest):
+                    self.closest = []  # of the text of another thread
+                    return None
+                del self._queue[0]
                 return self.closest[first - 1] if isinstance(first, int) else first
             if self.is_over or not isinstance(self.settings, OnTheFlySearch):
                 return None

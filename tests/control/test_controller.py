@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -366,3 +367,37 @@ def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatc
     spec = SelfSpec(Cascade([Lookup(), EarlyExit(2)]), FixedLength(3))
     assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("what", ["costs", "results"])
+def test_threads_change_what_they_share_one_after_the_other(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, threads = Measurements(), list[Thread]()
+    first, second = (Controller(found if kind == 0 else Measurements(found), "cpu", True) for kind in range(2))
+    for controller in (first, second):
+        controller.begin(1, 1, 100)
+        fed(controller.curve, {0: 0.02}, 8)
+    assert first.curve is second.curve
+    arms = first.arms
+    other = second if what == "costs" else Controller(found, "cpu", True)
+    other.begin(1, 1, 100)
+    owner, name = (CostCurve, "_measured") if what == "costs" else (ArmStats, "add")
+    original = getattr(owner, name)
+
+    def half_way(*args: Any) -> Any:
+        """Another thread records a round while this one does."""
+        if not threads:
+            task = other.curve.add if what == "costs" else other.record
+            threads.append(Thread(target=task, args=(0, 1, 0.02) if what == "costs" else ("source", 0, 1, 0.02)))
+            threads[0].start()
+            threads[0].join(0.3)
+            assert threads[0].is_alive()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, half_way)
+    arms["source"].rounds = 0
+    if what == "costs":
+        fed(first.curve, {3: 0.02}, 2)
+    else:
+        first.record("source", 0, 1, 0.02)
+    threads[0].join()
+    assert what == "costs" or arms["source"].rounds == 2

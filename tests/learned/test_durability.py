@@ -18,6 +18,7 @@ from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_wit
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import python
 from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
+from hf_selfspec.learned import knowledge
 from hf_selfspec.lookup.findings import _write_rest
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
@@ -314,3 +315,37 @@ def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warn
         _write_rest()
     assert files
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == files
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+@pytest.mark.parametrize("draft", [Lookup(), SEARCHES["clasp"].draft], ids=["texts", "search"])
+def test_a_write_that_failed_is_tried_again_at_the_end(
+    draft: Any, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SelfSpec(draft, cache_dir=tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", full)
+        with pytest.warns(UserWarning, match="not kept on disk: .*No space left"):
+            generate(llama, prompt(), 30, assistant=spec)
+    assert not list(tmp_path.rglob("*.json"))
+    _write_rest()
+    knowledge._write_rest()
+    (file,) = tmp_path.rglob("*.json")
+    assert json.loads(file.read_text())["findings"]
+    assert not spec._knowledge.unwritten
+
+
+def test_a_call_leaves_a_write_to_another_thread(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """And what it has found to the next call, or the end."""
+    spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
+    with spec._knowledge.writing:
+        generate(llama, prompt(), 30, assistant=spec)
+    assert not list(tmp_path.rglob("*.json"))
+    assert spec._knowledge.unwritten
+    generate(llama, prompt(), 4, assistant=spec)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    assert not spec._knowledge.unwritten

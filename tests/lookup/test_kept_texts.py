@@ -3,23 +3,29 @@
 import copy
 import gc
 import json
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt_neo, tiny_llama
 from hf_selfspec import Cascade, EarlyExit, FixedLength, GenerationStats, Lookup, SelfSpec
 from hf_selfspec.errors import SettingError, SettingTypeError
+from hf_selfspec.learned import findings as files_shared
+from hf_selfspec.learned import knowledge as all_findings
+from hf_selfspec.learned.files import written_whole
 from hf_selfspec.lookup import findings as shared
 from hf_selfspec.lookup.findings import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
@@ -347,3 +353,93 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path) -> None:
         json.loads(path.read_text())
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix not in (".json", ".lock")]
     call(llama, make())
+
+
+@pytest.fixture
+def held(llama: LlamaForCausalLM, tmp_path: Path) -> Iterator[tuple[SelfSpec, Any]]:
+    """A spec that has written its file once, which another process holds now."""
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    call(llama, spec)
+    (path,) = tmp_path.rglob("*-lookup.json")
+    with FileLock(f"{path}.lock") as lock:
+        yield spec, lock
+
+
+def test_calls_do_not_wait_for_a_file_that_another_process_holds(
+    held: tuple[SelfSpec, Any], llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They try again later and later; the end of the process waits."""
+    spec, lock = held
+    times, tried, patience = [20.0 * step for step in range(1, 33)], list[float](), list[float]()
+    locked = files_shared.locked
+
+    def trying(path: Path, seconds: float) -> Any:
+        tried.append(now)
+        patience.append(seconds)
+        return locked(path, seconds)
+
+    monkeypatch.setattr(files_shared, "locked", trying)
+    start = shared.monotonic()
+    for now in times:
+        monkeypatch.setattr(shared, "monotonic", lambda: start + now)  # noqa: B023
+        llama.generate(**OTHER, max_new_tokens=4, assistant=spec)
+    # After 10 s, and then 20, 40, ...
+    assert tried == [20.0, 40.0, 80.0, 160.0, 320.0, 640.0]
+    assert set(patience) == {0.0}
+    assert len(kept_texts(tmp_path)) == 1
+    lock.release()
+    shared._write_rest()
+    assert patience[-1] == files_shared.PATIENCE
+    assert len(kept_texts(tmp_path)) == 1 + len(times)
+    assert findings(spec, llama)._pause == shared._WRITTEN
+
+
+def test_others_go_on_while_one_waits_to_forget(
+    held: tuple[SelfSpec, Any], llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    spec, lock = held
+    forgetting = Thread(target=spec.forget)
+    forgetting.start()
+    for _ in range(2):
+        llama.generate(**OTHER, max_new_tokens=4, assistant=spec)
+    assert forgetting.is_alive()
+    lock.release()
+    forgetting.join()
+    assert not has_texts(tmp_path)
+    assert not stored(spec, llama)
+
+
+def test_what_cannot_be_forgotten_on_disk_is_told(
+    held: tuple[SelfSpec, Any], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _ = held
+    monkeypatch.setattr(all_findings, "PATIENCE", 0.0)
+    with pytest.raises(SettingError, match=r"-lookup\.json cannot be written"):
+        spec.forget()
+    assert not stored(spec, llama)
+
+
+def test_files_of_writes_that_were_killed_are_forgotten(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not those that others are writing."""
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    call(llama, spec)
+    (path,) = tmp_path.rglob("*-lookup.json")
+    with monkeypatch.context() as killed:
+
+        def ends(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        killed.setattr(os, "replace", ends)
+        killed.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            call(llama, spec, OTHER)
+    left = [file for file in path.parent.iterdir() if file.suffix == ".tmp"]
+    assert len(left) == 1
+    assert left[0].stat().st_size > 1000
+    with written_whole(path.with_name("other.json")) as beside:
+        beside.write_text('{"findings": []}')
+        spec.forget()
+    assert sorted(file.name for file in path.parent.iterdir() if file.suffix != ".lock") == [path.name, "other.json"]
+    assert not has_texts(tmp_path)

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 
 import numpy as np
@@ -287,3 +288,48 @@ def test_a_broken_state_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
             knowledge.restore({"known": {**before["known"], **broken}})
         assert knowledge.state() == before
+
+
+def test_a_step_that_was_interrupted_leaves_indices_that_go_on() -> None:
+    """At any place of it: an error of memory, or a user, may end any."""
+
+    left = 0
+
+    def step() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise MemoryError
+
+    class Map(dict[int, int]):
+        def __setitem__(self, key: int, value: int) -> None:
+            step()
+            super().__setitem__(key, value)
+
+    class List(list[int]):
+        def append(self, value: int) -> None:
+            step()
+            super().append(value)
+
+    text = [1, 2, 3, 4, 1, 2, 3, 5]
+    for place in range(1, 40):
+        index, pairs, shares = SuffixIndex(), Successors(4), np.ones((1, 1), np.float32)
+        index._singles, index._pairs, index._triples, pairs._slots, pairs._singles = (Map() for _ in range(5))
+        index.tokens, index._earlier, pairs._pairs, pairs._texts = (List() for _ in range(4))
+        left = place
+        with suppress(MemoryError):
+            index.extend(text)
+        left = place
+        with suppress(MemoryError):
+            for token in range(9):
+                pairs.see([(token, token + 1)], np.ones((1, 1), np.int32), shares)
+        left = 0
+        for _ in range(2):
+            index.extend(text)
+            assert index.match(text[:3]) is not None
+            for token in range(9):
+                pairs.see([(token, token + 1)], np.full((1, 1), token, np.int32), shares)
+        assert len(index._earlier) == len(index.tokens)
+        known = pairs.get(8, 9)
+        assert known is not None
+        assert known.tokens[0] == 8

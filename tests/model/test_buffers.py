@@ -14,7 +14,9 @@ from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
+from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model import runner, traceable
+from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import graphs_of
 
 Recorded = list[set[tuple[int, ...]]]
@@ -122,3 +124,23 @@ def test_long_texts_attend_over_few_empty_slots() -> None:
     for slots in range(4096, 1 << 18, 777):
         assert slots <= traceable.step_above(slots) < slots + max(4096, slots / 8)
     assert len({traceable.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32
+
+
+def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After there was no memory to have more for a look, what needs no more goes on."""
+    cache, states = SpeculativeCache(2, 1, 256), torch.ones(1, 2, 4, 8)
+    cache.seek([0], 4)
+    for layer in range(2):
+        cache.update(states, states, layer)
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cache_module._Bank, "_allocate", exhausted)
+    cache.seek([4], 400)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.update(torch.ones(1, 2, 400, 8), torch.ones(1, 2, 400, 8), 0)
+    cache.stay()
+    cache.seek([4], 4)
+    keys, _ = cache.update(2 * states, states, 0)
+    assert keys[0, 0, :, 0].tolist() == [1.0] * 4 + [2.0] * 4

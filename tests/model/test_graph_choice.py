@@ -69,13 +69,13 @@ def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCapture
     choose(made("two"), 1.0, 2.0)
     choose(made("three"), 2.0, 1.0)
     assert made("four") is not None  # one of them is faster
-    assert not known.refused
+    assert not known.slower
     known = Graphs(QUICK, (), "Tiny")
     choose(made("one"), 2.0, 1.0)
     choose(made("two"), 3.0, 1.0)
     assert made("three") is None
     assert known.find("one", double, inputs, lambda: "one") is not None  # it is there, and chooses by itself
-    assert "two: 3 s to 1 s" in known.refused
+    assert "two: 3 s to 1 s" in known.slower
     assert "no more graphs are made" in caplog.text
 
 
@@ -88,3 +88,35 @@ def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
     made = [int(message.split()[1]) for message in told if " made in " in message]
     assert made  # and not in calls that made none
     assert sum(made) == graphs_of(model, QUICK).count
+
+
+@pytest.mark.parametrize("graph_wins", [True, False])
+def test_a_choice_that_was_made_under_load_is_mended(graph_wins: bool) -> None:
+    """Each way is timed once more at the 128th use, the 256th, ..., and the shortest times decide."""
+    two = Ways(*((3.0, 2.0) if graph_wins else (2.0, 3.0)))
+    graph = Graph(lambda *_: [], "two numbers", lambda: two.now)
+    for _ in range(100):
+        graph.faster_of(5, *two.ways())
+    assert graph.is_faster == {5: not graph_wins}
+    two.seconds = (1.0, 2.0) if graph_wins else (2.0, 1.0)
+    for _ in range(500):
+        graph.faster_of(5, *two.ways())
+    assert graph.is_faster == {5: graph_wins}
+    rare = "ge"[graph_wins]
+    assert two.ran[130:].count(rare) == 2  # at 256 and 512
+
+
+def test_graphs_that_were_slower_are_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    """By one forward in sixteen, until one of them is faster; then further ones are made, too."""
+    known, graph = Graphs(QUICK, (), "Tiny"), Graph(lambda *_: [], "two numbers", lambda: 0.0)
+    known._graphs["one"] = graph
+    graph.is_faster, graph.seconds = {1: False, 2: False}, {1: ([2.0], [1.0]), 2: ([2.0], [1.0])}
+    assert not known.rest
+    known.report()
+    assert known.slower
+    assert [known.rest for _ in range(33)].count(False) == 2
+    graph.is_faster[2] = True
+    known.report()
+    assert not known.slower
+    assert not any(known.rest for _ in range(33))
+    assert caplog.text.count("no more graphs are made") == 1

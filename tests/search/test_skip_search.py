@@ -16,7 +16,7 @@ from helpers.searches import (
 )
 from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.proposers import OnTheFlySearch, Search
+from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.skip_search import SkipSearch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -143,3 +143,16 @@ def test_a_search_begins_again_where_much_less_is_accepted(auto: bool) -> None:
     assert search.is_over  # once more after one step
     draft_much(search, 0.19)
     assert search.is_over  # which is the usual by now
+
+
+def test_closest_sets_of_another_threads_text_are_not_taken() -> None:
+    """A window of one thread begins between two steps of another, which then looks at its own text first."""
+    search = SkipSearch(ClosestLayers(), space(), 0.5, LayerPlan(10), auto=True)
+    search.begin_window()
+    most = search.wants_closest
+    search.closest = [LayerPlan(10)] * (most - 1)  # of a window in which fewer were needed
+    proposed = [search.propose() for _ in range(most)]
+    assert proposed[-1] is None
+    assert search.wants_closest == most
+    search.closest = [LayerPlan(10)] * most
+    assert search.propose() is not None
