@@ -181,10 +181,10 @@ class Inputs:
         if takes_text_only(model):
             return cls(*given, anatomy, prompt, DecodeInputs(extra=extra))
         following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())
-        if not has_tensors(extra) and not prompt.own_positions:
-            # The cache may hold more than text.
-            return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
-        if not following.has_positions:
+        is_text = not has_tensors(extra) and not prompt.own_positions
+        if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
             prompt = Prompt.of(input_ids, arguments, seen, mask_length, ragged=False)
+        if is_text:  # the cache may hold more
+            return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
         return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())
