@@ -15,6 +15,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -86,12 +87,18 @@ class Call:
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
 
+    @property
+    def has_static_cache(self) -> bool:
+        """Whether transformers has made a static one, which a call fills at its end."""
+        return isinstance(self.past, StaticCache) and not self.has_own_cache
+
     def with_cache(self) -> Call:
-        """The call with a cache, also where the model's own config switches it off: the ids are the same."""
-        if self.model_kwargs.get("use_cache") is not False:
+        """The call with a dynamic cache, also where the model's own config switches it off: the ids are the same."""
+        if self.model_kwargs.get("use_cache") is not False and not self.has_static_cache:
             return self
-        given = self.past
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
+        cache = None if self.has_static_cache else self.past
+        if cache is None:
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
@@ -110,7 +117,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
             raise
         call, why = given, cannot_serve(default_of, error)
     if decoder is None:
-        return _decode_plainly(call, knowledge, why)
+        return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
     return _decode(given, decoder, knowledge, spec._source)
 
 

@@ -77,9 +77,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     check_options(model, effective)
     check_inputs(model, named.get("inputs"))
     if effective.cache_implementation == "static":
-        # Ours is one, if need be.
-        compile_config = effective.compile_config or CompileConfig()
-        named |= {"cache_implementation": "dynamic", "compile_config": compile_config}
+        named |= {"compile_config": effective.compile_config or CompileConfig()}
     if (strings := effective.stop_strings) is not None:
         # Transformers makes no criterion of them where a callable decodes, since that gets no tokenizer.
         if (tokenizer := named.get("tokenizer")) is None:

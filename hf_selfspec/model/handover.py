@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .cache import SpeculativeCache
 from .recurrences.states import StateLayer
@@ -40,11 +40,11 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
 def hand_back(
     cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]
 ) -> None:
-    """Fills a ``DynamicCache`` as ``generate`` without us would have left it. ``columns`` ``[b, length]`` are
+    """Fills a dynamic or static cache as ``generate`` without us would have left it. ``columns`` ``[b, length]`` are
     slots, -1 for padding (``None``: all in order), ``slots`` the number of tokens of each row."""
     other.reset()
     for layer in other.layers:
-        if getattr(layer, "is_initialized", False):
+        if isinstance(layer, DynamicLayer):
             # Older versions' `reset` leaves zeros, to which `update` would append.
             layer.keys = layer.values = None
             layer.is_initialized = False
