@@ -281,7 +281,7 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
         with decoder.target.prepared():
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
-                decoder.hand_back(cache, ids)
+                decoder.hand_back(cache)
     finally:
         decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()
