@@ -14,6 +14,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -89,12 +90,18 @@ class Call:
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
 
+    @property
+    def has_static_cache(self) -> bool:
+        """Whether transformers has made a static one, which a call fills at its end."""
+        return isinstance(self.past, StaticCache) and not self.has_own_cache
+
     def with_cache(self) -> Call:
-        """The call with a cache, also where the model's own config switches it off: the ids are the same."""
-        if self.model_kwargs.get("use_cache") is not False:
+        """The call with a dynamic cache, also where the model's own config switches it off: the ids are the same."""
+        if self.model_kwargs.get("use_cache") is not False and not self.has_static_cache:
             return self
-        given = self.past
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
+        cache = None if self.has_static_cache else self.past
+        if cache is None:
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
@@ -117,7 +124,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         if (decoder is not None and decoder.has_begun) or (is_ours and not default_of):
             raise
         call, why = given, left_to_plain(call.model, default_of, error)
-    return _decode_plainly(call, knowledge, why)
+    return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
 
 
 def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
@@ -319,7 +326,7 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
         with decoder.target.prepared():
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
-                decoder.hand_back(cache, ids)
+                decoder.hand_back(cache)
     finally:
         decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()

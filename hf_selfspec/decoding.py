@@ -1,6 +1,6 @@
 """The decode loop: prefill, then draft, verify, commit until every row is done."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,7 +16,7 @@ from .draft.source import FixedDrafter
 from .errors import UnsupportedOptionError, brief, warn_once
 from .model.exact import MOST_TOKENS
 from .model.experts import decoding_experts
-from .model.handover import hand_back
+from .model.handover import hand_back, run_out
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.logits import Logits, Tops
@@ -63,9 +63,13 @@ class Decoder:
         self._done = [False] * b  # rows that get no more tokens
         self._tokens: list[list[int]] = [[] for _ in range(b)]  # generated, as the host knows them
         self._streamed = 0
-        self._ran_along = False  # with other processes, after the end
+        self._ran_out = False
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
         self._in_step = bool(stateful)
+        self._keeps_states = self.keeps_rows and self.target.anatomy.is_recurrent
+        # States of rows that go on for others cannot be taken back to where those end.
+        goes_on = self._keeps_states and b > 1 and self.stopper.reads_text and not self.stopper.has_eos
+        self._together = self._in_step or self.target.padding is not None or goes_on
         returned = self.config.return_dict_in_generate
         scores, logits = returned and self.config.output_scores, returned and self.config.output_logits
         # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
@@ -96,8 +100,7 @@ class Decoder:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
             while self._is_needed():
                 if self._is_finished():
-                    self._verify_pass(nothing)
-                    self._ran_along = True
+                    self._run_out()
                     continue
                 self._round()
                 self.stats.timeline.append((self.stats.tokens, perf_counter() - started))
@@ -145,18 +148,19 @@ class Decoder:
         unfinished = not self._is_finished()
         if self.waits_for is None:
             return unfinished
-        return self.waits_for(unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_along))
+        return self.waits_for(unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_out))
 
     def _is_finished(self) -> bool:
         return all(self._done)
 
     def _end_unevenly(self) -> bool:
-        """Whether a row ended before the others, so that the cache to hand back needs a forward over its last token."""
+        """Whether a row's text is shorter than the others', so that the cache to hand back needs a forward over it."""
         counts = [self.generated(row) for row in range(self.text.batch_size)]
-        return min(counts) < max(counts) and self.target.padding is None
+        return min(self.text.lengths) < self.text.prompt_width + max(counts)
 
     def _round(self) -> None:
-        max_new = [0 if done else self._max_new(row) for row, done in enumerate(self._done)]
+        pads = self._together and self._keeps_states and any(self._done)  # which states take in, a token at a time
+        max_new = [0 if done or pads else self._max_new(row) for row, done in enumerate(self._done)]
         begun = moment(device := self.text.ids.device)
         draft, along = self.draft.propose(self.text, max_new), None
         drafted = moment(device)
@@ -226,7 +230,6 @@ class Decoder:
         return verify(self.text, draft, logits, *rest, self._scores, whose, along)
 
     def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
-        together = self._in_step or self.target.padding is not None
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
         # again, so this is exact too.
         open_rows = [verdict for verdict, done in zip(verdicts, self._done, strict=True) if not done]
@@ -236,10 +239,10 @@ class Decoder:
         roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
             if self._done[row]:
-                if together:
+                if self._together:
                     new[row] = [self.pad_token] * shortest
                 continue
-            count = shortest if together else len(verdict.tokens)
+            count = shortest if self._together else len(verdict.tokens)
             for depth, node in enumerate(verdict.nodes[:count], start=1):
                 if node > depth:
                     moves.append((row, roots[row] + node, roots[row] + depth))
@@ -340,16 +343,13 @@ class Decoder:
             **{CACHE_NAME: cache},
         )
 
-    def hand_back(self, cache: Any, ids: torch.Tensor) -> None:
+    def _run_out(self) -> None:
+        run_out(self.target, self.text.last_tokens(), self.text.last_slots(), self.text.lengths, self.pad_token)
+        self._ran_out = True
+
+    def hand_back(self, cache: Any) -> None:
         """Fills the cache that ``generate`` returns, with everything but the last token."""
-        prompt = self.inputs.prompt
-        total = prompt.width + ids.shape[1] - self.text.prompt_width - 1
+        if self._end_unevenly() and not self._ran_out:
+            self._run_out()
         counts = [self.generated(row) for row in range(self.text.batch_size)]
-        ends: Sequence[int] = self.text.last_slots()
-        if self._end_unevenly():
-            # The last token of a row that ended before the others belongs in the cache too, but was not run yet.
-            if not self._ran_along:
-                run = ForwardPass(self.target.full_plan, stop=self.target.anatomy.num_layers)
-                self.target.step(self.text.last_tokens(), self.text.last_slots(), run)
-            ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
-        hand_back(self.target.cache, cache, prompt.slots(total, counts), total, ends)
+        hand_back(self.target.cache, cache, self.inputs.prompt, self.text.prompt_width, counts)

@@ -106,9 +106,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     check_options(model, effective)
     check_inputs(model, named.get("inputs"))
     if effective.cache_implementation == "static":
-        # Ours is one, if need be.
-        compile_config = effective.compile_config or CompileConfig()
-        named |= {"cache_implementation": "dynamic", "compile_config": compile_config}
+        named |= {"compile_config": effective.compile_config or CompileConfig()}
     # Transformers has no tokenizer for either of these where a callable decodes.
     tokenizer, strings, heals = named.get("tokenizer"), effective.stop_strings, bool(effective.token_healing)
     if tokenizer is None and (strings is not None or heals):

@@ -66,6 +66,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "mpt": Architecture(attention="attn", mlp=("ffn",), tree=False),
     "glm5_next_text": Architecture(tree=False, ragged=False, exits=False),
     "gpt_neo": Architecture(attention="attn", tree=False, ragged=False),
+    **dict.fromkeys(("semantic", "coarse_acoustics"), Architecture(tree=False, ragged=False)),  # of Bark
     "gpt_bigcode": Architecture(exits=False),
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "qwen4_exp_text": Architecture(ragged=False, exits=False),
@@ -181,6 +182,8 @@ class Anatomy:
                 f"parameters ({', '.join(kind.kernel for kind in KINDS)}). Call generate without `assistant`."
             )
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+        stack = _find_stack(model, layers)
+        ends_apart = stack is not model  # else there is nothing between the last layer and the logits
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
         is_rotary = getattr(text_config, "rope_parameters", None) is not None
@@ -197,15 +200,15 @@ class Anatomy:
             attention=attention,
             mlp=tuple(_find_blocks(layer, names) for layer in layers),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
-            stack=_find_stack(model, layers),
+            stack=stack,
             kv_sources=kv_sources,
             max_positions=limit,
             position_limit=None if architecture.endless or is_rotary else limit,
             takes_positions=takes_positions,
             tree=architecture.tree and not alibi and has_places,
-            ragged=architecture.ragged and has_places,
-            replay=architecture.replay and not kv_sources,
-            exits=architecture.exits,
+            ragged=architecture.ragged and has_places and ends_apart,
+            replay=architecture.replay and not kv_sources and ends_apart,
+            exits=architecture.exits and ends_apart,
             causal=architecture.causal and all(getattr(block, "is_causal", True) for block in attention),
             streams=hasattr(text_config, "hc_mult"),
             kernels=kernels,

@@ -262,8 +262,9 @@ class SpeculativeCache(Cache):
         self._slots = None
         for bank in self._banks:
             bank.keep_rows(kept)
-        for log in self._logs:
-            log.keep_rows(kept)
+        for layer in self.layers if self.has_states else []:
+            if isinstance(layer, RecurrentLayer):
+                layer.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values, for each ``(row, from slot, to slot)``."""

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .cache import SpeculativeCache
+from .prompt import Prompt
 from .recurrences.states import StateLayer
+from .target import Target
 
 
 def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
@@ -37,14 +39,24 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
             bank.filled = max(bank.filled, whole.shape[2])
 
 
-def hand_back(
-    cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]
-) -> None:
-    """Fills a ``DynamicCache`` as ``generate`` without us would have left it. ``columns`` ``[b, length]`` are
-    slots, -1 for padding (``None``: all in order), ``slots`` the number of tokens of each row."""
+def run_out(target: Target, tokens: torch.Tensor, roots: Sequence[int], lengths: Sequence[int], pad_token: int) -> None:
+    """Runs what rows that end before others, by their ``lengths``, lack in a cache: their last tokens ``[b, 1]``, and
+    padding where states hold it, since plain ``generate`` goes on with such rows."""
+    if target.anatomy.is_recurrent:
+        tokens = pad(tokens, (0, max(lengths) - min(lengths)), value=pad_token)
+    target.step(tokens, roots, target.verification(keep=1, spreads=False))
+
+
+def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: int, generated: list[int]) -> None:
+    """Fills a dynamic or static cache as ``generate`` without us would have left it, after ``generated`` tokens of
+    each row behind ``columns`` columns of ids: padding that was not run is zero."""
+    new = max(generated)
+    length = prompt.width + new - 1
+    places = prompt.slots(length, [new] * len(generated) if cache.has_states else generated)
+    slots = [base + columns + new - 1 for base in prompt.base]
     other.reset()
     for layer in other.layers:
-        if getattr(layer, "is_initialized", False):
+        if isinstance(layer, DynamicLayer):
             # Older versions' `reset` leaves zeros, to which `update` would append.
             layer.keys = layer.values = None
             layer.is_initialized = False
@@ -56,10 +68,10 @@ def hand_back(
         kept = {}
         for name in layer.banks:
             buffer = layer.buffer(name)
-            if columns is None:
+            if places is None:
                 kept[name] = buffer[:, :, :length].clone()
             else:
-                places = columns.to(buffer.device)
+                places = places.to(buffer.device)
                 picked = _picked(buffer, places.clamp(min=0))
                 kept[name] = picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous()
         other.update(kept["keys"], kept["values"], layer_idx=index)

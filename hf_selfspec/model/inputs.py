@@ -19,7 +19,7 @@ PREPARED = {
     "input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "inputs_embeds", "use_cache", "logits_to_keep",
     "output_attentions", "output_hidden_states", "cache_position", "labels",
 }  # fmt: skip
-# Which tokens stand for images or sound; zero for text.
+# What each token stands for: a segment of the text (GPT-2), images or sound, then zero for text.
 MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
@@ -30,8 +30,9 @@ def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dic
         for name, value in arguments.items()
         if name not in PREPARED and not is_nothing(value) and not _marks_text_only(model, name, value)
     }
-    if has_tensors(extra) and takes_text_only(model):
-        names = ", ".join(f"`{name}`" for name, value in extra.items() if has_tensors(value))
+    tensors = [name for name, value in extra.items() if has_tensors(value) and name not in MARKS]
+    if tensors and takes_text_only(model):
+        names = ", ".join(f"`{name}`" for name in tensors)
         raise UnsupportedOptionError(
             f"the tensor argument {names} is not supported with self-speculative decoding, which feeds the model "
             "tokens in blocks of its own. Leave it out, or call generate without `assistant`."
@@ -178,13 +179,13 @@ class Inputs:
                 "left, or call generate without `assistant`."
             )
         given = input_ids, arguments, config
-        if takes_text_only(model):
+        if takes_text_only(model) and not has_tensors(extra):
             return cls(*given, anatomy, prompt, DecodeInputs(extra=extra))
         following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())
-        if not has_tensors(extra) and not prompt.own_positions:
-            # The cache may hold more than text.
-            return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
-        if not following.has_positions:
+        is_text = not has_tensors(extra) and not prompt.own_positions
+        if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
             prompt = Prompt.of(input_ids, arguments, seen, mask_length, ragged=False)
+        if is_text:  # the cache may hold more
+            return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
         return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())

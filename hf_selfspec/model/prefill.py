@@ -55,7 +55,10 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
     past = copy.deepcopy(given_cache(inputs.arguments))
     arguments = inputs.arguments | {target.cache_name: past}
-    run = ForwardPass(target.full_plan, capture=() if observer is None else observer[0])
+    run = ForwardPass(target.full_plan)
+    if observer is not None:  # it needs the states of all tokens, the head those of the last column
+        run = ForwardPass(target.full_plan, capture=observer[0], ends=[-1] * len(prompt.lengths))
+        arguments.pop("logits_to_keep", None)
     begun = perf_counter()
     target.obey()
     with obeying(run), at_positions(None):

@@ -226,7 +226,7 @@ def check_cache(cache: Any, anatomy: Anatomy) -> None:
             f"{anatomy.model_name} makes a cache of its own, whose tokens cannot be rolled back when a draft is "
             "rejected. Call generate without `assistant`."
         )
-    if not isinstance(cache, DynamicCache) or cache.offloading:
+    if type(cache) is not DynamicCache or cache.offloading:  # subclasses may keep more, which models ask them for
         kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         raise UnsupportedOptionError(
             f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `{CACHE_NAME}` and "

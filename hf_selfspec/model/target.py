@@ -215,8 +215,8 @@ class Target:
     def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts, ids ``[b, s]`` or embeddings ``[b, s, d]``, aligned left, with junk after
         ``lengths``; returns the logits ``[b, v]`` of each row's last token, junk where there is none."""
-        ends = None if min(lengths) == tokens.shape[1] else [max(length, 1) - 1 for length in lengths]
-        observer = self.prefill_observer
+        observer, is_even = self.prefill_observer, min(lengths) == tokens.shape[1]
+        ends = None if is_even and observer is None else [max(length, 1) - 1 for length in lengths]
         run = ForwardPass(self.full_plan, capture=() if observer is None else observer[0], ends=ends, keep=1)
         run = self._run(tokens, cursors, run, counts=lengths)
         assert run.logits is not None
@@ -295,7 +295,9 @@ class Target:
                 positions = positions.minimum(feed.last.on(tokens.device))
             rows = None if self.active_rows is None else self.active_rows.kept
             kwargs["position_ids"] = self.following.positions(positions, rows)
-        if self._takes_logits_to_keep and module is self.model:
+        # Layers that read what others have stored may run for these tokens alone (Gemma 4).
+        needs_all = run.ends is not None or (run.head_input_fn is not None and bool(self.anatomy.kv_sources))
+        if self._takes_logits_to_keep and module is self.model and not needs_all:
             kwargs["logits_to_keep"] = run.keep
         kwargs.update(self.following.extra)
         kwargs.update((name, mark.expand(-1, s)) for name, mark in self.following.marks.items())

@@ -143,7 +143,7 @@ _INKLING: dict[str, Any] = _MOE | {
 
 # Whose code after the last layer takes one batch alone, and whose later layers read what earlier ones have stored.
 NO_EXITS = ("gpt_bigcode", "hy_v4", "inkling2_text", "qwen4_exp_text")
-SHARING = ("gemma3n_text", "glm_moe_dsa", "hy_v4")
+SHARING = ("gemma3n_text", "gemma4_text", "glm_moe_dsa", "hy_v4")
 
 # Models with recurrent states.
 STATEFUL: dict[str, dict[str, Any]] = {
@@ -190,6 +190,12 @@ STATEFUL: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ARCHITECTURES |= STATEFUL
+# At the end, since which drafts a test has goes by place.
+ARCHITECTURES["gemma4_text"] = _WINDOW | {
+    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+    "num_global_key_value_heads": 2, "global_head_dim": 8, "num_hidden_layers": 5,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 
 # Types that the oldest transformers we support does not have.
 _NEWER = ("bailing_hybrid", "inkling2_text", "lara_mini", "lfm3", "sarvam_mla", "sarvam_moe")

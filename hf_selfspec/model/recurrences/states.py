@@ -28,6 +28,9 @@ class _Point:
     slots: list[int]
     state: torch.Tensor
 
+    def keep_rows(self, kept: list[int]) -> None:
+        self.slots, self.state = [self.slots[row] for row in kept], self.state[kept]
+
 
 class StateLog:
     """The checkpoint and the log of one state, empty before :meth:`restart`."""
@@ -125,7 +128,7 @@ class StateLog:
 
     def keep_rows(self, kept: list[int]) -> None:
         for point in {id(point): point for point in (self.floor, self.root, self._latest)}.values():
-            point.slots, point.state = [point.slots[row] for row in kept], point.state[kept]
+            point.keep_rows(kept)
         self._ends = [self._ends[row] for row in kept]
         self._entries = tuple(values[kept] for values in self._entries)
 
@@ -200,7 +203,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._recurrent: dict[int, list[tuple[Recurrence, StateLog]]] = {}
         self._calls = 0  # of the function in the running forward
         self._has_parts = False
-        self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
+        self._given: dict[int, _Point] = {}  # what was taken over, of states that no forward has read yet
 
     def logs(self) -> list[StateLog]:
         recurrent = (log for states in self._recurrent.values() for _, log in states)
@@ -216,10 +219,19 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 self._convolutions[index] = convolution, log
         for index, state in source.recurrent_states.items():
             if state is not None and source.has_previous_state[index]:
-                self._given[index] = list(slots), state.clone()
+                self._given[index] = _Point(list(slots), state.clone())
+
+    def keep_rows(self, kept: list[int]) -> None:
+        for log in self.logs():
+            log.keep_rows(kept)
+        for point in self._given.values():
+            point.keep_rows(kept)
 
     def hand_states(self, target: Any, slots: Sequence[int]) -> None:
         """Fills an empty layer with the states before these slots."""
+        for index, point in self._given.items():
+            if index not in self._recurrent:  # the prompt's first token was the last
+                target.update_recurrent_state(point.state, state_idx=index)
         for index, (convolution, log) in self._convolutions.items():
             target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
         for index, states in self._recurrent.items():
@@ -298,7 +310,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             recurrence = self._recurrence()
             log = StateLog(recurrence.advance)
             if state_idx in self._given:
-                slots, state = self._given[state_idx]
-                log.restart(slots, recurrence.load(state, part))
+                point = self._given[state_idx]
+                log.restart(point.slots, recurrence.load(point.state, part))
             states.append((recurrence, log))
         return states[part]

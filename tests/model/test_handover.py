@@ -1,0 +1,247 @@
+"""Caches that a call hands back: layer by layer those of plain generate, and each goes on in the other."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import BarkSemanticConfig, PreTrainedModel, StaticCache, StoppingCriteria
+from transformers.models.bark.modeling_bark import BarkCausalModel
+
+from helpers import architectures, multimodal
+from helpers.calls import PAST, Counting
+from helpers.models import ragged_batch
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+
+Prompt = dict[str, torch.Tensor]
+# One of each kind of layer, of each way to be given a prompt, and of each that keeps its rows together.
+KINDS = {
+    "dynamic": "llama",
+    "window": "gemma3_text",
+    "chunks": "llama4_text",
+    "indexed": "glm_moe_dsa",
+    "shared keys": "gemma3n_text",
+    "shared keys of the last columns": "gemma4_text",
+    "states": "qwen3_next",
+    "states and windows": "lfm3",
+    "states, rows together": "qwen4_exp_text",
+    "segments": "gpt2",
+    "no stack of its own": "bark",
+    "image": "llava",
+    "image, positions": "qwen2_5_vl",
+    "image, positions of its own": "exaone4_5",
+    "image, window": "gemma3",
+    "image, states": "qwen3_5",
+    "image, convolutions": "lfm2_vl",
+}
+NEW = {"first": 1, "second": 2, "later": 13}
+OPTIONS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
+SPECS: dict[str, Callable[[], SelfSpec]] = {
+    "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(3)),
+    "lookup": SelfSpec.lookup,
+}
+
+
+def tiny_bark() -> PreTrainedModel:
+    """Its forward runs the layers and the head, and cuts its masks by the length of the keys."""
+    torch.manual_seed(0)
+    sizes = {"input_vocab_size": 97, "output_vocab_size": 97, "hidden_size": 32, "num_layers": 3, "num_heads": 2}
+    return BarkCausalModel(BarkSemanticConfig(block_size=64, initializer_range=0.3, **sizes)).eval()
+
+
+@cache
+def model_of(kind: str) -> PreTrainedModel:
+    name = KINDS[kind]
+    if name == "bark":
+        return tiny_bark()
+    return (multimodal if name in multimodal.MODELS else architectures).build(name)
+
+
+def prompt_of(kind: str, lengths: tuple[int, ...]) -> Prompt:
+    if KINDS[kind] in multimodal.MODELS:
+        return multimodal.prompt_of(KINDS[kind], tuple(length - 4 for length in lengths))
+    prompt = ragged_batch(lengths, seed=11)
+    if kind == "segments":
+        prompt["token_type_ids"] = torch.arange(prompt["input_ids"].shape[1]).expand_as(prompt["input_ids"]) % 3 + 40
+    return prompt
+
+
+def generate(kind: str, prompt: Prompt, assistant: SelfSpec | None, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what some models cannot do is said once
+        return model_of(kind).generate(**prompt, **OPTIONS | options, assistant=assistant)
+
+
+def following(prompt: Prompt, begun: Any, goes_on: torch.Tensor | None = None) -> Prompt:
+    """Three more tokens behind a text, of which the columns ``goes_on`` ``[b, n]`` that were generated count."""
+    b, width = prompt["input_ids"].shape
+    new = torch.ones(b, begun.sequences.shape[1] - width, dtype=torch.long) if goes_on is None else goes_on.long()
+    more = torch.randint(3, 90, (b, 3), generator=torch.Generator().manual_seed(1))
+    longer = {"attention_mask": torch.cat([prompt["attention_mask"], new, torch.ones_like(more)], 1)}
+    if (types := prompt.get("token_type_ids")) is not None:
+        longer["token_type_ids"] = torch.cat([types, torch.zeros_like(new), torch.zeros_like(more)], 1)
+    return {"input_ids": torch.cat([begun.sequences, more], 1), **longer}
+
+
+def contents(past: Any) -> dict[str, Any]:
+    """The kind of a cache and of its layers, and what they hold."""
+    found: dict[str, Any] = {"cache": type(past)}
+    for number, layer in enumerate(past.layers):
+        found[f"layer {number}"] = type(layer)
+        for name, value in vars(layer).items():
+            for part, state in value.items() if isinstance(value, dict) else [(0, value)]:
+                if name != "dtype":  # of hybrids: that of what comes first
+                    found[f"{name} {part} of layer {number}"] = state
+    return found
+
+
+# What is kept of each token, by name: whether tokens [b, s] count, in its shape.
+BY_TOKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "keys": lambda valid: valid[:, None, :, None],
+    "values": lambda valid: valid[:, None, :, None],
+    "indexer_keys": lambda valid: valid[:, :, None],
+    "indexer_position_ids": lambda valid: valid[None],
+}
+
+
+def assert_alike(ours: Any, plain: Any, valid: torch.Tensor) -> None:
+    """The caches are the same but for columns of padding; ``valid`` ``[b, n]`` are others."""
+    mine, theirs = contents(ours), contents(plain)
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        if not isinstance(expected, torch.Tensor):
+            assert mine[name] == expected, name
+            continue
+        found = mine[name]
+        if (shaped := BY_TOKEN.get(name.split()[0])) is not None:
+            assert found.shape == expected.shape, name
+            count = expected.shape[1 if name.startswith("indexer_keys") else 2]  # windows have the last tokens
+            kept = shaped(valid[:, -count:])
+            found, expected = found * kept, expected * kept
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def assert_goes_on(kind: str, draft: str, ours: Any, plain: Any, longer: Prompt) -> None:
+    """Either cache, with either way to decode, has plain's text."""
+    expected = generate(kind, longer, None, max_new_tokens=8, **{PAST: copy.deepcopy(plain)}).sequences
+    for past, assistant in ((ours, None), (ours, SPECS[draft]()), (plain, SPECS[draft]())):
+        found = generate(kind, longer, assistant, max_new_tokens=8, **{PAST: copy.deepcopy(past)}).sequences
+        assert torch.equal(found, expected), (past is ours, assistant)
+
+
+@pytest.mark.every_run("ragged-first-.*|ragged-later-(window|states|image, states)|row-first-image, states")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", NEW)
+@pytest.mark.parametrize("rows", ["row", "ragged"])
+def test_every_kind_of_cache(rows: str, end: str, kind: str) -> None:
+    prompt, draft = prompt_of(kind, (12,) if rows == "row" else (7, 12, 9)), "lookup" if end == "second" else "exit"
+    plain, ours = (generate(kind, prompt, given, max_new_tokens=NEW[end]) for given in (None, SPECS[draft]()))
+    assert torch.equal(ours.sequences, plain.sequences)
+    longer = following(prompt, plain)
+    assert_alike(ours.past_key_values, plain.past_key_values, longer["attention_mask"][:, :-4])
+    assert_goes_on(kind, draft, ours.past_key_values, plain.past_key_values, longer)
+
+
+class Tokens(StoppingCriteria):
+    """Ends a row with one of these; without an end-of-text token plain generate goes on with it."""
+
+    is_stateless = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+def only_in_the_first(free: torch.Tensor) -> int:
+    """A token of the first row that others do not have by then."""
+    return next(int(token) for place, token in enumerate(free[0]) if place > 1 and token not in free[1:, : place + 1])
+
+
+ENDS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "with its first token": lambda free: {"eos_token_id": int(free[0, 0])},
+    "before others": lambda free: {"eos_token_id": int(free[1, 3])},
+    "in step": lambda free: {"eos_token_id": only_in_the_first(free), "logits_processor": [Counting()]},
+    "and goes on": lambda free: {"stopping_criteria": [Tokens(free[[0, 1, 2], [3, 5, 8]].tolist())]},
+}
+
+
+@pytest.mark.every_run(".*-states|in step-states, rows together|before others-(window|image, states)")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("segments", "no stack of its own")])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_row_that_ends_before_others(end: str, kind: str) -> None:
+    """Its padding is masked afterwards, but for recurrent states, which have taken it in."""
+    prompt = prompt_of(kind, (7, 12, 9))
+    width, in_step = prompt["input_ids"].shape[1], {"logits_processor": [Counting()]} if end == "in step" else {}
+    options = ENDS[end](generate(kind, prompt, None, max_new_tokens=14, **in_step).sequences[:, width:])
+    ends = torch.tensor(options.get("eos_token_id", -1))
+
+    def call(assistant: SelfSpec | None) -> Any:
+        fresh = {"logits_processor": [Counting()]} if in_step else {}
+        return generate(kind, prompt, assistant, max_new_tokens=14, **options | fresh)
+
+    plain, ours = call(None), call(SPECS["exit"]())
+    assert torch.equal(ours.sequences, plain.sequences)
+    is_end = (plain.sequences[:, width:] == ends).long()
+    was_over = is_end.cumsum(1) - is_end > 0
+    assert was_over.any() == ("eos_token_id" in options)
+    has_states = "states" in kind or "convolutions" in kind
+    longer = following(prompt, plain, None if has_states else ~was_over)
+    assert_alike(ours.past_key_values, plain.past_key_values, longer["attention_mask"][:, :-4])
+    assert_goes_on(kind, "exit", ours.past_key_values, plain.past_key_values, longer)
+
+
+class Length(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("end", ["first", "later"])
+@pytest.mark.parametrize("kind", ["dynamic", "window", "indexed", "states", "image, states"])
+def test_static_caches(kind: str, end: str) -> None:
+    """Of plain's kind and size, with room behind a text that ended early, and also where our loop does not serve."""
+    prompt = prompt_of(kind, (7, 12, 9))
+    ended = {"stopping_criteria": [Length(prompt["input_ids"].shape[1] + NEW[end])], "cache_implementation": "static"}
+    options = {**ended, "max_new_tokens": 40}
+    plain, ours = (generate(kind, prompt, given, **options) for given in (None, SPECS["exit"]()))
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert type(ours.past_key_values) is StaticCache
+    longer = following(prompt, plain)
+    mine, theirs = (
+        {name: getattr(state, "shape", state) for name, state in contents(given.past_key_values).items()}
+        for given in (ours, plain)
+    )
+    assert mine == theirs
+    found, expected = (
+        generate(kind, longer, None, max_new_tokens=8, **{PAST: given.past_key_values}).sequences
+        for given in (ours, plain)
+    )
+    assert torch.equal(found, expected)
+    flipped = {name: value.flip(1) if value.dim() == 2 else value for name, value in prompt.items()}
+    if "image" not in kind:
+        assert type(generate(kind, flipped, SPECS["exit"](), **options).past_key_values) is StaticCache
+
+
+def test_states_follow_their_row() -> None:
+    """A row that ends with a prompt's first token, before any forward of ours has read the states that the model
+    has left for the rows."""
+    if not hasattr(transformers, "Qwen3_5ForConditionalGeneration"):
+        pytest.skip("no such model yet")
+    prompt = ragged_batch((9, 9, 9), vocabulary=90, seed=11)
+    positions = torch.arange(9)[None, None].repeat(3, 3, 1)
+    positions[1, :, 4:] += 3  # as an image's, so that the model runs the prompt
+    prompt["position_ids"] = positions
+    free = generate("image, states", prompt, None, max_new_tokens=14).sequences
+    options: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": int(free[0, 9]), "return_dict_in_generate": False}
+    plain, ours = (generate("image, states", prompt, given, **options) for given in (None, SPECS["exit"]()))
+    assert torch.equal(ours, plain)
