@@ -112,6 +112,7 @@ class ExitTraining(TrainingRun):
             if self._weights and self.exits.states is not None:
                 earlier = self._earlier(self.exits.states).to(known.device)
                 output["log_probs"] = self._last_weight * known - earlier / known.numel()
+                output["log_probs"].register_hook(self._check_summed)
             return output
         loss = output[0] if isinstance(output, tuple) else output["loss"]
         balance = getattr(output, "aux_loss", None)
@@ -130,6 +131,15 @@ class ExitTraining(TrainingRun):
             return (total, *output[1:])
         output["loss"] = total
         return output
+
+    def _check_summed(self, gradient: torch.Tensor) -> None:
+        """Raises if a loss is something else than a share of the sum of ``log_probs``. A GPU's host has just waited for
+        the metrics of TRL's trainer."""
+        if (gradient != gradient.flatten()[:1]).any():
+            raise UnsupportedModelError(
+                f"EarlyExitLoss adds the exits of {self.exits.anatomy.model_name} to the sum of its `log_probs`, and "
+                "the trainer makes its loss of them in another way. Train without EarlyExitLoss."
+            )
 
     def _earlier(self, states: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the earlier exits' losses, from what goes into the head, ``[k, b, s, d]``."""
