@@ -4,7 +4,8 @@
     python examples/grpo_rollouts.py --model examples/demo_model --output policy --steps 20
 
 Drafts come from earlier rollouts, which the ``SelfSpec`` keeps over the epochs, and are verified with the current
-weights. It is saved next to the policy, so that a resumed training starts with what it knows.
+weights. It is saved next to the policy, so that a training that goes on (``--model policy``, also where that holds
+adapters) starts with what it knows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
-from peft import LoraConfig
+from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -41,7 +42,11 @@ def main(arguments: list[str] | None = None, callbacks: list[TrainerCallback] | 
     parser.add_argument("--plain", action="store_true", help="without self-speculative decoding")
     args = parser.parse_args(arguments)
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    has_adapters = Path(args.model, "adapter_config.json").exists()
+    if has_adapters:  # of an earlier training, which go on learning
+        model = AutoPeftModelForCausalLM.from_pretrained(args.model, is_trainable=True, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     saved = Path(args.model, "selfspec.json").exists()
     spec = None if args.plain else SelfSpec.from_pretrained(args.model) if saved else SelfSpec()
     if spec is not None:
@@ -67,7 +72,7 @@ def main(arguments: list[str] | None = None, callbacks: list[TrainerCallback] | 
             use_cpu=on_cpu,
             bf16=not on_cpu,
         ),
-        peft_config=LoraConfig(r=16, target_modules="all-linear") if args.lora else None,
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if args.lora and not has_adapters else None,
         callbacks=callbacks,
     )
     trainer.train()

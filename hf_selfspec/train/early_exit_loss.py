@@ -122,6 +122,13 @@ class EarlyExitLoss(ModelCallback):
 
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
+        of_trl = (kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+        if (kind := next(of_trl, None)) is not None and kind.__name__ != "SFTTrainer":
+            raise UnsupportedOptionError(
+                f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and TRL's "
+                f"{kind.__name__} trains the last layer with another loss. Train the exits in another run, before or "
+                "after it, with SFTTrainer or Trainer."
+            )
         refused = {
             "compute_loss_func": trainer.compute_loss_func is not None,
             f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor != 0,

@@ -112,6 +112,7 @@ class ExitTraining(TrainingRun):
             if self._weights and self.exits.states is not None:
                 earlier = self._earlier(self.exits.states).to(known.device)
                 output["log_probs"] = self._last_weight * known - earlier / known.numel()
+                output["log_probs"].register_hook(self._check_summed)
             return output
         loss = output[0] if isinstance(output, tuple) else output["loss"]
         balance = getattr(output, "aux_loss", None)
@@ -130,6 +131,15 @@ class ExitTraining(TrainingRun):
             return (total, *output[1:])
         output["loss"] = total
         return output
+
+    def _check_summed(self, gradient: torch.Tensor) -> None:
+        """Raises if a loss is something else than a share of the sum of ``log_probs``. A GPU's host has just waited for
+        the metrics of TRL's trainer."""
+        if (gradient != gradient.flatten()[:1]).any():
+            raise UnsupportedModelError(
+                f"EarlyExitLoss adds the exits of {self.exits.anatomy.model_name} to the sum of its `log_probs`, and "
+                "the trainer makes its loss of them in another way. Train without EarlyExitLoss."
+            )
 
     def _earlier(self, states: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the earlier exits' losses, from what goes into the head, ``[k, b, s, d]``."""
@@ -165,7 +175,12 @@ class ExitTraining(TrainingRun):
 
 class _ExitLosses(torch.autograd.Function):
     """``Σ weight · Σ loss`` of exits with states ``[k, n, d]``, and the sums ``[k]``; cross entropies, with a teacher
-    ``KL(p ‖ q)``. Gradients are computed in the forward pass already, so the head runs once for each token."""
+    ``KL(p ‖ q)``. Gradients are computed in the forward pass already, so the head runs once for each token.
+
+    They are computed as if the weight were 1, and weighted and scaled in float32, for they would be too small for
+    float16; those of the parameters are added up in float32, four bytes for each parameter, since a sum in 16 bits
+    loses what is small beside it.
+    """
 
     @staticmethod
     def forward(
@@ -193,16 +208,18 @@ class _ExitLosses(torch.autograd.Function):
                     else:
                         p = wanted.to(logits.device)
                         loss = F.kl_div(logits.log_softmax(-1), p, reduction="sum", log_target=True)
-                    row_gradient, *found = torch.autograd.grad(
-                        loss, (rows, *parameters), torch.full_like(loss, weight), allow_unused=True
-                    )
+                    row_gradient, *found = torch.autograd.grad(loss, (rows, *parameters), allow_unused=True)
                 state_gradient[exit_index, piece] = row_gradient
                 sums[exit_index] += loss.detach().to(sums.device)
-                gradients = [
-                    one if known is None else known if one is None else known.add_(one)
-                    for known, one in zip(gradients, found, strict=True)
-                ]
-        ctx.gradients = (state_gradient, *gradients)
+                for index, gradient in enumerate(found):
+                    if gradient is not None:
+                        known = gradients[index]
+                        if known is None:
+                            dtype = torch.promote_types(gradient.dtype, torch.float32)
+                            known = gradients[index] = torch.zeros_like(gradient, dtype=dtype)
+                        known.add_(gradient, alpha=weight)
+        ctx.weights, ctx.dtypes = weights, [parameter.dtype for parameter in parameters]
+        ctx.gradients = (state_gradient, gradients)
         ctx.mark_non_differentiable(sums)
         total = sums.new_zeros(())  # the weights are not uploaded: that would make the host of a GPU wait
         for weight, loss in zip(weights, sums, strict=True):
@@ -212,6 +229,13 @@ class _ExitLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor, grad_sums: torch.Tensor) -> Any:
-        gradients = [None if g is None else g * grad_total.to(g.dtype) for g in ctx.gradients]
-        ctx.gradients = None
-        return (None, None, None, None, None, *gradients)
+        (state_gradient, gradients), ctx.gradients = ctx.gradients, None
+        # One value, not a scalar, which would be rounded to 16 bits before the product.
+        factor = grad_total.to(state_gradient.device).view(1)
+        for rows, weight in zip(state_gradient, ctx.weights, strict=True):
+            rows.mul_(factor * weight)
+        scaled = [
+            None if total is None else total.mul_(grad_total.to(total.device)).to(dtype)
+            for total, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (None, None, None, None, None, state_gradient, *scaled)

@@ -48,9 +48,10 @@ class LayerDropout(ModelCallback):
     ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
     the layer and comes back after it, so steps get faster. Where a row is packed with several sequences without padding
     (``position_ids`` that start again, or ``cu_seq_lens_q``), each of them is a sample; layers then run on all tokens,
-    and dropped sequences get their inputs back. Nothing is dropped in evaluation and in forwards without gradients. All
-    ranks draw the same random numbers, which depend only on the seed, the step and the sample's place in the step, so a
-    resumed run draws the same ones as an uninterrupted run.
+    and dropped sequences get their inputs back. Nothing is dropped in evaluation and in forwards without gradients.
+    Random numbers depend only on the seed, the step and the sample's place in the step, so a resumed run draws the same
+    ones as an uninterrupted run. All ranks draw the same, so that they skip layers together; of packed rows, which skip
+    none, data-parallel ranks draw their own.
 
     Args:
         p_max: dropout rate of the last layer, at least 0 and less than 1. The paper uses 0.1, and 0.2 for fine-tuning
@@ -61,6 +62,8 @@ class LayerDropout(ModelCallback):
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
+    _rank = 0  # of this process in data parallelism
+
     def __init__(self, p_max: float = 0.1, schedule: Schedule = constant) -> None:
         check_share("LayerDropout(p_max)", p_max, zero=True, one=False)
         if not callable(schedule) or isinstance(schedule, type):
@@ -70,6 +73,9 @@ class LayerDropout(ModelCallback):
         self.p_max, self.schedule = float(p_max), schedule
 
     def check(self, trainer: Trainer) -> None:
+        # Other kinds of parallelism divide the work on one sample.
+        is_data_parallel = trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
+        self._rank = trainer.args.process_index if is_data_parallel else 0
         config = causal_lm(trainer.model, "LayerDropout").config
         if getattr(config, "_attn_implementation", None) == "flex_attention":
             raise UnsupportedOptionError(
@@ -90,7 +96,7 @@ class LayerDropout(ModelCallback):
                 f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "
                 "single layers. Train without LayerDropout."
             )
-        return _Run(anatomy, args.seed, self.rates)
+        return _Run(anatomy, args.seed, self._rank, self.rates)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
         share = self.schedule(step, steps)
@@ -101,8 +107,8 @@ class LayerDropout(ModelCallback):
 class _Run(TrainingRun):
     """The forwards in place of those of the layers during one training, and the samples that they drop."""
 
-    def __init__(self, anatomy: Anatomy, seed: int, rates: Callable[[int, int, int], list[float]]) -> None:
-        self.anatomy, self._seed, self._rates_of = anatomy, seed, rates
+    def __init__(self, anatomy: Anatomy, seed: int, rank: int, rates: Callable[[int, int, int], list[float]]) -> None:
+        self.anatomy, self._seed, self._rank, self._rates_of = anatomy, seed, rank, rates
         self._forwards = InstanceForwards()
         self._arity: dict[type, int | None] = {}
         self._step = self._samples = 0
@@ -147,7 +153,8 @@ class _Run(TrainingRun):
         first = next(value for value in named if isinstance(value, torch.Tensor))
         packed = _packed(first, kwargs)
         samples = first.shape[0] if packed is None else packed[0]
-        uniform = np.random.default_rng([self._seed, self._step]).random((self._samples + samples, len(rates)))
+        seeds = [self._seed, self._step, *([self._rank] if packed is not None and self._rank else [])]
+        uniform = np.random.default_rng(seeds).random((self._samples + samples, len(rates)))
         stays = uniform[self._samples :] >= rates
         self._samples += samples
         self._kept = [None] * len(rates)
@@ -204,7 +211,11 @@ def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor] | None:
-    """The number of sequences in packed rows, and ``[b, s]`` that of each token; ``None`` where each row is one."""
+    """The number of sequences in packed rows, and ``[b, s]`` that of each token; ``None`` where each row is one.
+
+    One row is a packed one, of however many sequences, as those of other ranks are: if it left a layer, sharded weights
+    would be waited for in vain.
+    """
     b, s = first.shape[:2]
     ends, positions, mask = (kwargs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
     if ends is not None:
@@ -218,7 +229,7 @@ def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Ten
         count = int(of_tokens[-1, -1]) + 1
     else:
         return None
-    return None if count == b else (count, of_tokens)
+    return None if count == b > 1 else (count, of_tokens)
 
 
 def _select(name: str, value: Any, rows: torch.Tensor, b: int) -> Any:

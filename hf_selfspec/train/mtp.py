@@ -108,7 +108,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
                 MtpHead.of(model, state_layers=self.state_layers)
             reduced = self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)
             HeadRows(model, reduced.tokens)
-            file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.json")
+            file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.jsonl")
             written = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
             text = super().read(tokenizer, [*dataset, *written])
         if isinstance(self.head_rows, ReducedHead):

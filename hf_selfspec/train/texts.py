@@ -1,17 +1,22 @@
 """Texts of fits: packed into rows of tokens, some of which are held out, or written by the model itself."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import SettingError, SettingTypeError, brief
-from ..learned.files import read_json, reported, write_json
+from ..learned.files import read_text, reported, written_whole
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
+from ..model.modules import is_tensor_parallel
 from ..model.patching import evaluating
 from ..selfspec import SelfSpec
 from ..validation import check_count
@@ -69,53 +74,85 @@ def _tokens(tokenizer: Tokenizer, text: Any, name: str) -> list[int]:
 def answered(
     model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, file: Path | None
 ) -> list[list[int]]:
-    """Returns the tokens of prompts with the model's answers. A file keeps them, so that writing can be resumed."""
-    found: list[list[int]] = []
+    """Returns the tokens of prompts with the model's answers. A file keeps them, so that writing can be resumed.
+
+    Of several processes the first one writes, and sends each batch to the others, which would draw other answers.
+    """
     limit, longest = Anatomy.of(model).position_limit, max(map(len, prompts))
     if limit is not None and longest + new_tokens > limit:
         raise SettingError(
             f"fit_mtp(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
             f"the {limit} positions of the model. Give fewer, or shorter prompts."
         )
-    known = f"{Fingerprint.of_decoder(model).name}, {new_tokens} tokens"
-    if file is not None and file.exists():
-        found, made_by = _read(file)
-        begun = [row[: len(prompt)] for row, prompt in zip(found, prompts, strict=False)]
-        if begun != prompts[: len(found)] or made_by != known:
+    made_by = f"{Fingerprint.of_decoder(model).name}, {new_tokens} tokens"
+    texts = _of_first_process(lambda: [] if file is None else _begun(file, made_by, prompts))
+    spec = SelfSpec()
+
+    def write(begin: int) -> list[list[int]]:
+        torch.manual_seed(begin)
+        is_drawn = bool(begin // AT_ONCE % 2)
+        settings = GenerationConfig(
+            max_new_tokens=new_tokens,
+            do_sample=is_drawn,
+            temperature=_TEMPERATURE if is_drawn else None,
+            pad_token_id=0,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
+        )
+        batch = continued(model, prompts[begin : begin + AT_ONCE], generation_config=settings, assistant=spec)
+        if file is not None and PartialState().is_main_process:
+            with reported(file), file.open("a", encoding="utf-8") as lines:
+                lines.write(_lines(batch))
+        return batch
+
+    with evaluating(model), torch.random.fork_rng(), torch.no_grad():
+        for begin in range(len(texts), len(prompts), AT_ONCE):
+            texts += _of_first_process(partial(write, begin), is_tensor_parallel(model))
+    return texts
+
+
+def _of_first_process(make: Callable[[], list[list[int]]], is_for_all: bool = False) -> list[list[int]]:
+    """Returns in all processes what the first one makes, or raises its error. All take part where none can alone."""
+    made: list[Any] = [None]
+    if is_for_all or PartialState().is_main_process:
+        try:
+            made = [make()]
+        except Exception as error:
+            made = [error]
+    broadcast_object_list(made)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return cast(list[list[int]], made[0])
+
+
+def _begun(file: Path, made_by: str, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """The answers in a file, which is made ready for further ones: a batch that was not completed is removed."""
+    texts: list[list[int]] = []
+    if file.exists():
+        try:
+            head, *lines = read_text(file).split("\n")
+            writer, texts = json.loads(head)["made_by"], [json.loads(line) for line in lines[:-1]]
+            if not all(isinstance(text, list) and all(type(token) is int for token in text) for text in texts):
+                raise ValueError("there is something else than tokens")
+        except (KeyError, TypeError, ValueError) as error:
+            raise SettingError(f"{file} was cut short or changed ({brief(error)}). Remove it.") from error
+        begun = [text[: len(prompt)] for text, prompt in zip(texts, prompts, strict=False)]
+        if begun != prompts[: len(texts)] or writer != made_by:
             raise SettingError(
                 f"{file} has answers to other prompts, of another model or of another length: remove it, or repeat the "
                 "settings that it was made with."
             )
-    spec = SelfSpec()
-    with evaluating(model), torch.random.fork_rng(), torch.no_grad():
-        for begin in range(len(found), len(prompts), AT_ONCE):
-            torch.manual_seed(begin)
-            is_drawn = bool(begin // AT_ONCE % 2)
-            settings = GenerationConfig(
-                max_new_tokens=new_tokens,
-                do_sample=is_drawn,
-                temperature=_TEMPERATURE if is_drawn else None,
-                pad_token_id=0,
-                num_beams=1,
-                num_return_sequences=1,
-                return_dict_in_generate=False,
-            )
-            found += continued(model, prompts[begin : begin + AT_ONCE], generation_config=settings, assistant=spec)
-            if file is not None:
-                with reported(file):
-                    write_json(file, {"made_by": known, "texts": found})
-    return found
+        if len(texts) >= len(prompts):
+            return texts
+        texts = texts[: len(texts) // AT_ONCE * AT_ONCE]
+    with reported(file), written_whole(file) as beside:
+        beside.write_text(_lines([{"made_by": made_by}, *texts]), encoding="utf-8")
+    return texts
 
 
-def _read(file: Path) -> tuple[list[list[int]], str]:
-    try:
-        content = read_json(file)
-        found, made_by = content["texts"], content["made_by"]
-        if not all(type(token) is int for row in found for token in row):
-            raise ValueError("there is something else than tokens")
-    except (KeyError, TypeError, ValueError) as error:
-        raise SettingError(f"{file} was cut short or changed ({brief(error)}). Remove it.") from error
-    return list(found), made_by
+def _lines(values: Iterable[Any]) -> str:
+    return "".join(f"{json.dumps(value)}\n" for value in values)
 
 
 @contextmanager

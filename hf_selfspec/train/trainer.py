@@ -53,6 +53,7 @@ class ModelCallback(TrainerCallback):
                 f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
                 "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
             )
+        self.detach()  # auto_find_batch_size begins again, with smaller batches
         self._run = self.make_run(model, args)
         self._run.attach(model)
 

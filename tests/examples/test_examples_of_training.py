@@ -82,7 +82,6 @@ class Exactness(TrainerCallback):
         self.weights.append(next(p for p in model.parameters() if p.requires_grad).detach().clone())
 
 
-@pytest.mark.every_run("whole")
 @pytest.mark.parametrize("adapters", [[], ["--lora"]], ids=["whole", "lora"])
 def test_rollouts_of_a_policy_that_learns(adapters: list[str], tmp_path: Path) -> None:
     library("trl")
@@ -92,11 +91,18 @@ def test_rollouts_of_a_policy_that_learns(adapters: list[str], tmp_path: Path) -
     assert exactness.equal == [True] * 3
     assert not torch.equal(exactness.weights[0], exactness.weights[-1])
     assert sum(stats.tokens for stats in spec._knowledge.calls) >= 3 * 8 * 8
-    if not adapters:
-        # The policy goes on where it was, with what the SelfSpec knows.
-        arguments[1] = str(tmp_path)
-        assert example.main(arguments, callbacks=[exactness])._knowledge.saved is not None
-        assert exactness.equal == [True] * 6
+    # The policy goes on where it was, with what the SelfSpec knows, and is saved again.
+    arguments[1:6:4], begun = [str(tmp_path), "1"], list[torch.Tensor]()
+
+    class Begins(TrainerCallback):
+        def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            begun.extend(p.detach().clone() for p in model.parameters() if p.requires_grad)
+
+    saved = (tmp_path / "selfspec.json").read_bytes()
+    assert example.main(arguments, callbacks=[exactness, Begins()])._knowledge.saved is not None
+    assert exactness.equal == [True] * 4
+    assert torch.equal(begun[0], exactness.weights[2])
+    assert (tmp_path / "selfspec.json").read_bytes() != saved
 
 
 @pytest.mark.slow

@@ -207,3 +207,51 @@ def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.
     count = targets(stacked(rows(12)))
     assert sum(size[1] for size in chunks) == 2 * count < 2 * 12 * (WIDTH - 1)
     assert max(size[1] for size in chunks) == 5
+
+
+def test_gradients_are_added_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model in bfloat16 whose head sees one token at a time, by hand: in bfloat16 the sum is too far off."""
+    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", VOCABULARY)
+    model, samples, shares = tiny().bfloat16().train(), stacked(rows(32)), {2: 0.45, 3: 0.45, 4: 0.1}
+    head, is_target, tokens = model.lm_head, samples["labels"][:, 1:] != -100, samples["labels"][:, 1:]
+    states = model.model(samples["input_ids"], output_hidden_states=True).hidden_states
+    last = shares[4] * exit_loss(model, samples, 4)
+    (exact,) = torch.autograd.grad(last, head.weight, retain_graph=True)
+    exact, rounded = exact.double(), exact.clone()
+    for layer in (2, 3):
+        exits = model.model.norm(states[layer])[:, :-1][is_target].detach()
+        for state, token in zip(exits.split(1), tokens[is_target].split(1), strict=True):
+            loss = F.cross_entropy(head(state).float(), token)
+            (gradient,) = torch.autograd.grad(shares[layer] * loss, head.weight)
+            exact += gradient.double()
+            rounded += gradient
+    found: list[torch.Tensor] = []
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            found.append(model.lm_head.weight.grad * targets(samples))
+
+    callback = EarlyExitLoss(1.0, None, layers=[2, 3], scale=lambda layer, *_: shares[layer + 1] if layer else 0.0)
+    options = {"per_device_train_batch_size": 32, "max_steps": 1}
+    train(tmp_path, [callback, Keep()], tiny().bfloat16(), data=rows(32), **options)
+    off = [((value.double() - exact).norm() / exact.norm()).item() for value in (*found, rounded)]
+    assert off[0] < 0.005
+    assert off[1] > 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["mixed", "pure"])
+def test_gradients_are_not_too_small_for_float16(dtype: torch.dtype) -> None:
+    """Of an exit that weighs little, scaled as in mixed precision: by a factor that float16 does not have."""
+    torch.manual_seed(0)
+    share, scale, tokens = 1e-6, 2.0**20, torch.randint(VOCABULARY, (40,))
+    given = [torch.randn(1, 40, 16).to(dtype).requires_grad_(), torch.randn(VOCABULARY, 16).to(dtype).requires_grad_()]
+    exact = [value.detach().double().requires_grad_() for value in given]
+    (scale * share * F.cross_entropy(exact[0][0] @ exact[1].T, tokens, reduction="sum")).backward()
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        return states.to(torch.float16) @ given[1].to(torch.float16).T
+
+    total, _ = exit_training._ExitLosses.apply(head, tokens, None, [share], 7, *given)
+    (scale * total).backward()
+    for value, right in zip(given, exact, strict=True):
+        assert (value.grad.double() - right.grad).norm() < 0.002 * right.grad.norm()

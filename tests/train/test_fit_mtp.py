@@ -118,7 +118,8 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
     fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
     assert batches[:3] == [16, 5, 5]
-    texts = json.loads((tmp_path / "out-text.json").read_text())["texts"]
+    file = tmp_path / "out-text.jsonl"
+    texts = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     for prompt, text in zip(PROMPTS, texts, strict=True):
         given = tokenizer(prompt)["input_ids"]
         assert text[: len(given)] == given
@@ -126,7 +127,13 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     alone = generate(model, ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
     assert texts[0] == alone[: len(texts[0])]
     assert len(texts[0]) == len(alone) or texts[0][-1] == model.generation_config.eos_token_id
-    with pytest.raises(SettingError, match=r"out-text\.json has answers to other prompts"):
+    # A process that was killed while it wrote leaves a part of a batch.
+    whole = file.read_text()
+    file.write_text(whole[:-9])
+    fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
+    assert batches[3:].count(5) == 1
+    assert file.read_text() == whole
+    with pytest.raises(SettingError, match=r"out-text\.jsonl has answers to other prompts"):
         fit_mtp(model, tokenizer, (), prompts=PROMPTS[1:], output_dir=tmp_path / "out", **options)
     with pytest.raises(SettingError, match="of another model"):
         fit_mtp(tiny_llama(seed=1), tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
@@ -150,10 +157,10 @@ def test_wrong_settings(tmp_path: Path) -> None:
         fit_mtp(model, character_tokenizer(), "a text", prompts=PROMPTS)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"texts": [null]}', '{"texts": [["a"]]}'])
+@pytest.mark.parametrize("content", ["", "[]\n", "{}\n", '{"made_by": ""}\nnull\n', '{"made_by": ""}\n["a"]\n'])
 def test_answers_that_were_changed_are_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "out-text.json").write_text(content)
-    with pytest.raises(SettingError, match=r"out-text\.json was cut short or changed"):
+    (tmp_path / "out-text.jsonl").write_text(content)
+    with pytest.raises(SettingError, match=r"out-text\.jsonl was cut short or changed"):
         fit_mtp(tiny_llama(), character_tokenizer(), (), prompts=PROMPTS, output_dir=tmp_path / "out", block_size=16)
 
 

@@ -125,7 +125,7 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning", "ignore:this MTP head does not pay")
 def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     """The same parts on both ranks, which are those of one process with batches twice as large."""
     from helpers.distributed_fitting import fit_all
@@ -143,6 +143,8 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
             torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-3)
         start = begun[name].state_dict()
         assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
+    answers = (tmp_path / "mtp-text.jsonl").read_text().splitlines()[1:]
+    assert len(answers) == len(set(answers)) == 12
 
 
 def test_arguments_and_checkpointing_stay_as_they_were(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
 
 from helpers.distributed_training import LAYERS, Row, rows, tiny, weights
 from helpers.train.by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stays, train
@@ -61,6 +61,24 @@ def test_packed_sequences_are_samples(tmp_path: Path, given: dict[str, bool]) ->
         run = train(tmp_path, callbacks, data=data, settings=settings)
         assert history(run) == pytest.approx(expected.losses, rel=1e-5)
         assert_close(weights(run.model), expected.weights)
+
+
+def test_ranks_drop_their_own_sequences_where_layers_run_anyway(tmp_path: Path, monkeypatch: Any) -> None:
+    """That is, in packed rows, where processes have samples of their own; also of a row that is one sequence."""
+    monkeypatch.setattr(TrainingArguments, "process_index", 1)
+    flat = {"data_collator": DataCollatorWithFlattening()}
+    data = [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
+    for given, rank in (({"data": data, "settings": flat}, (1,)), ({}, ())):
+        expected = ByHand(tiny(), lambda step: {4: 1.0}, p_max=0.6, rank=rank)
+        run = train(tmp_path, [callback := LayerDropout(0.6)], **given)
+        assert_close(weights(run.model), expected.weights)
+    model = tiny()
+    seen = RowsSeen(model)
+    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings=flat, per_device_train_batch_size=1)
+    assert seen.steps == [[1] * LAYERS] * 3
+    monkeypatch.setattr(run, "get_tp_size", lambda: 2)
+    callback.check(run)
+    assert callback._rank == 0
 
 
 def test_embeddings_as_inputs(tmp_path: Path) -> None:

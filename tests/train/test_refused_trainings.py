@@ -1,17 +1,20 @@
 """Trainings that are refused before any weight changes."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import LlamaForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 import hf_selfspec
 from helpers.architectures import build
-from helpers.distributed_training import tiny, trainer, weights
-from helpers.train.by_hand import assert_equal
+from helpers.distributed_training import WIDTH, rows, tiny, trainer, weights
+from helpers.processes import library
+from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal
 from helpers.train.watching import left_as_it_was
 from hf_selfspec import EarlyExitLoss, LayerDropout, SettingError, UnsupportedModelError, UnsupportedOptionError
 
@@ -24,6 +27,16 @@ def with_own_loss_function() -> LlamaForCausalLM:
     model = tiny()
     model.loss_function = boom
     return model
+
+
+def of_trl(name: str, module: str = "trl") -> Callable[[Any], None]:
+    """Makes a trainer one of TRL's."""
+
+    def change(run: Any) -> None:
+        library("trl")
+        run.__class__ = type("Users", (getattr(importlib.import_module(module), name),), {})
+
+    return change
 
 
 def configured(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
@@ -39,6 +52,9 @@ CASES: list[tuple[Callable[[], Any], Any, Any, type[Exception], list[str]]] = [
     (tiny, EarlyExitLoss, lambda run: setattr(run.args, "_n_gpu", 2), UnsupportedOptionError, ["2 GPUs", "torchrun"]),
     # As TRL's ``SFTConfig`` has it.
     (tiny, EarlyExitLoss, lambda run: setattr(run.args, "loss_type", "dft"), UnsupportedOptionError, ["'dft'"]),
+    *((tiny, EarlyExitLoss, of_trl(f"{name}Trainer"), UnsupportedOptionError,
+       [f"TRL's {name}Trainer trains", "with SFTTrainer"]) for name in ("DPO", "KTO", "GRPO", "RLOO", "Reward")),
+    (tiny, EarlyExitLoss, of_trl("GKDTrainer", "trl.experimental.gkd"), UnsupportedOptionError, ["GKDTrainer"]),
     (tiny, EarlyExitLoss, lambda run: [row.pop("labels") for row in run.train_dataset], UnsupportedOptionError,
      ["`labels`", "['attention_mask', 'input_ids']"]),
     (lambda: get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
@@ -57,6 +73,7 @@ CASES: list[tuple[Callable[[], Any], Any, Any, type[Exception], list[str]]] = [
 
 @pytest.mark.parametrize(("create", "callback", "wrong", "error", "words"), CASES)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*TRL_EXPERIMENTAL_SILENCE")  # in TRL
 def test_refused_trainings(
     tmp_path: Path, create: Callable[[], Any], callback: Any, wrong: Any, error: type[Exception], words: list[str]
 ) -> None:
@@ -73,6 +90,35 @@ def test_refused_trainings(
     assert type(caught.value) is error
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert_equal(weights(model), before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in TRL
+def test_fused_heads_are_served_where_their_outputs_are_summed(tmp_path: Path) -> None:
+    """As `SFTTrainer` does it; a loss that makes something else of them is refused, before any weight changes."""
+    library("trl")
+    add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
+
+    class Fused(Trainer):
+        shares = torch.ones(())
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            return -(model(**inputs, fused_lm_head=True).log_probs * self.shares).sum() / num_items_in_batch
+
+    class Weighing(Fused):
+        shares = torch.linspace(0, 1, WIDTH - 1)
+
+    for kind in (Fused, Weighing):
+        usual, model = trainer(tiny(), [], tmp_path), tiny()
+        add_fused_lm_head(model)
+        run = kind(model, usual.args, train_dataset=rows(16), callbacks=[EarlyExitLoss(1.0, None)])
+        before = weights(model)
+        if kind is Fused:
+            run.train()
+            assert_close(weights(model), ByHand(tiny(), lambda step: ALL).weights)
+            continue
+        with left_as_it_was(run), pytest.raises(UnsupportedModelError, match="the sum of its `log_probs`"):
+            run.train()
+        assert_equal(weights(model), before)
 
 
 def test_callbacks_that_come_too_late_are_refused(tmp_path: Path) -> None:

@@ -219,6 +219,24 @@ def test_after_a_training(tmp_path: Path) -> None:
     assert history(again, "loss/exit_3") == history(run, "loss/exit_3")
 
 
+def test_a_batch_size_that_is_found(tmp_path: Path) -> None:
+    """A training that begins again with smaller batches is one that began with them, and leaves nothing either."""
+    model = tiny()
+
+    def fill(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if len(args[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.lm_head.register_forward_pre_hook(fill)
+    run = trainer(model, BOTH["both"](), tmp_path, auto_find_batch_size=True)
+    with left_as_it_was(run):
+        run.train()
+    small = train(tmp_path, BOTH["both"](), per_device_train_batch_size=2)
+    assert_equal(weights(model), weights(small.model))
+    for key in ("loss", "loss/exit_4"):
+        assert history(run, key) == history(small, key)
+
+
 @pytest.mark.parametrize(
     ("place", "fuse"), [("model.layers.2", 3), ("on_train_begin", 1), ("on_pre_optimizer_step", 2), ("data", 7)]
 )
