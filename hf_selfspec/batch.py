@@ -48,6 +48,11 @@ class Text:
     def batch_size(self) -> int:
         return len(self.lengths)
 
+    @property
+    def has_grown(self) -> bool:
+        """Whether a token was chosen, which a streamer may have shown."""
+        return max(self.lengths) > self.prompt_width
+
     def first_slots(self) -> list[int]:
         """For each row the first slot whose token can go through the model again; embedded prompts have no ids."""
         fixed = self.fixed or [0] * self.batch_size

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,16 +26,17 @@ from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, brief, only_warned, warn_once
+from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
 from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.exact import reduced_precision
+from .model.handover import empty
 from .model.inputs import Inputs
 from .model.linear import are_faster
-from .model.modules import all_modules, is_tensor_parallel
+from .model.modules import all_modules, is_tensor_parallel, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
@@ -44,7 +45,7 @@ from .model.target import Target
 from .model.unseen import Unseen, why_plain
 from .refusals import check_call, check_exact, check_length
 from .settings import Settings
-from .stats import GenerationStats
+from .stats import GenerationStats, generated
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree
@@ -121,9 +122,9 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         if isinstance(error, PlainError) and not default_of:
             raise error.__cause__ or error from None
         is_ours = isinstance(error, SelfSpecError) or not unseen
-        if (decoder is not None and decoder.has_begun) or (is_ours and not default_of):
+        if (decoder is not None and decoder.text.has_grown) or (is_ours and not default_of):
             raise
-        call, why = given, left_to_plain(call.model, default_of, error)
+        call, why = given, left_to_plain(type(call.model).__name__, default_of, error)
     return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
 
 
@@ -162,8 +163,9 @@ def _as_it_can_be_drafted(
             "padding_side='left'."
         )
         return call, "its prompts are padded on the right"
+    name = type(call.model).__name__
     if why := why_plain(call.model):
-        return call, left_to_plain(call.model, "", UnsupportedModelError(why))
+        return call, left_to_plain(name, "", UnsupportedModelError(why))
     if not unseen:
         return call, ""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
@@ -173,7 +175,7 @@ def _as_it_can_be_drafted(
         return call, f"{unseen} was not seen before, and {reason}, so that could not be checked"
     outcome = on_probation(call, unseen, _decoded_logits)
     if why := outcome.why_plain:
-        why = left_to_plain(call.model, "", UnsupportedModelError(f"because of {unseen}: {why}"))
+        why = left_to_plain(name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why
 
 
@@ -244,7 +246,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         streamer=call.streamer,
         checks_logits=checks_logits,
         is_lossless=source.lossless,
-        waits_for=_others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
+        waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
     )
 
@@ -309,24 +311,14 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
     return None
 
 
-def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
-    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
-
-    def ask(is_unfinished: bool) -> bool:
-        count = torch.tensor(float(is_unfinished), device=device)
-        torch.distributed.all_reduce(count)
-        return bool(count.item())
-
-    return ask
-
-
 def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: DraftSource) -> Any:
     cache = call.past if decoder.target.plan is None else None
     try:
         with decoder.target.prepared():
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
-                decoder.hand_back(cache)
+                with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
+                    decoder.hand_back(cache)
     finally:
         decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()
@@ -339,18 +331,6 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
-def left_to_plain(model: PreTrainedModel, default_of: str, error: Exception) -> str:
-    """Warns that plain ``generate`` serves a call, and returns why, for the statistics."""
-    why = str(error) if isinstance(error, SelfSpecError) else f"{type(error).__name__}: {brief(error)}"
-    who = f"the SelfSpec {default_of}" if default_of else f"the SelfSpec of a call of {type(model).__name__}"
-    warn_once(
-        f"{who} cannot serve a call, so plain generate serves it: {why} (A call with generate(assistant=False) does "
-        "without it and without this warning.)",
-        ignore_numbers=True,
-    )
-    return f"this SelfSpec cannot serve it ({why})"
-
-
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
@@ -358,36 +338,14 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     begun = perf_counter()
     with without_checkpointing(call.model):
         output = type(call.model)._sample(options.pop("model"), **options)
+    seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):
-        knowledge.knowledge.add_call(_plain_stats(call, knowledge, why, output, perf_counter() - begun))
+        ids = output if isinstance(output, torch.Tensor) else output.sequences
+        ends = call.stopper.eos_tokens, call.pad_token if call.stopper.eos_tokens else None
+        counts = [generated(row, *ends) for row in ids[:, call.input_ids.shape[1] :].tolist()]
+        stats = GenerationStats.of_plain(counts, seconds, why, LayerPlan(call.anatomy.num_layers).picture())
+        for findings in knowledge.all_findings():
+            if findings.is_idle:
+                findings.report(stats)
+        knowledge.knowledge.add_call(stats)
     return output
-
-
-def _plain_stats(call: Call, knowledge: KnowledgeOfCall, why: str, output: Any, seconds: float) -> GenerationStats:
-    ids = output if isinstance(output, torch.Tensor) else output.sequences
-    eos_tokens = call.stopper.eos_tokens
-    padding = call.pad_token if eos_tokens else None
-    counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
-    tokens, rounds = sum(counts), sum(counts) - len(counts)
-    stats = GenerationStats(
-        tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why, promise="bit for bit"
-    )
-    stats.accepted_lengths[0] = rounds
-    stats.from_draft = [[False] * number for number in counts]
-    stats.plan = LayerPlan(call.anatomy.num_layers).picture()
-    stats.timeline = [(tokens, seconds)]
-    for found in knowledge.all_findings():
-        if found.is_idle:
-            found.report(stats)
-    return stats
-
-
-def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
-    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding after it."""
-    for index, token in enumerate(row, start=1):
-        if token in eos_tokens:
-            return index
-    count = len(row)
-    while count and row[count - 1] == padding:
-        count -= 1
-    return count

@@ -123,11 +123,6 @@ class Decoder:
             drafter.report(self.stats)
         return ids
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a token was chosen, which a streamer may have shown."""
-        return any(self._tokens)
-
     @contextmanager
     def _surviving(self) -> Iterator[None]:
         """Lets the call go on without drafts and learning where memory runs out in the block, or the text is whole: a

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -78,12 +78,25 @@ _muted = _Muted()
 _FILTER: Any = ("ignore", _muted, Warning, None, 0)
 
 
+def left_to_plain(model: str, default_of: str, error: Exception) -> str:
+    """Warns that plain ``generate`` serves a call of ``model``, and returns why, for the statistics."""
+    why = str(error) if isinstance(error, SelfSpecError) else f"{type(error).__name__}: {brief(error)}"
+    who = f"the SelfSpec {default_of}" if default_of else f"the SelfSpec of a call of {model}"
+    warn_once(
+        f"{who} cannot serve a call, so plain generate serves it: {why} (A call with generate(assistant=False) does "
+        "without it and without this warning.)",
+        ignore_numbers=True,
+    )
+    return f"this SelfSpec cannot serve it ({why})"
+
+
 @contextmanager
-def only_warned(what: str) -> Iterator[None]:
-    """Turns an error in the block into a warning: what comes after a text must not lose it."""
+def only_warned(what: str, undo: Callable[[], object] = bool) -> Iterator[None]:
+    """Turns an error in the block into a warning, after ``undo()``: what comes after a text must not lose it."""
     try:
         yield
     except Exception as error:
+        undo()
         warn_once(f"{what} has failed, which the text does not need: {brief(repr(error))}", ignore_numbers=True)
 
 

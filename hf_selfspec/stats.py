@@ -1,5 +1,7 @@
 """The statistics of one call of ``generate``."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -70,6 +72,16 @@ class GenerationStats:
     exit_layers: Counter[int] = field(default_factory=Counter)
     round_sizes: list[tuple[int, int]] = field(default_factory=list, repr=False)
     timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def of_plain(cls, counts: list[int], seconds: float, why: str, plan: str) -> GenerationStats:
+        """Statistics of a call that plain ``generate`` has served, of so many tokens in each row."""
+        tokens, rounds = sum(counts), sum(counts) - len(counts)
+        stats = cls(tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why, promise="bit for bit")
+        stats.accepted_lengths[0] = rounds
+        stats.from_draft = [[False] * count for count in counts]
+        stats.plan, stats.timeline = plan, [(tokens, seconds)]
+        return stats
 
     @property
     def acceptance_rate(self) -> float:
@@ -146,3 +158,14 @@ class GenerationStats:
             lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
             lines.append(("MLP blocks", self.plan.translate(_MLP)))
         return "\n".join(f"{name:<24} {value}" for name, value in lines)
+
+
+def generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
+    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding after it."""
+    for index, token in enumerate(row, start=1):
+        if token in eos_tokens:
+            return index
+    count = len(row)
+    while count and row[count - 1] == padding:
+        count -= 1
+    return count

@@ -21,8 +21,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Call, left_to_plain, serve
-from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from ..call import Call, serve
+from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, warn_once
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..model.unseen import Unseen, why_plain
@@ -59,7 +59,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             is_ours = isinstance(error, SelfSpecError) or not Unseen.of(self)
             if is_ours and not default_of and not isinstance(error, _LeftToPlainError):
                 raise
-            why, begun = left_to_plain(self, default_of, error), perf_counter()
+            why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
             output = original(self, *args, **kwargs)
             seconds = perf_counter() - begun
             spec._knowledge.add_call(GenerationStats(total_seconds=seconds, drafts=False, left_to_generate=why))

@@ -54,12 +54,7 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
     length = prompt.width + new - 1
     places = prompt.slots(length, [new] * len(generated) if cache.has_states else generated)
     slots = [base + columns + new - 1 for base in prompt.base]
-    other.reset()
-    for layer in other.layers:
-        if isinstance(layer, DynamicLayer):
-            # Older versions' `reset` leaves zeros, to which `update` would append.
-            layer.keys = layer.values = None
-            layer.is_initialized = False
+    empty(other)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
             layer.hand_states(other.layers[index], slots)
@@ -79,6 +74,16 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
             other.layers[index].update_indexer(kept["indexer"][:, 0])
         if "positions" in kept:
             other.layers[index].indexer_position_ids = kept["positions"][..., 0].transpose(0, 1)
+
+
+def empty(cache: Cache) -> None:
+    """Empties a dynamic or static cache."""
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            # Older versions' `reset` leaves zeros, to which `update` would append.
+            layer.keys = layer.values = None
+            layer.is_initialized = False
 
 
 def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

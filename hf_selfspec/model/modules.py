@@ -126,3 +126,14 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
         return known[count]
 
     return now
+
+
+def others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
+    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
+
+    def ask(is_unfinished: bool) -> bool:
+        count = torch.tensor(float(is_unfinished), device=device)
+        torch.distributed.all_reduce(count)
+        return bool(count.item())
+
+    return ask
