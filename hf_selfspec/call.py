@@ -124,7 +124,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         is_ours = isinstance(error, SelfSpecError) or not unseen
         if (decoder is not None and decoder.text.has_grown) or (is_ours and not default_of):
             raise
-        call, why = given, left_to_plain(type(call.model).__name__, default_of, error)
+        call, why = given, left_to_plain(call.anatomy.model_name, default_of, error)
     return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
 
 
@@ -163,9 +163,8 @@ def _as_it_can_be_drafted(
             "padding_side='left'."
         )
         return call, "its prompts are padded on the right"
-    name = type(call.model).__name__
     if why := why_plain(call.model):
-        return call, left_to_plain(name, "", UnsupportedModelError(why))
+        return call, left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
     if not unseen:
         return call, ""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
@@ -175,7 +174,7 @@ def _as_it_can_be_drafted(
         return call, f"{unseen} was not seen before, and {reason}, so that could not be checked"
     outcome = on_probation(call, unseen, _decoded_logits)
     if why := outcome.why_plain:
-        why = left_to_plain(name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
+        why = left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why
 
 

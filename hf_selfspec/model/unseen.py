@@ -23,7 +23,7 @@ import torch.nn.functional
 from transformers import GenerationMixin, PreTrainedModel
 
 from .attention import attention_functions, is_usual_attention
-from .modules import ROW_BLIND, all_modules, hooks_of, library_of
+from .modules import ROW_BLIND, all_modules, forward_of_others, hooks_of, library_of
 from .prompt import CACHE_NAMES
 
 # The classes of transformers that the tests cover, without the ends of their names.
@@ -81,8 +81,9 @@ class Unseen:
         foreign = {kind for kind in kinds if _is_foreign(kind, kind.forward)}
         reasons |= dict.fromkeys(f"modules of class {kind.__name__}" for kind in foreign)
         contents += [_contents(module) for module in modules if foreign and type(module) in foreign]
-        for forward in [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]:
-            if library_of(forward) not in _TRUSTED:
+        for module in [module for module in modules if "forward" in module.__dict__]:
+            forward = forward_of_others(module)
+            if forward is not None and library_of(forward) not in _TRUSTED:
                 reasons[f"the forward {_name_of(forward)} of a module"] = None
                 contents.append(_contents(forward))
         for kind in {type(weight) for module in modules for weight in module._parameters.values()} - _PLAIN_WEIGHTS:

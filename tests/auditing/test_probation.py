@@ -27,6 +27,9 @@ from helpers import architectures, multimodal
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.auditing import probation
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.attention import speculative_attention
+from hf_selfspec.model.partial import partial_forwards
 from hf_selfspec.model.unseen import SEEN, Unseen
 
 ROW = {name: value[1:2] for name, value in ragged_batch().items()}
@@ -413,6 +416,14 @@ def test_a_short_call_is_left_to_plain_without_a_warning() -> None:
     assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
     assert spec.stats is not None
     assert "too short" in spec.stats.left_to_generate
+
+
+def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
+    """Ours is above a forward of others while any thread generates."""
+    model = with_a_forward_of_its_own()
+    before = Unseen.of(model)
+    with partial_forwards(model, Anatomy.of(model)), speculative_attention():
+        assert Unseen.of(model) == before
 
 
 def test_random_numbers_are_those_of_plain(quiet: None) -> None:
