@@ -188,7 +188,10 @@ def _contents(thing: Any, depth: int = 3) -> Hashable:
         return code, tuple(_contents(part, depth - 1) for part in parts)
     else:
         attributes = sorted(getattr(thing, "__dict__", {}).items(), key=lambda pair: pair[0])
-        return type(thing).__name__, tuple((name, _contents(value, 0)) for name, value in attributes)
+        # Forwards are looked at on their own, below ours.
+        return type(thing).__name__, tuple(
+            (name, _contents(value, 0)) for name, value in attributes if name != "forward"
+        )
     return tuple(_contents(part, depth - 1) for part in parts)
 
 
