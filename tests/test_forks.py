@@ -129,7 +129,7 @@ def test_computed_values_are_not_waited_for() -> None:
                 is_done.wait()
             return 1
 
-    thread = threading.Thread(target=lambda: Slow().value)
+    thread = threading.Thread(target=lambda: Slow().value, daemon=True)
     thread.start()
     is_inside.wait()
     assert is_right_in_child(lambda: Slow().value == 1)

@@ -50,7 +50,7 @@ first = model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()
 assert first.equal(model.generate(**ROW, max_new_tokens=8))
 for name in ("model.linear", "hooks.seams", "hooks.wrapper"):
     importlib.reload(sys.modules["hf_selfspec." + name])
-assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
+    assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
 for name in [name for name in sys.modules if name.partition(".")[0] == "hf_selfspec"]:
     del sys.modules[name]
 import hf_selfspec
@@ -58,6 +58,7 @@ assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec
 with hf_selfspec.attach(model, hf_selfspec.SelfSpec()) as spec:
     model.generate(**ROW, max_new_tokens=8)
 assert len(spec._knowledge.calls) == 1
+assert not hasattr(model.generate.__wrapped__, "_hf_selfspec_wrapper")
 hf_selfspec.uninstall()
 assert model.generate.__module__ == "transformers.generation.utils"
 try:
