@@ -25,6 +25,7 @@ from .batch import Text
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
+from .draft.lookup import Lookup
 from .draft.source import DraftSource, Session
 from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
 from .forks import cached_property
@@ -113,16 +114,21 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
     try:
         _check(call, spec._source, knowledge)
-        call, why = _as_it_can_be_drafted(call, spec._source, knowledge, unseen)
+        why = _why_plain(call, spec._source, knowledge)
         if not why:
             decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
+            if unseen and spec._source.lossless:
+                drafted, why = _on_probation(call, unseen)
+                if not why and drafted.anatomy != call.anatomy:
+                    decoder = _lay_out(drafted, spec, knowledge, checks_logits=not default_of)
             decoder.stats.checked = str(unseen)
+        if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)
     except Exception as error:
         if isinstance(error, PlainError) and not default_of:
             raise error.__cause__ or error from None
-        is_ours = isinstance(error, SelfSpecError) or not unseen
-        if (decoder is not None and decoder.text.has_grown) or (is_ours and not default_of):
+        has_begun = decoder is not None and decoder.text.has_grown
+        if has_begun or not (default_of or (unseen and _cannot_be_laid_out(call, error))):
             raise
         call, why = given, left_to_plain(call.anatomy.model_name, default_of, error)
     return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
@@ -141,41 +147,51 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
         )
 
 
-def _as_it_can_be_drafted(
-    call: Call, source: DraftSource, knowledge: KnowledgeOfCall, unseen: Unseen
-) -> tuple[Call, str]:
-    """The call, with what its model supports if that had to be checked, and why transformers' own loop serves it as
-    well or better (as where no draft pays), else empty."""
+def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
+    """Why transformers' own loop serves the call as well or better (as where no draft pays), else empty."""
     if not source.lossless:
-        return call, ""
+        return ""
+    if why := why_plain(call.model):
+        return left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
     findings = knowledge.all_findings()
     is_idle = bool(findings) and all(found.is_idle for found in findings)
     if is_idle and (
         is_tensor_parallel(call.model)  # whose processes have timings of their own
         or not are_faster(all_modules(call.model), len(call.input_ids))
     ):
-        return call, "no draft pays"
+        return "no draft pays"
     mask = call.model_kwargs.get("attention_mask")
-    if mask is not None and is_right_padded(mask):
-        warn_once(
-            "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
-            "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
-            "padding_side='left'."
-        )
-        return call, "its prompts are padded on the right"
-    if why := why_plain(call.model):
-        return call, left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
-    if not unseen:
-        return call, ""
+    if mask is None or not is_right_padded(mask):
+        return ""
+    warn_once(
+        "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
+        "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
+        "padding_side='left'."
+    )
+    return "its prompts are padded on the right"
+
+
+def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
+    """The call of a model that was not seen, with what that supports, and why plain ``generate`` serves it."""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
-        reason = (
-            "several processes run" if call.synced_gpus else f"a call of fewer than {TOKENS} new tokens is too short"
-        )
-        return call, f"{unseen} was not seen before, and {reason}, so that could not be checked"
+        reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
+        return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
     outcome = on_probation(call, unseen, _decoded_logits)
     if why := outcome.why_plain:
         why = left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why
+
+
+def _cannot_be_laid_out(call: Call, error: Exception) -> bool:
+    """Whether an error that nobody expected is the model's, whatever drafts."""
+    if isinstance(error, SelfSpecError):
+        return False
+    try:
+        settings = Settings(draft=Lookup())
+        _lay_out(call, settings, settings._known(call.model), checks_logits=False)
+    except Exception:
+        return True
+    return False
 
 
 def _decoded_logits(call: Call, source: DraftSource) -> tuple[torch.Tensor, ...]:

@@ -184,11 +184,19 @@ def test_bad_logits(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tenso
     assert torch.equal(ids, fresh_llama.generate(**inputs, **options))
 
 
-def break_call(module: torch.nn.Module, number: int) -> Any:
-    calls = iter(range(1, 1000))
-    return module.register_forward_pre_hook(
-        lambda _, args: (args[0] * float("nan"),) if next(calls) == number else args
-    )
+class BreaksCall:
+    """A hook after which a module gets NaN in the call with this number, counted from :meth:`begin` on."""
+
+    def __init__(self, module: torch.nn.Module, number: int) -> None:
+        self.left, self.number = 0, number
+        self.remove = module.register_forward_pre_hook(self).remove
+
+    def begin(self) -> None:
+        self.left = self.number
+
+    def __call__(self, _: Any, args: Any) -> Any:
+        self.left -= 1
+        return (args[0] * float("nan"),) if self.left == 0 else args
 
 
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
@@ -196,11 +204,15 @@ def test_bad_logits_later_on(inputs: dict[str, torch.Tensor]) -> None:
     """In a verification it is an error; in a draft, which may overflow, only the end of the draft."""
     model, spec = tiny_llama(factor=0.5), SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
     plain = model.generate(**inputs, max_new_tokens=8)
-    verification = break_call(model.model.layers[5].mlp, 2)
+    verification = BreaksCall(model.model.layers[5].mlp, 2)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)  # which checks the hook
+    verification.begin()
     with pytest.raises(NumericalError, match="NaN"):
         model.generate(**inputs, max_new_tokens=8, assistant=spec)
     verification.remove()
-    draft = break_call(model.lm_head, 3)
+    draft = BreaksCall(model.lm_head, 3)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
+    draft.begin()
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
     draft.remove()
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)

@@ -415,7 +415,7 @@ def test_a_short_call_is_left_to_plain_without_a_warning() -> None:
     options = OPTIONS | {"max_new_tokens": probation.TOKENS - 1}
     assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
     assert spec.stats is not None
-    assert "too short" in spec.stats.left_to_generate
+    assert "too few" in spec.stats.left_to_generate
 
 
 def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
