@@ -20,7 +20,6 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .auditing.probation import TOKENS, PlainError, on_probation
 from .batch import Text
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
@@ -47,6 +46,7 @@ from .model.unseen import Unseen, why_plain
 from .refusals import check_call, check_exact, check_length
 from .settings import Settings
 from .stats import GenerationStats, generated
+from .verify.probation import TOKENS, PlainError, on_probation
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree

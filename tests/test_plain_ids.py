@@ -353,6 +353,7 @@ OTHERS = [kind for kind in SPECS if kind not in ALWAYS]
 _STREAMS = {"layerskip", "adapter", "adapter tree", "heads", "probe"}
 REFUSED = {
     "gemma3n_text": {"adapter", "adapter tree", "heads", "probe"},
+    "gemma4_text": {"heads"},
     "glm_moe_dsa": {"heads"},
     "gpt_bigcode": {"layerskip"},
     "hy_v4": _STREAMS,
@@ -369,8 +370,9 @@ NOT_PACKED = {
 }  # fmt: skip
 # Of whose layers no MTP head can be made: none has attention alone, or what it is depends on the others.
 WITHOUT_MTP = (
-    "bamba", "falcon_h1", "falcon_mamba", "gemma3n_text", "gpt_neo", "inkling2_text", "inkling_text", "jamba",
-    "lfm2_moe", "llama4_text", "mamba", "mamba2", "modernbert-decoder", "olmo_hybrid", "opt-350m", "zamba", "zamba2",
+    "bamba", "falcon_h1", "falcon_mamba", "gemma3n_text", "gemma4_text", "gpt_neo", "inkling2_text", "inkling_text",
+    "jamba", "lfm2_moe", "llama4_text", "mamba", "mamba2", "modernbert-decoder", "olmo_hybrid", "opt-350m", "zamba",
+    "zamba2",
 )  # fmt: skip
 
 

@@ -117,10 +117,15 @@ def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -
     hf_selfspec.install()
 
 
-@pytest.mark.parametrize("kind", ["StaticCache", "offloaded DynamicCache"])
+class KeepingMore(DynamicCache):
+    """As MiniMax's own."""
+
+
+@pytest.mark.parametrize("kind", ["StaticCache", "offloaded DynamicCache", "KeepingMore"])
 def test_cache(llama: LlamaForCausalLM, kind: str) -> None:
     cache = StaticCache(llama.config, 64) if kind == "StaticCache" else DynamicCache(config=llama.config)
-    cache.offloading = kind != "StaticCache"  # one that is made so makes streams of a GPU
+    cache = KeepingMore() if kind == "KeepingMore" else cache
+    cache.offloading = kind.startswith("offloaded")  # one that is made so makes streams of a GPU
     words = (f"a KV cache of type {kind}", "pass a DynamicCache")
     refused(llama, UnsupportedOptionError, words, **{PAST: cache})
 

@@ -2,7 +2,7 @@
 
 Drafts are verified several tokens at once, from stored states, in trees, and in rows of different lengths. That this
 leaves logits as they are is tested for some classes of transformers. Of all else it is checked, see
-:mod:`~hf_selfspec.auditing.probation`.
+:mod:`~hf_selfspec.verify.probation`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..auditing.probation import outcomes_of
 from ..draft.quantized import Quantized
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
@@ -17,6 +16,7 @@ from ..model.packing import has_widths, packed_bytes, why_not
 from ..model.runner import why_no_graphs
 from ..model.unseen import Unseen, why_plain
 from ..search.proposers import SkipSpace
+from ..verify.probation import outcomes_of
 from .tables import as_text
 
 _MIB = 2**20

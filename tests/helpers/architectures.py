@@ -193,8 +193,8 @@ ARCHITECTURES |= STATEFUL
 # At the end, since which drafts a test has goes by place.
 ARCHITECTURES["gemma4_text"] = _WINDOW | {
     "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
-    "num_global_key_value_heads": 2, "global_head_dim": 8, "num_hidden_layers": 5,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_global_key_value_heads": 2, "global_head_dim": 8, "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
 }  # fmt: skip
 
 # Types that the oldest transformers we support does not have.

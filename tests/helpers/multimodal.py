@@ -123,6 +123,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": _text("exaone4", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
         "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
     }),
+    "gemma4": ("Gemma4", {
+        "text_config": _text("gemma4_text", **ARCHITECTURES["gemma4_text"]), "audio_config": None,
+        "vision_config": _VISION
+        | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 4},
+    }),
     "qwen2_audio": (
         "Qwen2Audio", {"text_config": _text("qwen2"), "audio_config": _AUDIO, "audio_token_index": IMAGE},
     ),
@@ -158,6 +163,11 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
     "llama4": Media(1, (1, *_SIZE)),
     "mistral3": Media(4, (1, *_SIZE), beside=lambda: {"image_sizes": torch.tensor([[8, 8]])}),
     **dict.fromkeys((*QWEN, "exaone4_5"), _GRID),
+    "gemma4": Media(
+        4,
+        (1, 16, 48),
+        beside=lambda: {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]},
+    ),
     "lfm2_vl": Media(
         4,
         (1, 4, 48),
@@ -207,7 +217,7 @@ def prompt_of(
 
 
 def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:
-    if name in QWEN:
+    if name in (*QWEN, "gemma4"):
         return {"mm_token_type_ids": is_media.long()}
     if name == "gemma3":
         return {"token_type_ids": is_media.long()}

@@ -160,15 +160,16 @@ class Tokens(StoppingCriteria):
         return torch.isin(input_ids[:, -1], self.tokens)
 
 
-def only_in_the_first(free: torch.Tensor) -> int:
-    """A token of the first row that others do not have by then."""
-    return next(int(token) for place, token in enumerate(free[0]) if place > 1 and token not in free[1:, : place + 1])
+def apart(free: torch.Tensor) -> int:
+    """A token that rows do not have at the same time."""
+    places = ((free == token).int().argmax(1) for token in free.unique())
+    return next(int(token) for token, at in zip(free.unique(), places, strict=True) if at.min() < at.max())
 
 
 ENDS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "with its first token": lambda free: {"eos_token_id": int(free[0, 0])},
     "before others": lambda free: {"eos_token_id": int(free[1, 3])},
-    "in step": lambda free: {"eos_token_id": only_in_the_first(free), "logits_processor": [Counting()]},
+    "in step": lambda free: {"eos_token_id": apart(free), "logits_processor": [Counting()]},
     "and goes on": lambda free: {"stopping_criteria": [Tokens(free[[0, 1, 2], [3, 5, 8]].tolist())]},
 }
 

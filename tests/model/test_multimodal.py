@@ -224,6 +224,23 @@ def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) ->
     check(name, SelfSpec(EarlyExitAdapter(_adapter()), FixedLength(6)), (3, 3, 3, 3))
 
 
+@pytest.mark.parametrize("prompt", [prompt_of("gemma4"), TEXTS], ids=["image", "texts"])
+def test_adapters_see_all_of_a_prompt(prompt: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind layers that store nothing, which Gemma 4 runs for the last column alone where it may."""
+    see, seen = AdapterDraft._see_prompt, []
+
+    def watched(self: AdapterDraft, states: torch.Tensor, *args: Any) -> None:
+        seen.append(states.shape[1])
+        see(self, states, *args)
+
+    monkeypatch.setattr(AdapterDraft, "_see_prompt", watched)
+    model, adapter = _model("gemma4"), Adapter(exit_layer=5, hidden_size=32, num_heads=4).eval()
+    expected = model.generate(**prompt, **OPTIONS)
+    spec = SelfSpec(EarlyExitAdapter(adapter), FixedLength(3))
+    assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=spec), expected)
+    assert seen == [prompt["input_ids"].shape[1]]
+
+
 def test_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
     token, size = tokenizer.convert_ids_to_tokens(IMAGE), {"height": 8, "width": 8}
     images = CLIPImageProcessorPil(size=size, crop_size=size)
@@ -254,15 +271,15 @@ def test_a_second_tower_of_as_many_layers() -> None:
 
 @pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
 def test_what_is_refused() -> None:
-    """Marks of text alone, cross attention, and sound for one placeholder, where drafts would stand elsewhere."""
+    """States of an encoder, cross attention, and sound for one placeholder, where drafts would stand elsewhere."""
     sound = prompt_of("qwen2_audio", (4, 6))
     is_media = sound["input_ids"] == IMAGE
     kept = ~(is_media & is_media.roll(1, dims=1))
     for name in ("input_ids", "attention_mask"):
         sound[name] = sound[name][kept].view(2, -1)
-    marked, picture = BATCH | {"token_type_ids": torch.zeros(3, 9).long()}, {"inputs": torch.zeros(1, 3, 8, 8)}
+    encoded, picture = BATCH | {"encoder_hidden_states": torch.zeros(3, 2, 32)}, {"inputs": torch.zeros(1, 3, 8, 8)}
     for model, prompt, error, words in (
-        (build_text("gpt2"), marked, UnsupportedOptionError, r"argument `token_type_ids`.*without `assistant`"),
+        (build_text("gpt2"), encoded, UnsupportedOptionError, r"argument `encoder_hidden_states`.*without `assistant`"),
         (tiny_llama(), picture, UnsupportedOptionError, "`inputs`"),
         (build_mllama(), prompt_of_mllama(), UnsupportedModelError, r"Mllama.*`cross_attention_mask`"),
         (_model("qwen2_audio"), sound, UnsupportedOptionError, "a prompt of 7 tokens into 14.*one placeholder"),

@@ -26,11 +26,11 @@ import hf_selfspec
 from helpers import architectures, multimodal
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.auditing import probation
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import speculative_attention
 from hf_selfspec.model.partial import partial_forwards
 from hf_selfspec.model.unseen import SEEN, Unseen
+from hf_selfspec.verify import probation
 
 ROW = {name: value[1:2] for name, value in ragged_batch().items()}
 BATCH = ragged_batch()
