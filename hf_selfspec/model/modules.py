@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from time import perf_counter
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -70,15 +69,10 @@ def forward_of_others(module: nn.Module) -> Any:
 
 
 def library_of(thing: object) -> str:
-    """Returns the name of the library that a function, or the class of an object, is from."""
+    """Returns the name of the library that a function, or the class of an object, says it is from."""
     while isinstance(thing, functools.partial) and "__module__" not in vars(thing):
         thing = thing.func
-    function = getattr(thing, "__func__", thing)
-    # What wraps a function may call itself as that does (``functools.wraps``).
-    name = (
-        function.__globals__.get("__name__") if isinstance(function, FunctionType) else getattr(thing, "__module__", "")
-    )
-    return str(name).partition(".")[0]
+    return str(getattr(thing, "__module__", "")).partition(".")[0]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -42,6 +42,8 @@ _TUNER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 _NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
 # Libraries whose modules treat each token alone, beside Python's own modules.
 _TRUSTED = {*ROW_BLIND, "peft", "builtins", "functools"}
+# Whose weights may round what is multiplied with them by all tokens of a forward.
+_QUANTISING = ("torchao",)
 _MODELS = "transformers.models."
 # Modules whose functions others may replace, beside those of models.
 _FUNCTIONS = ("torch.nn.functional", "transformers.masking_utils", "transformers.integrations.sdpa_attention")
@@ -83,11 +85,11 @@ class Unseen:
         contents += [_contents(module) for module in modules if foreign and type(module) in foreign]
         for module in [module for module in modules if "forward" in module.__dict__]:
             forward = forward_of_others(module)
-            if forward is not None and library_of(forward) not in _TRUSTED:
+            if forward is not None and not _TRUSTED.issuperset(_libraries_of(forward)):
                 reasons[f"the forward {_name_of(forward)} of a module"] = None
                 contents.append(_contents(forward))
         for kind in {type(weight) for module in modules for weight in module._parameters.values()} - _PLAIN_WEIGHTS:
-            if library_of(kind) not in _TRUSTED:
+            if library_of(kind) in _QUANTISING:
                 reasons[f"weights of class {kind.__name__}"] = None
         for name in {*_FUNCTIONS, *(kind.__module__ for kind in kinds if kind.__module__.startswith(_MODELS))}:
             for function in _foreign_functions(name):
@@ -115,7 +117,7 @@ def _foreign_functions(name: str) -> list[FunctionType]:
     values = list(vars(sys.modules[name]).values())
     if name not in _functions or list(map(id, _functions[name][0])) != list(map(id, values)):
         functions = [value for value in values if type(value) is FunctionType]
-        _functions[name] = values, [one for one in functions if not _is_trusted(library_of(one))]
+        _functions[name] = values, [one for one in functions if not all(map(_is_trusted, _libraries_of(one)))]
     return _functions[name][1]
 
 
@@ -123,12 +125,12 @@ def why_plain(model: PreTrainedModel) -> str:
     """Returns why transformers' own loop has to decode, as far as that is seen without a forward; else empty."""
     kind = type(model)
     name = kind.__name__
-    if kind._sample is not GenerationMixin._sample or library_of(kind._sample) != "transformers":
+    if kind._sample is not GenerationMixin._sample or {*_libraries_of(kind._sample)} != {"transformers"}:
         return f"{name} has a decode loop of its own (`_sample`)"
     for method in _STEP_METHODS:
         # PEFT sets one on the model inside, which calls that of the class.
         steps = (getattr(kind, method), vars(model).get(method))
-        if any(step is not None and library_of(step) not in ("transformers", "peft") for step in steps):
+        if any(step is not None and not {*_libraries_of(step)} <= {"transformers", "peft", "torch"} for step in steps):
             return f"{name} has a `{method}` of its own, which plain generate calls for each token"
     takes = _parameters_of(kind.forward)
     if not {*CACHE_NAMES, "**"} & takes:
@@ -142,6 +144,15 @@ def _parameters_of(forward: Any) -> frozenset[str]:
     return frozenset("**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters)
 
 
+def _libraries_of(function: Any) -> Iterator[str]:
+    """The libraries of a function and of what it wraps, after which it may be called (``functools.wraps``)."""
+    while function is not None:
+        inner = getattr(function, "__func__", function)
+        is_function = isinstance(inner, FunctionType)
+        yield str(inner.__globals__.get("__name__")).partition(".")[0] if is_function else library_of(function)
+        function = getattr(function, "__wrapped__", None)
+
+
 def _is_trusted(library: str) -> bool:
     return library in _TRUSTED or library in sys.stdlib_module_names
 
@@ -149,10 +160,7 @@ def _is_trusted(library: str) -> bool:
 @lru_cache(1024)
 def _is_foreign(kind: Any, forward: Any) -> bool:
     """Whether a class of modules, or its forward, is not of a library that is trusted, or PEFT's but no tuner layer."""
-    libraries = {library_of(kind)}
-    while forward is not None:
-        libraries.add(library_of(forward))
-        forward = getattr(forward, "__wrapped__", None)
+    libraries = {library_of(kind), *_libraries_of(forward)}
     if library_of(kind) == "peft":
         return not {base.__name__ for base in kind.__mro__} & _TUNER_LAYERS
     return not libraries <= _TRUSTED

@@ -160,10 +160,9 @@ def _allowed(call: Any, expected: torch.Tensor) -> float:
     rounding = torch.finfo(dtype).eps
 
     def shake(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator(embedded.device).manual_seed(0)
-        signs = torch.randint(2, embedded.shape, generator=generator, device=embedded.device) * 2 - 1
+        signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
         noise.append(0.0)
-        return embedded * (1 + signs * rounding).to(embedded.dtype)
+        return embedded * (1 + signs * rounding).to(embedded.device, embedded.dtype)
 
     with suppress(NotImplementedError), call.model.get_input_embeddings().register_forward_hook(shake):
         noise.append(_apart([expected], _by_plain(call, 1)[1]))

@@ -66,6 +66,8 @@ def test_verification_does_not_recompute_the_exact_prefix(draft: EarlyExit | Ski
         layer.mlp.register_forward_pre_hook(lambda _, args, index=index: tokens.update({index: args[0].shape[1]}))
     spec = SelfSpec(draft=draft, stop=FixedLength(4), tree=tree)
     ids = torch.randint(2, VOCABULARY, (1, 5))
+    model.generate(ids, max_new_tokens=5, do_sample=False, assistant=spec)  # which checks the hooks
+    tokens.clear()
     model.generate(ids, max_new_tokens=30, do_sample=False, assistant=spec)
     stats = spec.stats
     assert stats is not None

@@ -105,6 +105,8 @@ def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monke
     for layer in fresh_llama.model.layers:
         layer.mlp.register_forward_hook(lambda *_: setattr(Event, "layers", Event.layers + 1))
     spec = SelfSpec(EarlyExit(2), FixedLength(3))
+    fresh_llama.generate(**ROW, max_new_tokens=5, assistant=spec)  # which checks the hooks
+    Event.layers = 0
     fresh_llama.generate(**ROW, max_new_tokens=24, assistant=spec)
     stats = spec.stats
     assert stats is not None
