@@ -1,6 +1,7 @@
 """Changes of a model end, wherever they are interrupted, and copies that are made meanwhile do not have them."""
 
 import copy
+import functools
 import gc
 import pickle
 import sys
@@ -152,7 +153,7 @@ def test_a_use_that_is_collected_while_another_thread_holds_the_lock(lost: Any) 
     is_done.set()
     holding.join()
     assert not has_waited
-    with shared.of(values.keys().__class__):  # another one finishes it
+    with shared.of(SharedChange()):  # the next use, of anything, finishes it
         assert values == {"a": 1}
 
 
@@ -219,7 +220,7 @@ def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> 
     """Accelerate's forwards are copied as ever; parametrized modules copy their attributes themselves."""
     model = tiny_llama(layers=4)
     layer = model.model.layers[1]
-    layer.forward = partial_of(layer)
+    layer.forward = functools.partial(run_class_forward, layer)
     register_parametrization(model.lm_head, "weight", torch.nn.Identity())
     streamer = Copying(model, copy.deepcopy)
     model.generate(**ROW, max_new_tokens=8, assistant=new_spec(), streamer=streamer)
@@ -234,10 +235,6 @@ def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> 
 
 def run_class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
-
-
-def partial_of(module: torch.nn.Module) -> Any:
-    return patching.partial(run_class_forward, module)
 
 
 def test_hooks_are_read_while_others_change_them(fresh_llama: LlamaForCausalLM) -> None:
