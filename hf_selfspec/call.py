@@ -24,9 +24,8 @@ from .batch import Text
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
-from .draft.lookup import Lookup
 from .draft.source import DraftSource, Session
-from .errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
+from .errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
 from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
@@ -42,11 +41,11 @@ from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
 from .model.runner import GraphRunner
 from .model.target import Target
-from .model.unseen import Unseen, why_plain
+from .model.unseen import UNKNOWN, Unseen, why_plain
 from .refusals import check_call, check_exact, check_length
 from .settings import Settings
 from .stats import GenerationStats, generated
-from .verify.probation import TOKENS, PlainError, on_probation
+from .verify.probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree
@@ -110,9 +109,10 @@ class Call:
 def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` serves
     what it cannot, and invalid logits are no error."""
-    call, decoder, unseen = given.with_cache(), None, Unseen.of(given.model)
+    call, decoder, unseen = given.with_cache(), None, UNKNOWN
     knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
     try:
+        unseen = Unseen.of(call.model)
         _check(call, spec._source, knowledge)
         why = _why_plain(call, spec._source, knowledge)
         if not why:
@@ -121,14 +121,15 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
                 drafted, why = _on_probation(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = _lay_out(drafted, spec, knowledge, checks_logits=not default_of)
-            decoder.stats.checked = str(unseen)
+            # Modules of others may treat rows by their places.
+            decoder.target.keeps_all_rows, decoder.stats.checked = bool(unseen), str(unseen)
         if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)
     except Exception as error:
         if isinstance(error, PlainError) and not default_of:
             raise error.__cause__ or error from None
         has_begun = decoder is not None and decoder.text.has_grown
-        if has_begun or not (default_of or (unseen and _cannot_be_laid_out(call, error))):
+        if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
             raise
         call, why = given, left_to_plain(call.anatomy.model_name, default_of, error)
     return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
@@ -176,39 +177,10 @@ def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
         reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
         return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
-    outcome = on_probation(call, unseen, _decoded_logits)
+    outcome = on_probation(call, unseen, partial(decoded_logits, lay_out=_lay_out))
     if why := outcome.why_plain:
         why = left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why
-
-
-def _cannot_be_laid_out(call: Call, error: Exception) -> bool:
-    """Whether an error that nobody expected is the model's, whatever drafts."""
-    if isinstance(error, SelfSpecError):
-        return False
-    try:
-        settings = Settings(draft=Lookup())
-        _lay_out(call, settings, settings._known(call.model), checks_logits=False)
-    except Exception:
-        return True
-    return False
-
-
-def _decoded_logits(call: Call, source: DraftSource) -> tuple[torch.Tensor, ...]:
-    """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
-    settings = Settings(draft=source)
-    decoder = _lay_out(call, settings, settings._known(call.model), checks_logits=False)
-    try:
-        with decoder.target.prepared():
-            logits = decoder.output(decoder.run(), None).logits
-        if decoder.target.cache.is_seen_by_others:
-            raise UnsupportedModelError(
-                "code beside the model reads keys and values of its cache, which hold drafts, too"
-            )
-    finally:
-        decoder.target.cache.let_go()
-    assert logits is not None
-    return logits
 
 
 def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool) -> Decoder:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
-from .model.attention import served_attention
+from .model.attention import implementation_of, served_attention
 from .model.exact import reduced_precision
 from .model.inputs import Inputs
 from .model.invariance import differing_part
@@ -56,8 +56,8 @@ def check_call(
     """Checks what is known of a call, besides its options, before its prompts are laid out."""
     _check_adapters(model)
     check_cache(given_cache(model_kwargs), anatomy)
-    implementation = model.config._attn_implementation
-    if implementation is not None and implementation not in served_attention():
+    implementation = implementation_of(model)
+    if implementation and implementation not in served_attention():
         raise UnsupportedOptionError(
             f"the attention implementation {implementation!r} cannot be combined with self-speculative decoding. Load "
             f"the model with attn_implementation set to one of {', '.join(served_attention())}."

@@ -167,6 +167,11 @@ class Anatomy:
                 f"{name} is an encoder: its tokens attend to later ones, so each would change with the draft after it. "
                 "Load it with is_decoder=True, or call generate without `assistant`."
             )
+        if len(set(layers)) < len(layers):
+            raise UnsupportedModelError(
+                f"{name} runs one layer several times, whose keys and values would overwrite each other. Call "
+                "generate without `assistant`."
+            )
         for field, why in _REFUSED.items():
             if value := getattr(text_config, field, None):
                 raise UnsupportedModelError(

@@ -169,6 +169,11 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
+def implementation_of(model: Any) -> str:
+    """Returns the name of the attention implementation of a model's decoder."""
+    return getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) or ""
+
+
 def attention_functions(implementation: str) -> list[Any]:
     """Returns the functions for masks and attention that are registered for an implementation, but for ours."""
     registered = (

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 
 # Libraries whose hooks treat the rows of a batch alike.
-ROW_BLIND = ("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers")
+ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -70,7 +70,7 @@ def forward_of_others(module: nn.Module) -> Any:
 
 def library_of(thing: object) -> str:
     """Returns the name of the library that a function, or the class of an object, says it is from."""
-    while isinstance(thing, functools.partial) and "__module__" not in vars(thing):
+    while isinstance(thing, functools.partial):
         thing = thing.func
     return str(getattr(thing, "__module__", "")).partition(".")[0]
 

@@ -60,6 +60,7 @@ class Target:
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
     plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
+    keeps_all_rows: bool = False  # whether rows that have ended stay in forwards
     is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
     forwards: int = field(init=False, default=0)  # so far
     forward_seconds: float = field(init=False, default=0.0)
@@ -145,6 +146,8 @@ class Target:
     @cached_property
     def _can_leave(self) -> bool:
         """Whether rows can leave: no graph, input or hook (as of PEFT's ``adapter_names``) may need every row."""
+        if self.keeps_all_rows:
+            return False
         return self.graphs is None and self.takes_any_rows and not has_hooks(self.model, but_of=ROW_BLIND)
 
     def is_active(self, row: int) -> bool:

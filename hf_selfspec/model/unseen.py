@@ -8,21 +8,23 @@ leaves logits as they are is tested for some classes of transformers. Of all els
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import sys
+import weakref
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .attention import attention_functions, is_usual_attention
+from .attention import attention_functions, implementation_of, is_usual_attention
+from .contents import contents_of
 from .modules import ROW_BLIND, all_modules, forward_of_others, hooks_of, library_of
 from .prompt import CACHE_NAMES
 
@@ -30,8 +32,8 @@ from .prompt import CACHE_NAMES
 _SEEN = """
 Apertus Arcee AyaVision BailingHybrid Bamba BioGpt BitNet Bloom CTRL CodeGen Cohere Cohere2 Dbrx DeepseekV2
 DeepseekV3 DeepseekV32 DiffLlama Doge Dots1 Ernie4_5 Exaone4 Exaone4_5_ Falcon FalconH1 FalconMamba GPT2 GPTBigCode
-GPTJ GPTNeo GPTNeoX Gemma Gemma2 Gemma3 Gemma3n Glm Glm4 Glm4Moe Glm4v Glm5Next GlmMoeDsa GptOss Granite GraniteMoe
-GraniteMoeHybrid GraniteSpeech HYV4 Helium HunYuanDenseV1 Idefics3 Inkling Inkling2 Jais2 Jamba KimiLinear LaraMini
+GPTJ GPTNeo GPTNeoX Gemma Gemma2 Gemma3 Gemma3n Gemma4 Glm Glm4 Glm4Moe Glm4v Glm5Next GlmMoeDsa GptOss Granite
+GraniteMoe GraniteMoeHybrid GraniteSpeech HYV4 Helium HunYuanDenseV1 Idefics3 Inkling Inkling2 Jais2 Jamba KimiLinear LaraMini
 Lfm2 Lfm2Moe Lfm2Vl Lfm3 Llama Llama4 Llava LlavaNext Mamba Mamba2 Ministral Mistral Mistral3 Mixtral
 ModernBertDecoder Mpt Nemotron NemotronH OPT Olmo Olmo2 Olmo3 OlmoHybrid Olmoe PaliGemma Persimmon Phi Phi3 Phimoe
 Qwen2 Qwen2Audio Qwen2Moe Qwen2VL Qwen2_5_VL Qwen3 Qwen3Moe Qwen3Next Qwen3VL Qwen3_5 Qwen3_5Moe Qwen4Exp SeedOss
@@ -42,8 +44,11 @@ _TUNER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 _NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
 # Libraries whose modules treat each token alone, beside Python's own modules.
 _TRUSTED = {*ROW_BLIND, "peft", "builtins", "functools"}
+# Libraries whose functions modelling files of transformers import.
+_IMPORTED = {"numpy", "safetensors", "einops", "kernels", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "triton"}
 # Whose weights may round what is multiplied with them by all tokens of a forward.
 _QUANTISING = ("torchao",)
+_MIXING = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, torch.jit.ScriptModule)
 _MODELS = "transformers.models."
 # Modules whose functions others may replace, beside those of models.
 _FUNCTIONS = ("torch.nn.functional", "transformers.masking_utils", "transformers.integrations.sdpa_attention")
@@ -57,11 +62,13 @@ class Unseen:
 
     Attributes:
         reasons: what that is, in words; empty for a model as the tests have it.
+        things: the functions and objects.
         state: changes when what is not seen changes, as far as that can be told without running it.
     """
 
     reasons: tuple[str, ...]
     state: Hashable
+    things: tuple[Any, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.reasons)
@@ -73,52 +80,64 @@ class Unseen:
     def of(cls, model: PreTrainedModel) -> Unseen:
         """Looks at the class, modules, weights, hooks and attention of ``model``, in each call anew."""
         reasons: dict[str, None] = {}
-        contents: list[Hashable] = [model.training]
+        things: list[Any] = []
+
+        def note(reason: str, *what: Any) -> None:
+            reasons[reason] = None
+            things.extend(what)
+
         # FSDP makes classes of its own of a model's.
         kind: Any = next(base for base in type(model).__mro__ if library_of(base) != "torch")
         if not kind.__module__.startswith(_MODELS) or _NAME_ENDS.sub("", kind.__name__) not in SEEN:
-            reasons[f"its class {kind.__name__}"] = None
+            note(f"its class {kind.__name__}", *([] if kind.__module__.startswith(_MODELS) else [model]))
         modules = all_modules(model)
         kinds: set[Any] = set(map(type, modules))
-        foreign = {kind for kind in kinds if _is_foreign(kind, kind.forward)}
-        reasons |= dict.fromkeys(f"modules of class {kind.__name__}" for kind in foreign)
-        contents += [_contents(module) for module in modules if foreign and type(module) in foreign]
+        foreign = {kind for kind in kinds if _is_foreign(kind)}
+        for module in [module for module in modules if type(module) in foreign] if foreign else ():
+            note(f"modules of class {type(module).__name__}", module)
         for module in [module for module in modules if "forward" in module.__dict__]:
             forward = forward_of_others(module)
             if forward is not None and not _TRUSTED.issuperset(_libraries_of(forward)):
-                reasons[f"the forward {_name_of(forward)} of a module"] = None
-                contents.append(_contents(forward))
+                note(f"the forward {_name_of(forward)} of a module", forward)
         for kind in {type(weight) for module in modules for weight in module._parameters.values()} - _PLAIN_WEIGHTS:
             if library_of(kind) in _QUANTISING:
-                reasons[f"weights of class {kind.__name__}"] = None
-        for name in {*_FUNCTIONS, *(kind.__module__ for kind in kinds if kind.__module__.startswith(_MODELS))}:
-            for function in _foreign_functions(name):
-                reasons[f"{function.__name__} in {name}"] = None
-                contents.append(_contents(function))
+                note(f"weights of class {kind.__name__}")
+        names = {kind.__module__ for kind in kinds if kind.__module__.startswith(_MODELS)}
+        bases = {base for kind in kinds for base in kind.__mro__} - {object}
+        holders = [*(sys.modules[name] for name in (*_FUNCTIONS, *names)), *bases, *_CACHES]
+        for holder in holders:
+            for function in _foreign_functions(holder):
+                note(f"{_name_of(function)} in {holder.__name__}", function)
         for hook in (*hooks_of(model), *_global_hooks()):
-            if library_of(hook) not in ROW_BLIND:
-                reasons[f"the hook {_name_of(hook)}"] = None
-                contents.append(_contents(hook))
-        implementation = model.config._attn_implementation or ""
+            if not ROW_BLIND.issuperset({library_of(hook), library_of(getattr(hook, "func", hook))}):
+                note(f"the hook {_name_of(hook)}", hook)
+        implementation = implementation_of(model)
         functions = attention_functions(implementation)
         if not all(map(is_usual_attention, functions)):
-            reasons[f"its attention function for {implementation!r}"] = None
-            contents += map(_contents, (*functions, torch.nn.functional.scaled_dot_product_attention))
-        return cls(tuple(reasons), (tuple(reasons), tuple(contents)))
+            note(f"its attention function for {implementation!r}", *functions)
+        state = (tuple(reasons), model.training, implementation, tuple(map(contents_of, things)))
+        return cls(tuple(reasons), state if reasons else (), tuple(things))
 
 
 _PLAIN_WEIGHTS = {type(None), torch.Tensor, nn.Parameter}
-# For each module of Python what it held when it was last looked at, and the functions of others among that.
-_functions: dict[str, tuple[list[Any], list[FunctionType]]] = {}
+# Classes of caches, whose methods others may replace.
+_CACHES = (DynamicCache, DynamicCache.__mro__[1], DynamicLayer, DynamicSlidingWindowLayer)
+# For each class and module of Python what it held when it was last looked at, and what of that is of others.
+_functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
 
 
-def _foreign_functions(name: str) -> list[FunctionType]:
-    """The functions in a module of Python that are from other libraries than those which are trusted."""
-    values = list(vars(sys.modules[name]).values())
-    if name not in _functions or list(map(id, _functions[name][0])) != list(map(id, values)):
-        functions = [value for value in values if type(value) is FunctionType]
-        _functions[name] = values, [one for one in functions if not all(map(_is_trusted, _libraries_of(one)))]
-    return _functions[name][1]
+def _foreign_functions(holder: Any) -> list[Any]:
+    """What can be called in a module of Python, or a class of a library, and is from libraries that are not trusted."""
+    values = list(vars(holder).values())
+    if holder not in _functions or list(map(id, _functions[holder][0])) != list(map(id, values)):
+        is_theirs = isinstance(holder, type) and not _is_trusted(library_of(holder))
+        candidates = [] if is_theirs else [value for value in values if callable(value) and not isinstance(value, type)]
+        _functions[holder] = values, [one for one in candidates if not all(map(_is_trusted, _libraries_of(one)))]
+    return _functions[holder][1]
+
+
+# Of a model that nothing is known of.
+UNKNOWN = Unseen(("its structure",), ())
 
 
 def why_plain(model: PreTrainedModel) -> str:
@@ -146,24 +165,35 @@ def _parameters_of(forward: Any) -> frozenset[str]:
 
 def _libraries_of(function: Any) -> Iterator[str]:
     """The libraries of a function and of what it wraps, after which it may be called (``functools.wraps``)."""
-    while function is not None:
+    for _ in range(16):
         inner = getattr(function, "__func__", function)
-        is_function = isinstance(inner, FunctionType)
-        yield str(inner.__globals__.get("__name__")).partition(".")[0] if is_function else library_of(function)
-        function = getattr(function, "__wrapped__", None)
+        if isinstance(inner, FunctionType):
+            yield str(inner.__globals__.get("__name__")).partition(".")[0]
+        elif not isinstance(inner, partial):
+            yield library_of(inner)
+        names = ("func", "__wrapped__", "_torchdynamo_orig_callable")
+        function = next((found for name in names if (found := _attribute_of(inner, name)) is not None), None)
+        if function is None:
+            return
+
+
+def _attribute_of(thing: Any, name: str) -> Any:
+    """An attribute that code around a function sets, not one of an object that happens to have it."""
+    if isinstance(thing, partial) and name == "func":
+        return thing.func
+    return getattr(thing, "__dict__", {}).get(name)
 
 
 def _is_trusted(library: str) -> bool:
-    return library in _TRUSTED or library in sys.stdlib_module_names
+    return library in ("", "None") or library in _TRUSTED or library in _IMPORTED or library in sys.stdlib_module_names
 
 
 @lru_cache(1024)
-def _is_foreign(kind: Any, forward: Any) -> bool:
-    """Whether a class of modules, or its forward, is not of a library that is trusted, or PEFT's but no tuner layer."""
-    libraries = {library_of(kind), *_libraries_of(forward)}
+def _is_foreign(kind: Any) -> bool:
+    """Whether a class of modules is not of a library that is trusted, PEFT's but no tuner layer, or mixes tokens."""
     if library_of(kind) == "peft":
         return not {base.__name__ for base in kind.__mro__} & _TUNER_LAYERS
-    return not libraries <= _TRUSTED
+    return library_of(kind) not in _TRUSTED or issubclass(kind, _MIXING)
 
 
 def _name_of(function: Any) -> str:
@@ -173,47 +203,3 @@ def _name_of(function: Any) -> str:
 def _global_hooks() -> Iterator[Any]:
     yield from list(nn.modules.module._global_forward_pre_hooks.values())
     yield from list(nn.modules.module._global_forward_hooks.values())
-
-
-def _contents(thing: Any, depth: int = 3) -> Hashable:
-    """What a function or an object holds that may change what it does; of counters and records of its own nothing."""
-    if thing is None or isinstance(thing, (bool, float, str)):
-        return thing
-    if isinstance(thing, torch.Tensor):
-        return _magnitude(thing)
-    if not depth:
-        return type(thing).__name__
-    if isinstance(thing, partial):
-        parts = (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, MethodType):
-        parts = (thing.__func__, thing.__self__)
-    elif isinstance(thing, FunctionType):
-        code = thing.__code__
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
-        named = [thing.__globals__[name] for name in code.co_names if name in thing.__globals__]
-        values = [value for value in named if isinstance(value, (bool, float, str, torch.Tensor))]
-        parts = (*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), *values)
-        return code, tuple(_contents(part, depth - 1) for part in parts)
-    else:
-        attributes = sorted(getattr(thing, "__dict__", {}).items(), key=lambda pair: pair[0])
-        # Forwards are looked at on their own, below ours.
-        return type(thing).__name__, tuple(
-            (name, _contents(value, 0)) for name, value in attributes if name != "forward"
-        )
-    return tuple(_contents(part, depth - 1) for part in parts)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (an empty cell raises)
-    except ValueError:
-        return False
-    return True
-
-
-def _magnitude(values: torch.Tensor) -> Hashable:
-    """Roughly how large a few values of a tensor are."""
-    if values.device.type == "meta" or not values.numel():
-        return None
-    largest = float(values.detach().reshape(-1)[:: max(1, values.numel() // 8)].abs().max())
-    return None if not math.isfinite(largest) else (largest > 0, math.frexp(largest)[1] // 4)

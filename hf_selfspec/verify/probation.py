@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -18,29 +19,35 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.logits_process import LogitsProcessor, PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from ..batch import Draft, Text
-from ..draft.source import DraftSource, FixedDrafter, Session
-from ..errors import UnsupportedModelError, brief, muted
+from ..draft.lookup import Lookup
+from ..draft.scripted import NeverCalledError, Scripted
+from ..draft.source import DraftSource
+from ..errors import SelfSpecError, UnsupportedModelError, brief, muted
+from ..forks import new_lock
 from ..model.anatomy import Anatomy
+from ..model.contents import Snapshot
 from ..model.inputs import has_tensors
-from ..model.partial import ForwardPass
 from ..model.patching import without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
-from ..model.target import Target
+from ..model.transfer import is_out_of_memory
 from ..model.unseen import Unseen
+from ..settings import Settings
 
 # Tokens that plain generate makes, each by a forward, and another one for its rounding. Ours takes a prefill, a draft
 # of two tokens (up to three forwards) and at most two rounds without one; where that fails, four forwards without
 # states and siblings. That is 16 at most.
 TOKENS = 5
-_DRAFTED = 2
 # How far logits may differ, as a multiple of how far they move where the last bits of the embeddings change, in float32
 # and in 16 bits. Of 14 tiny architectures, the demo model and SmolLM2-135M, one row and three, the furthest are at 2.2
 # in float32 and at 2.8 in 16 bits (SmolLM2, bfloat16; an Intel Xeon).
 _TIMES, _TIMES_16 = 16.0, 4.0
+# Never more than this, in standard deviations of the logits; and how much further single logits may be apart.
+_MOST, _MOST_16, _PEAK = 1e-3, 0.5, 10.0
+# How many outcomes are kept for a model.
+_KEPT = 64
 # Where that cannot be told: in standard deviations of the logits and rounding errors of the dtype.
 _ROUNDINGS = 16.0
 
@@ -52,17 +59,27 @@ class Outcome:
     Attributes:
         why_plain: why plain ``generate`` has to serve such calls; empty where they can be drafted.
         is_simple: whether only lines are verified, with rows in step and never from stored states.
+        is_final: whether such calls have the same outcome later on; not where memory ran out.
     """
 
     why_plain: str = ""
     is_simple: bool = False
+    is_final: bool = True
 
     def applied(self, anatomy: Anatomy) -> Anatomy:
         """The parts of the model with what they support by this outcome."""
         return replace(anatomy, tree=False, ragged=False, replay=False) if self.is_simple else anatomy
 
 
-_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Outcome]] = weakref.WeakKeyDictionary()
+class _Outcomes(dict[Hashable, Outcome]):
+    """Of one model, by what was compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = new_lock()
+
+
+_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, _Outcomes] = weakref.WeakKeyDictionary()
 
 
 def outcomes_of(model: PreTrainedModel) -> list[Outcome]:
@@ -76,41 +93,66 @@ Decode = Callable[[Any, DraftSource], tuple[torch.Tensor, ...]]
 
 def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     """Returns whether a call of a model that was not seen can be drafted, and compares what was not compared before."""
-    outcomes = _outcomes.setdefault(call.model, {})
+    outcomes = _outcomes.setdefault(call.model, _Outcomes())
     given = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
+    numbers = {name: value for name, value in call.model_kwargs.items() if isinstance(value, (bool, int, float, str))}
     cache = given_cache(call.model_kwargs)
     kind = (
         unseen.state,
         len(call.input_ids) > 1,
+        call.input_ids.shape[1].bit_length(),
         frozenset(given),
+        repr(sorted(numbers.items())),
         cache is not None and any(getattr(layer, "is_initialized", False) for layer in cache.layers),
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
     )
-    if kind not in outcomes:
-        outcomes[kind] = _compared(call, decode)
-    return outcomes[kind]
+    with outcomes.lock:
+        for key in (unseen.reasons, kind):
+            if key in outcomes:
+                return outcomes[key]
+        if len(outcomes) >= _KEPT:
+            return Outcome("it changes from call to call")
+        before = Snapshot(unseen.things)
+        try:
+            outcome = _compared(call, decode, before)
+        except _StatefulError as error:  # which is so whatever the state is
+            key, outcome = unseen.reasons, Outcome(str(error))
+        finally:
+            before.restore()
+        if outcome.is_final:
+            outcomes[key] = outcome
+        return outcome
 
 
-def _compared(call: Any, decode: Decode) -> Outcome:
+def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
     device = call.input_ids.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
         try:
-            chosen, expected, is_filled = _by_plain(call)
+            short, single = _short(call), _short(call, count=1)
+            copies = [_short(call, forces=True) for _ in range(2)]
+        except Exception as error:
+            return Outcome(f"its cache cannot be copied ({brief(error)})", is_final=False)
+        try:
+            chosen, expected = _by_plain(short)
         except Exception as error:
             raise PlainError(brief(error)) from error
-        if not is_filled:
+        cache = given_cache(short.model_kwargs)
+        if cache is None or not any(layer.is_initialized for layer in cache.layers):
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
-        allowed = _allowed(call, expected[0])
-        reasons = []
-        for is_simple in (False, True):
+        if before.has_changed:
+            raise _StatefulError("it keeps a state from forward to forward, which drafts would change")
+        allowed = _allowed(single, expected[0])
+        reasons, is_final = [], True
+        for is_simple, forced in zip((False, True), copies, strict=True):
+            before.restore()
             outcome = Outcome(is_simple=is_simple)
             script = Scripted(tuple(map(tuple, chosen.tolist())), is_simple)
-            simple = replace(call, anatomy=outcome.applied(call.anatomy))
             try:
-                logits = decode(_short(simple, chosen), script)
+                logits = decode(_forced(replace(forced, anatomy=outcome.applied(call.anatomy)), chosen), script)
             except Exception as error:  # whatever a model of others raises is a reason not to draft with it
                 reasons.append(brief(error))
-                if isinstance(error, _NeverCalledError):
+                is_final = is_final and not is_out_of_memory(error)
+                if isinstance(error, NeverCalledError):
                     break
                 continue
             if (apart := _apart(expected, logits)) <= allowed:
@@ -119,32 +161,27 @@ def _compared(call: Any, decode: Decode) -> Outcome:
                 "its logits for several tokens at once differ from those of single ones by "
                 f"{apart / allowed:.2g} times what rounding may explain"
             )
-    return Outcome(reasons[-1])
+    return Outcome(reasons[-1], is_final=is_final)
+
+
+class _StatefulError(UnsupportedModelError):
+    """Forwards depend on earlier ones beside the cache."""
 
 
 class PlainError(Exception):
     """Plain ``generate`` raises an error, the cause of this one."""
 
 
-class _NeverCalledError(UnsupportedModelError):
-    """No decoder layer ran in a forward."""
-
-
-def _short(call: Any, chosen: torch.Tensor | None = None, count: int = TOKENS) -> Any:
-    """The call with a few greedy tokens, given ones if they are ``chosen``, and without anything that the user sees."""
+def _short(call: Any, count: int = TOKENS, forces: bool = False) -> Any:
+    """The call with a few greedy tokens, a cache of its own, and without anything that the user sees."""
     config = copy.copy(call.generation_config)
     config.do_sample, config.output_scores = False, False
-    config.return_dict_in_generate = config.output_logits = chosen is not None
+    config.return_dict_in_generate = config.output_logits = forces
     config.compile_config = None
-    width = call.input_ids.shape[1]
-    processors: list[LogitsProcessor] = []
-    if chosen is not None:
-        rows = chosen.tolist()
-        processors = [PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1)]
     return replace(
         call,
-        logits_processor=LogitsProcessorList(processors),
-        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(width + count)]),
+        logits_processor=LogitsProcessorList(),
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(call.input_ids.shape[1] + count)]),
         generation_config=config,
         streamer=None,
         model_kwargs={
@@ -153,115 +190,93 @@ def _short(call: Any, chosen: torch.Tensor | None = None, count: int = TOKENS) -
     )
 
 
-def _allowed(call: Any, expected: torch.Tensor) -> float:
+def _forced(short: Any, chosen: torch.Tensor) -> Any:
+    """The call with given tokens ``[b, n]``."""
+    rows, width = chosen.tolist(), short.input_ids.shape[1]
+    processor = PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1)
+    return replace(short, logits_processor=LogitsProcessorList([processor]))
+
+
+def _allowed(single: Any, expected: torch.Tensor) -> float:
     """How far logits may be apart, by how far those of the prompts ``[b, v]`` move where embeddings change a little."""
-    device, noise = call.input_ids.device.type, list[float]()
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else call.model.dtype
+    device, noise, thread = single.input_ids.device.type, list[float](), threading.get_ident()
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else single.model.dtype
     rounding = torch.finfo(dtype).eps
 
     def shake(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return embedded
         signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
         noise.append(0.0)
         return embedded * (1 + signs * rounding).to(embedded.device, embedded.dtype)
 
-    with suppress(NotImplementedError), call.model.get_input_embeddings().register_forward_hook(shake):
-        noise.append(_apart([expected], _by_plain(call, 1)[1]))
-    times = _TIMES if dtype.itemsize > 2 else _TIMES_16
-    return times * max(noise[-1], rounding) if len(noise) > 1 else _ROUNDINGS * rounding
+    # An embedding of others may return, or need, something else.
+    with suppress(Exception), single.model.get_input_embeddings().register_forward_hook(shake):
+        noise.append(_apart([expected], _by_plain(single)[1]))
+    times, most = (_TIMES, _MOST) if dtype.itemsize > 2 else (_TIMES_16, _MOST_16)
+    return min(most, times * max(noise[-1], rounding)) if len(noise) > 1 else _ROUNDINGS * rounding
 
 
-def _by_plain(call: Any, count: int = TOKENS) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
-    """The tokens ``[b, n]`` of plain ``generate``, the logits ``[b, v]`` of each, and whether its cache was used."""
-    short, logits = _short(call, None, count), list[torch.Tensor]()
+def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The tokens ``[b, n]`` of plain ``generate``, and the logits ``[b, v]`` of each."""
+    logits: list[torch.Tensor] = []
 
     def record(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logits.append(scores.clone())
         return scores
 
-    with without_checkpointing(call.model):
-        ids = type(call.model)._sample(
-            call.model,
+    with without_checkpointing(short.model):
+        ids = type(short.model)._sample(
+            short.model,
             short.input_ids,
             LogitsProcessorList([record]),
             short.stopping_criteria,
             short.generation_config,
             **short.model_kwargs,
         )
-    cache = given_cache(short.model_kwargs)
-    return ids[:, -count:], logits, cache is not None and any(layer.is_initialized for layer in cache.layers)
+    return ids[:, -len(logits) :], logits
 
 
 def _apart(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
-    """The largest difference between logits ``[b, v]``, its root mean square in standard deviations of them."""
+    """How far logits ``[b, v]`` are apart, in standard deviations of them: the root mean square, or more where single
+    ones are far beyond it; infinite where other tokens are ruled out."""
     largest = 0.0
     for plain, ours in zip(expected, found, strict=True):
         ours = ours.to(plain)
         # Tokens that a model never generates may have infinite logits, or nearly so.
-        are_usual = plain.abs() < torch.finfo(torch.float16).max
+        most = torch.finfo(torch.float16).max
+        are_usual = plain.abs() < most
+        if not torch.equal(are_usual, ours.abs() < most):
+            return math.inf
         spread = torch.where(are_usual, plain, 0.0).std(-1, keepdim=True)
-        apart = torch.where(are_usual, (plain - ours) / spread, (plain != ours).float())
-        largest = max(largest, float(apart.square().mean(-1).sqrt().max().nan_to_num(math.inf)))
+        apart = torch.where(are_usual, (plain - ours).abs() / spread, 0.0)
+        mean, peak = apart.square().mean(-1).sqrt().max(), apart.max() / _PEAK
+        largest = max(largest, float(torch.maximum(mean, peak).nan_to_num(math.inf)))
     return largest
 
 
-@dataclass(frozen=True)
-class Scripted(DraftSource):
-    """Drafts the ``tokens`` of each row once, with wrong ones beside them and, in every second row, at the end."""
+def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+    """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
+    settings = Settings(draft=source)
+    decoder = lay_out(call, settings, settings._known(call.model), checks_logits=False)
+    decoder.target.keeps_all_rows = True
+    try:
+        with decoder.target.prepared():
+            logits: tuple[torch.Tensor, ...] = decoder.output(decoder.run(), None).logits
+        if decoder.target.cache.is_seen_by_others:
+            raise UnsupportedModelError("code beside the model reads the cache, which holds drafts, too")
+    finally:
+        decoder.target.cache.let_go()
+    return logits
 
-    tokens: tuple[tuple[int, ...], ...]
-    is_simple: bool
 
-    takes_forwards = False
-
-    def start(self, session: Session) -> FixedDrafter:
-        session.target.cache.reserve(2 * _DRAFTED)
-        return _ScriptedDrafter(self, session)
-
-
-class _ScriptedDrafter(FixedDrafter):
-    reads_logits = False
-
-    def __init__(self, script: Scripted, session: Session) -> None:
-        self._script, self._target, self._vocabulary = script, session.target, session.vocabulary
-        self._is_tree = session.takes_trees and not script.is_simple
-        self._drafted = False
-
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        if self._drafted:
-            return Draft.none(text)
-        self._drafted = True
-        rows = []
-        for row, (tokens, length) in enumerate(zip(self._script.tokens, text.lengths, strict=True)):
-            first, second = tokens[length - text.prompt_width :][:_DRAFTED]
-            # Without siblings, and in every second row, the draft ends with a token that is rejected.
-            rows.append([first, self._wrong(second) if row % 2 or not self._is_tree else second])
-        states, prefix = self._states(text)
-        if not self._is_tree:
-            return self._draft(rows, None, states, prefix)
-        # Each token has a wrong sibling before it, so that accepted ones have to move.
-        beside = [[node for token in row for node in (self._wrong(token), token)] for row in rows]
-        parents = [depth for depth in range(0, 2 * _DRAFTED, 2) for _ in range(2)]
-        return self._draft(beside, [parents] * len(rows), states, prefix)
-
-    def _draft(
-        self, rows: list[list[int]], parents: list[list[int]] | None, states: torch.Tensor | None, prefix: int
-    ) -> Draft:
-        tokens = torch.tensor(rows, device="cpu")
-        return Draft(tokens, [_DRAFTED] * len(rows), parents, states=states, prefix=prefix, listed=rows)
-
-    def _wrong(self, token: int) -> int:
-        return (token + 1) % self._vocabulary
-
-    def _states(self, text: Text) -> tuple[torch.Tensor | None, int]:
-        """The states of each row's last token ``[b, 1, d]`` that enter a layer in the middle, and its number."""
-        target: Target = self._target
-        layer = target.anatomy.num_layers // 2
-        if self._script.is_simple or not layer:
-            return None, 0
-        run = target.step(text.last_tokens(), text.last_slots(), ForwardPass(target.full_plan, stop=layer))
-        if run.captured is None:
-            raise _NeverCalledError(
-                f"the forwards of the decoder layers of {target.anatomy.model_name} are never called, so no part of it "
-                "can draft"
-            )
-        return (run.captured, layer) if target.anatomy.replay else (None, 0)
+def cannot_be_laid_out(call: Any, error: Exception, lay_out: Callable[..., Any]) -> bool:
+    """Whether an error that nobody expected is the model's, whatever drafts."""
+    if isinstance(error, SelfSpecError):
+        return False
+    settings = Settings(draft=Lookup())
+    try:
+        lay_out(call, settings, settings._known(call.model), checks_logits=False)
+    except Exception:
+        return True
+    return False

@@ -1,6 +1,7 @@
 """Models, hooks and attention that no other test has: ids are plain ``generate``'s, with drafts or with a reason."""
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -375,18 +376,24 @@ def test_layers_that_are_never_called(quiet: None) -> None:
         assert "never called" in spec.stats.left_to_generate
 
 
-def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, forwards = of_class(Unchanged), []
-    model.register_forward_pre_hook(lambda *_: forwards.append(None))
-    model.model.register_forward_pre_hook(lambda *_: forwards.append(None))
+def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
+    """And hooks that record see nothing of that."""
+    model, calls, seen = of_class(Unchanged), itertools.count(), list[torch.Size]()
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        next(calls)  # which cannot be put back
+        seen.append(output.logits.shape)
+
+    model.register_forward_hook(hook)
     for prompts in (ROW, BATCH):
         counts = []
         for _ in range(2):
-            forwards.clear()
-            spec = SelfSpec(EarlyExit(3), FixedLength(4))
-            model.generate(**prompts, **OPTIONS, assistant=spec)
-            counts.append(len(forwards))
-        assert 0 < (counts[0] - counts[1]) / 2 <= 16
+            seen.clear()
+            before = next(calls)
+            model.generate(**prompts, **OPTIONS, assistant=SelfSpec.lookup())
+            counts.append(next(calls) - before - 1 - len(seen))
+        assert 0 < counts[0] <= 16
+        assert counts[1] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

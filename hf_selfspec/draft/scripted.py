@@ -1,0 +1,85 @@
+"""Drafts of known tokens, for checks of verification itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import Draft, Text
+from ..errors import UnsupportedModelError
+from ..model.partial import ForwardPass
+from ..model.target import Target
+from .source import DraftSource, FixedDrafter, Session
+
+# Right tokens of a draft, and its nodes, the others of which are wrong: as many as free drafts have at most.
+_DRAFTED, _NODES = 2, 31
+
+
+class NeverCalledError(UnsupportedModelError):
+    """No decoder layer ran in a forward."""
+
+
+@dataclass(frozen=True)
+class Scripted(DraftSource):
+    """Drafts the ``tokens`` of each row once, with wrong ones beside them and, in every second row, at the end."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    is_simple: bool
+
+    takes_forwards = False
+
+    def start(self, session: Session) -> FixedDrafter:
+        session.target.cache.reserve(_NODES + 1)
+        return _ScriptedDrafter(self, session)
+
+
+class _ScriptedDrafter(FixedDrafter):
+    reads_logits = False
+
+    def __init__(self, script: Scripted, session: Session) -> None:
+        self._script, self._target, self._vocabulary = script, session.target, session.vocabulary
+        self._is_tree = session.takes_trees and not script.is_simple
+        self._drafted = False
+        self._nodes = max(2 * _DRAFTED, session.affordable(_NODES))
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        if self._drafted:
+            return Draft.none(text)
+        self._drafted = True
+        rows = []
+        for row, (tokens, length) in enumerate(zip(self._script.tokens, text.lengths, strict=True)):
+            first, second = tokens[length - text.prompt_width :][:_DRAFTED]
+            # Without siblings, and in every second row, the draft ends with a token that is rejected.
+            rows.append([first, self._wrong(second) if row % 2 or not self._is_tree else second])
+        states, prefix = self._states(text)
+        wrong = [[self._wrong(row[-1])] * (self._nodes - _DRAFTED) for row in rows]
+        if not self._is_tree:
+            listed, parents = [[*row, *more] for row, more in zip(rows, wrong, strict=True)], None
+        else:
+            # Each token has a wrong sibling before it, so that accepted ones have to move, and others follow.
+            listed = [
+                [self._wrong(first), first, self._wrong(second), second, *more[_DRAFTED:]]
+                for (first, second), more in zip(rows, wrong, strict=True)
+            ]
+            line = [0, 0, 2, 2, *range(4, self._nodes)]
+            parents = [line] * len(rows)
+        lengths = [self._nodes - _DRAFTED * self._is_tree] * len(rows)
+        return Draft(torch.tensor(listed, device="cpu"), lengths, parents, states=states, prefix=prefix, listed=listed)
+
+    def _wrong(self, token: int) -> int:
+        return (token + 1) % self._vocabulary
+
+    def _states(self, text: Text) -> tuple[torch.Tensor | None, int]:
+        """The states of each row's last token ``[b, 1, d]`` that enter a layer in the middle, and its number."""
+        target: Target = self._target
+        layer = target.anatomy.num_layers // 2
+        if self._script.is_simple or not layer:
+            return None, 0
+        run = target.step(text.last_tokens(), text.last_slots(), ForwardPass(target.full_plan, stop=layer))
+        if run.captured is None:
+            raise NeverCalledError(
+                f"the forwards of the decoder layers of {target.anatomy.model_name} are never called, so no part of it "
+                "can draft"
+            )
+        return (run.captured, layer) if target.anatomy.replay else (None, 0)

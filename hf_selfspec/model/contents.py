@@ -1,0 +1,124 @@
+"""What functions, hooks and modules of others hold: whether that has changed, and how to put it back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+_DEPTH, _MOST = 3, 64
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+def contents_of(thing: Any, depth: int = _DEPTH) -> Hashable:
+    """Returns what a function or an object holds that may change what it does, a few levels deep: numbers, texts, and
+    how large tensors are. Of lists, which hooks fill with what they see, only that there are some."""
+    if isinstance(thing, (*_NUMBERS, CodeType)):
+        return thing
+    if isinstance(thing, torch.Tensor):
+        return _magnitude(thing)
+    if not depth:
+        return type(thing).__name__
+    return type(thing).__name__, tuple(contents_of(part, depth - 1) for part in _parts(thing))
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """What is directly inside of a function or an object."""
+    if isinstance(thing, partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, MethodType):
+        yield from (thing.__func__, thing.__self__)
+    elif isinstance(thing, FunctionType):
+        yield thing.__code__
+        for cell in thing.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                yield cell.cell_contents
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+        yield from (value for value in named if isinstance(value, (*_NUMBERS, torch.Tensor, dict)))
+    elif isinstance(thing, (dict, tuple)):
+        yield from list(thing.values() if isinstance(thing, dict) else thing)[:_MOST]
+    elif isinstance(thing, nn.Module):
+        # Its modules, hooks and forward are looked at on their own.
+        yield from (value for value in list(vars(thing).values()) if isinstance(value, (*_NUMBERS, torch.Tensor)))
+        yield from thing._buffers.values()
+    elif not isinstance(thing, (type, list)):
+        for holder in (vars(type(thing)) if hasattr(type(thing), "__dict__") else {}, getattr(thing, "__dict__", {})):
+            yield from (value for value in list(holder.values()) if isinstance(value, (*_NUMBERS, torch.Tensor, dict)))
+
+
+def _magnitude(values: torch.Tensor) -> Hashable:
+    """Roughly how large a few values of a tensor are."""
+    with suppress(Exception):  # of dtypes and layouts without such operations
+        few = values.detach().reshape(-1)[:: max(1, values.numel() // 8)]
+        largest = float(few.to(torch.float32).abs().max())
+        return None if not math.isfinite(largest) else (largest > 0, math.frexp(largest)[1] // 4)
+    return str(values.dtype)
+
+
+class Snapshot:
+    """What some functions and objects hold now."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._undo: list[tuple[Any, Callable[[], object], Callable[[], bool]]] = []
+        self._seen: set[int] = set()
+        for thing in things:
+            self._keep(thing, _DEPTH)
+
+    def _keep(self, thing: Any, depth: int) -> None:
+        if id(thing) in self._seen or isinstance(thing, (*_NUMBERS, CodeType, type)):
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            with suppress(Exception):
+                before = thing.detach().clone()
+                self._undo.append((thing, partial(_copy, thing, before), lambda: not torch.equal(thing, before)))
+        elif isinstance(thing, list):
+            items = list(thing)
+            self._undo.append((thing, lambda: thing.__setitem__(slice(None), items), bool))
+        elif isinstance(thing, dict):
+            entries = dict(thing)
+            self._undo.append((thing, partial(_refill, thing, entries), partial(_differ, thing, entries)))
+        elif isinstance(values := getattr(thing, "__dict__", None), dict):
+            attributes = {name: value for name, value in values.items() if isinstance(value, (*_NUMBERS, torch.Tensor))}
+            self._undo.append((thing, partial(values.update, attributes), partial(_differ, values, attributes)))
+            inside = [*values.values()] if not isinstance(thing, nn.Module) else [thing._buffers]
+            for value in inside if depth else ():
+                if isinstance(value, (list, dict)):
+                    self._keep(value, depth - 1)
+        for part in list(thing if isinstance(thing, list) else _parts(thing))[:_MOST] if depth else ():
+            self._keep(part, depth - 1)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a number or tensor is another one now; lists may have grown."""
+        return any(differs() for _, _, differs in self._undo)
+
+    def restore(self) -> None:
+        for _, undo, _ in self._undo:
+            undo()
+
+
+def _copy(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    with torch.no_grad(), suppress(Exception):
+        tensor.copy_(before)
+
+
+def _differ(values: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether numbers or tensors are others now, or new."""
+    for name, value in list(values.items()):
+        is_kept = isinstance(value, (*_NUMBERS, torch.Tensor)) and value is not before.get(name, values)
+        if is_kept and (isinstance(value, torch.Tensor) or name not in before or value != before[name]):
+            return True
+    return False
+
+
+def _refill(values: dict[Any, Any], before: dict[Any, Any]) -> None:
+    values.clear()
+    values.update(before)
