@@ -103,7 +103,7 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         call.input_ids.shape[1].bit_length(),
         frozenset(given),
         repr(sorted(numbers.items())),
-        cache is not None and any(getattr(layer, "is_initialized", False) for layer in cache.layers),
+        _is_used(cache),
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
     )
     with outcomes.lock:
@@ -124,6 +124,14 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         return outcome
 
 
+def _is_used(cache: Any) -> bool:
+    """Whether a cache holds something."""
+    layers = [] if cache is None else cache.layers
+    states = [getattr(layer, "has_previous_state", False) for layer in layers]
+    has_states = any(any(state.values()) if isinstance(state, dict) else state for state in states)
+    return has_states or any(getattr(layer, "is_initialized", False) for layer in layers)
+
+
 def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
     device = call.input_ids.device
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
@@ -136,8 +144,7 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             chosen, expected = _by_plain(short)
         except Exception as error:
             raise PlainError(brief(error)) from error
-        cache = given_cache(short.model_kwargs)
-        if cache is None or not any(layer.is_initialized for layer in cache.layers):
+        if not _is_used(given_cache(short.model_kwargs)):
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
         if before.has_changed:
             raise _StatefulError("it keeps a state from forward to forward, which drafts would change")
