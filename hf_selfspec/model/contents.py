@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 import torch.nn as nn
 
 _DEPTH, _MOST = 3, 64
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
 _NUMBERS = (bool, int, float, str, type(None))
 
 
@@ -68,7 +70,10 @@ class Snapshot:
     def __init__(self, things: Iterable[Any]) -> None:
         self._undo: list[tuple[Any, Callable[[], object], Callable[[], bool]]] = []
         self._seen: set[int] = set()
-        for thing in things:
+        self.moves = False  # whether forwards change what is there
+        self._things = tuple(things)
+        self._contents = tuple(map(contents_of, self._things))
+        for thing in self._things:
             self._keep(thing, _DEPTH)
 
     def _keep(self, thing: Any, depth: int) -> None:
@@ -82,7 +87,7 @@ class Snapshot:
         elif isinstance(thing, list):
             items = list(thing)
             self._undo.append((thing, lambda: thing.__setitem__(slice(None), items), bool))
-        elif isinstance(thing, dict):
+        elif type(thing) in _DICTS:
             entries = dict(thing)
             self._undo.append((thing, partial(_refill, thing, entries), partial(_differ, thing, entries)))
         elif isinstance(values := getattr(thing, "__dict__", None), dict):
@@ -97,12 +102,17 @@ class Snapshot:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a number or tensor is another one now; lists may have grown."""
+        """Whether a tensor is another one now; hooks count, take times and fill lists without any effect."""
         return any(differs() for _, _, differs in self._undo)
+
+    def look(self) -> None:
+        """Notes whether anything has changed."""
+        self.moves = tuple(map(contents_of, self._things)) != self._contents
 
     def restore(self) -> None:
         for _, undo, _ in self._undo:
-            undo()
+            with suppress(Exception):  # of objects that allow no change
+                undo()
 
 
 def _copy(tensor: torch.Tensor, before: torch.Tensor) -> None:
@@ -111,12 +121,11 @@ def _copy(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _differ(values: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether numbers or tensors are others now, or new."""
-    for name, value in list(values.items()):
-        is_kept = isinstance(value, (*_NUMBERS, torch.Tensor)) and value is not before.get(name, values)
-        if is_kept and (isinstance(value, torch.Tensor) or name not in before or value != before[name]):
-            return True
-    return False
+    """Whether tensors are others now, or new."""
+    return any(
+        isinstance(value, torch.Tensor) and value is not before.get(name, values)
+        for name, value in list(values.items())
+    )
 
 
 def _refill(values: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -30,6 +30,7 @@ from ..forks import new_lock
 from ..model.anatomy import Anatomy
 from ..model.contents import Snapshot
 from ..model.inputs import has_tensors
+from ..model.modules import all_modules
 from ..model.patching import without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
 from ..model.transfer import is_out_of_memory
@@ -93,6 +94,8 @@ Decode = Callable[[Any, DraftSource], tuple[torch.Tensor, ...]]
 
 def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     """Returns whether a call of a model that was not seen can be drafted, and compares what was not compared before."""
+    if any(module.training and getattr(module, "p", 0.0) for module in all_modules(call.model)):
+        return Outcome()  # with dropout, plain generate has other logits each time
     outcomes = _outcomes.setdefault(call.model, _Outcomes())
     given = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
     numbers = {name: value for name, value in call.model_kwargs.items() if isinstance(value, (bool, int, float, str))}
@@ -107,7 +110,9 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
     )
     with outcomes.lock:
-        for key in (unseen.reasons, kind):
+        # Some change what they hold in each forward, so that it tells nothing, or depend on that.
+        loose = (unseen.reasons, *kind[1:])
+        for key in (unseen.reasons, loose, kind):
             if key in outcomes:
                 return outcomes[key]
         if len(outcomes) >= _KEPT:
@@ -115,10 +120,13 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         before = Snapshot(unseen.things)
         try:
             outcome = _compared(call, decode, before)
-        except _StatefulError as error:  # which is so whatever the state is
+            if before.moves:
+                key = loose
+        except PlainError:  # what that leaves is plain's
+            raise
+        except _StatefulError as error:
             key, outcome = unseen.reasons, Outcome(str(error))
-        finally:
-            before.restore()
+        before.restore()
         if outcome.is_final:
             outcomes[key] = outcome
         return outcome
@@ -146,6 +154,7 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             raise PlainError(brief(error)) from error
         if not _is_used(given_cache(short.model_kwargs)):
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
+        before.look()
         if before.has_changed:
             raise _StatefulError("it keeps a state from forward to forward, which drafts would change")
         allowed = _allowed(single, expected[0])
@@ -213,7 +222,7 @@ def _allowed(single: Any, expected: torch.Tensor) -> float:
     def shake(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
         if threading.get_ident() != thread:
             return embedded
-        signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
+        signs = torch.randint(2, embedded.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 2 - 1
         noise.append(0.0)
         return embedded * (1 + signs * rounding).to(embedded.device, embedded.dtype)
 
