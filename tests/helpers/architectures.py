@@ -1,5 +1,6 @@
 """Tiny random models of many architectures, built from configs."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -227,7 +228,7 @@ def build(name: str, seed: int | None = None, factor: float | None = None, **cha
     chosen_seed, chosen_factor = _CHOSEN.get(name, (0, 0.5))
     settings = {key: value for key, value in (_COMMON | entry).items() if value is not None}
     torch.manual_seed(chosen_seed if seed is None else seed)
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # configs write into what they are given
     if model_type in _EAGER_ONLY:
         config._attn_implementation = "eager"
     with warnings.catch_warnings():

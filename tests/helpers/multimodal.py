@@ -1,5 +1,6 @@
 """Tiny random models that take images or sound beside text, built from configs."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,7 +195,8 @@ def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = AutoConfig.for_model(name, tie_word_embeddings=False, **(ids | settings))
+        # A copy, since configs write into what they are given.
+        config = AutoConfig.for_model(name, tie_word_embeddings=False, **copy.deepcopy(ids | settings))
         model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
     return draftable(model, 0.7)
 
@@ -239,7 +241,7 @@ _MLLAMA: dict[str, Any] = {
 def build_mllama() -> PreTrainedModel:
     """A random model that looks at images through cross attention."""
     torch.manual_seed(0)
-    return transformers.MllamaForConditionalGeneration(AutoConfig.for_model("mllama", **_MLLAMA)).eval()
+    return transformers.MllamaForConditionalGeneration(AutoConfig.for_model("mllama", **copy.deepcopy(_MLLAMA))).eval()
 
 
 def prompt_of_mllama() -> dict[str, torch.Tensor]:
