@@ -116,13 +116,15 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         _check(call, spec._source, knowledge)
         why = _why_plain(call, spec._source, knowledge)
         if not why:
-            decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
+            lay_out = partial(_lay_out, spec=spec, knowledge=knowledge, checks_logits=not default_of, unseen=unseen)
+            decoder = lay_out(call)
             if unseen and spec._source.lossless:
                 drafted, why = _on_probation(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
-                    decoder = _lay_out(drafted, spec, knowledge, checks_logits=not default_of)
+                    decoder = lay_out(drafted)
             # Modules of others may treat rows by their places.
-            decoder.target.keeps_all_rows, decoder.stats.checked = bool(unseen), str(unseen)
+            decoder.target.keeps_all_rows = decoder.target.cache.is_private = bool(unseen)
+            decoder.stats.checked = str(unseen)
         if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)
     except Exception as error:
@@ -183,7 +185,9 @@ def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
     return replace(call, anatomy=outcome.applied(call.anatomy)), why
 
 
-def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool) -> Decoder:
+def _lay_out(
+    call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool, unseen: Unseen | None = None
+) -> Decoder:
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
@@ -203,7 +207,10 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         is_exact=_is_exact(call, spec, inputs),
     )
     if (compile_config := _compile_config(call, spec.compile)) is not None:
-        target.compile(GraphRunner.of(target, compile_config))
+        if unseen:
+            warn_once(f"forwards are not compiled: {unseen} was not seen before, and graphs are not compared with it.")
+        else:
+            target.compile(GraphRunner.of(target, compile_config))
     stateful = (*scorer.stateful, *stopper.stateful)
     session = Session(
         target=target,

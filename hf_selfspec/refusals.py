@@ -12,7 +12,7 @@ from .model.attention import implementation_of, served_attention
 from .model.exact import reduced_precision
 from .model.inputs import Inputs
 from .model.invariance import differing_part
-from .model.modules import hooks_of, is_tensor_parallel
+from .model.modules import all_modules, hooks_of, is_tensor_parallel
 from .model.prompt import check_cache, given_cache
 from .validation import check_count
 
@@ -136,7 +136,7 @@ def _check_adapters(model: PreTrainedModel) -> None:
         )
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters) and any(
-        "alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks_of(model)
+        "alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks_of(all_modules(model))
     ):
         raise UnsupportedOptionError(
             "PEFT's aLoRA (alora_invocation_tokens) adapts a number of tokens at the end of each forward, but a "

@@ -1,5 +1,6 @@
 """What is refused is refused by name, before any forward: what was given, what is allowed, what to do."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,14 @@ def test_cache(llama: LlamaForCausalLM, kind: str) -> None:
     cache.offloading = kind.startswith("offloaded")  # one that is made so makes streams of a GPU
     words = (f"a KV cache of type {kind}", "pass a DynamicCache")
     refused(llama, UnsupportedOptionError, words, **{PAST: cache})
+
+
+@pytest.mark.parametrize("part", [lambda cache: cache, lambda cache: cache.layers[1]])
+def test_cache_with_methods_of_others(llama: LlamaForCausalLM, part: Callable[[DynamicCache], Any]) -> None:
+    cache = DynamicCache(config=llama.config)
+    changed = part(cache)
+    changed.update = functools.partial(changed.update)
+    refused(llama, UnsupportedOptionError, ("has methods of others (update)", "as it is"), **{PAST: cache})
 
 
 def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:

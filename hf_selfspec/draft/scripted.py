@@ -12,8 +12,9 @@ from ..model.partial import ForwardPass
 from ..model.target import Target
 from .source import DraftSource, FixedDrafter, Session
 
-# Right tokens of a draft, and its nodes, the others of which are wrong: as many as free drafts have at most.
-_DRAFTED, _NODES = 2, 31
+# Right tokens of the first draft, and its nodes, the others of which are wrong: as many as free drafts have at most.
+# All of the second one are wrong.
+_DRAFTED, _NODES, _FEW = 2, 31, 2
 
 
 class NeverCalledError(UnsupportedModelError):
@@ -22,7 +23,8 @@ class NeverCalledError(UnsupportedModelError):
 
 @dataclass(frozen=True)
 class Scripted(DraftSource):
-    """Drafts the ``tokens`` of each row once, with wrong ones beside them and, in every second row, at the end."""
+    """Drafts the ``tokens`` of each row once, with wrong ones beside them and, in every second row, at the end; then a
+    few wrong ones, then nothing."""
 
     tokens: tuple[tuple[int, ...], ...]
     is_simple: bool
@@ -40,16 +42,22 @@ class _ScriptedDrafter(FixedDrafter):
     def __init__(self, script: Scripted, session: Session) -> None:
         self._script, self._target, self._vocabulary = script, session.target, session.vocabulary
         self._is_tree = session.takes_trees and not script.is_simple
-        self._drafted = False
+        self._rounds = 0
         self._nodes = max(2 * _DRAFTED, session.affordable(_NODES))
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        if self._drafted:
+        self._rounds += 1
+        right = [
+            tokens[length - text.prompt_width :] or tokens[-1:]
+            for tokens, length in zip(self._script.tokens, text.lengths, strict=True)
+        ]
+        if self._rounds > 2:
             return Draft.none(text)
-        self._drafted = True
+        if self._rounds == 2:
+            listed = [[self._wrong(tokens[0])] * _FEW for tokens in right]
+            return Draft(torch.tensor(listed, device="cpu"), [_FEW] * len(right), listed=listed)
         rows = []
-        for row, (tokens, length) in enumerate(zip(self._script.tokens, text.lengths, strict=True)):
-            first, second = tokens[length - text.prompt_width :][:_DRAFTED]
+        for row, (first, second, *_) in enumerate(right):
             # Without siblings, and in every second row, the draft ends with a token that is rejected.
             rows.append([first, self._wrong(second) if row % 2 or not self._is_tree else second])
         states, prefix = self._states(text)

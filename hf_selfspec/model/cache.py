@@ -145,7 +145,7 @@ class SpeculativeCache(Cache):
         self._slots: torch.Tensor | None = None
         self._history = 0
         self.has_states = False  # recurrent ones
-        self.is_seen_by_others = False  # whether hooks have read keys or values
+        self.is_private = False  # whether code of others, that the tests do not have, may not read keys and values
 
     @property
     def _logs(self) -> list[StateLog]:

@@ -14,6 +14,8 @@ import torch
 import torch.nn as nn
 
 _DEPTH, _MOST = 3, 64
+# How far numbers are moved on that forwards count: no multiple of a usual period.
+_FAR = 1009
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _NUMBERS = (bool, int, float, str, type(None))
 
@@ -64,11 +66,16 @@ def _magnitude(values: torch.Tensor) -> Hashable:
     return str(values.dtype)
 
 
+# How numbers are read, by names, how one is set, and what they were.
+_Numbers = tuple[Callable[[], dict[Any, Any]], Callable[[Any, Any], object], dict[Any, Any]]
+
+
 class Snapshot:
     """What some functions and objects hold now."""
 
     def __init__(self, things: Iterable[Any]) -> None:
-        self._undo: list[tuple[Any, Callable[[], object], Callable[[], bool]]] = []
+        self._undo: list[tuple[Callable[[], object], Callable[[], bool]]] = []
+        self._numbers, self._lists = list[_Numbers](), list[tuple[list[Any], list[Any]]]()
         self._seen: set[int] = set()
         self.moves = False  # whether forwards change what is there
         self._things = tuple(things)
@@ -83,36 +90,83 @@ class Snapshot:
         if isinstance(thing, torch.Tensor):
             with suppress(Exception):
                 before = thing.detach().clone()
-                self._undo.append((thing, partial(_copy, thing, before), lambda: not torch.equal(thing, before)))
+                self._undo.append((partial(_copy, thing, before), lambda: not torch.equal(thing, before)))
         elif isinstance(thing, list):
-            items = list(thing)
-            self._undo.append((thing, lambda: thing.__setitem__(slice(None), items), bool))
+            self._lists.append((thing, list(thing)))
         elif type(thing) in _DICTS:
             entries = dict(thing)
-            self._undo.append((thing, partial(_refill, thing, entries), partial(_differ, thing, entries)))
+            self._undo.append((partial(_refill, thing, entries), partial(_differ, thing, entries)))
         elif isinstance(values := getattr(thing, "__dict__", None), dict):
             attributes = {name: value for name, value in values.items() if isinstance(value, (*_NUMBERS, torch.Tensor))}
-            self._undo.append((thing, partial(values.update, attributes), partial(_differ, values, attributes)))
+            self._undo.append((partial(_reset, values, attributes), partial(_differ, values, attributes)))
             inside = [*values.values()] if not isinstance(thing, nn.Module) else [thing._buffers]
             for value in inside if depth else ():
                 if isinstance(value, (list, dict)):
                     self._keep(value, depth - 1)
+        self._numbers += [(read, write, _only_numbers(read())) for read, write in _numbers_of(thing)]
         for part in list(thing if isinstance(thing, list) else _parts(thing))[:_MOST] if depth else ():
             self._keep(part, depth - 1)
 
     @property
     def has_changed(self) -> bool:
-        """Whether a tensor is another one now; hooks count, take times and fill lists without any effect."""
-        return any(differs() for _, _, differs in self._undo)
+        """Whether a tensor is another one now; numbers and lists may be counts without any effect."""
+        return any(differs() for _, differs in self._undo)
 
     def look(self) -> None:
         """Notes whether anything has changed."""
         self.moves = tuple(map(contents_of, self._things)) != self._contents
 
+    def count_on(self) -> bool:
+        """Makes numbers and lists, where forwards have changed them, what many forwards more would have made of them.
+        Returns whether there are any."""
+        longer = [values for values, before in self._lists if len(values) > len(before)]
+        for values in longer:
+            values.extend(values[-1:] * _FAR)
+        has_moved = bool(longer)
+        for read, write, before in self._numbers:
+            for name, value in _only_numbers(read()).items():
+                if name not in before or value != before[name]:
+                    has_moved = True
+                    if isinstance(value, (int, float)) and not isinstance(value, bool):
+                        write(name, value + _FAR)
+        return has_moved
+
     def restore(self) -> None:
-        for _, undo, _ in self._undo:
-            with suppress(Exception):  # of objects that allow no change
+        for read, write, before in self._numbers:
+            for name, value in before.items():
+                with suppress(Exception):  # of objects that allow no change
+                    if read().get(name) != value:
+                        write(name, value)
+        for values, items in self._lists:
+            values[:] = items
+        for undo, _ in self._undo:
+            with suppress(Exception):
                 undo()
+
+
+def _numbers_of(thing: Any) -> Iterator[tuple[Callable[[], dict[Any, Any]], Callable[[Any, Any], object]]]:
+    """Where a function, a dictionary or an object has numbers, to read and to set them."""
+    if isinstance(thing, FunctionType):
+        cells, variables, names = thing.__closure__ or (), thing.__globals__, thing.__code__.co_names
+        yield partial(_contents_of_cells, cells), lambda index, value: setattr(cells[index], "cell_contents", value)
+        yield lambda: {name: variables[name] for name in names if name in variables}, variables.__setitem__
+    elif type(thing) in _DICTS:
+        yield lambda: thing, thing.__setitem__
+    elif isinstance(values := getattr(thing, "__dict__", None), dict):
+        yield lambda: values, values.__setitem__
+        yield lambda: dict(vars(type(thing))), partial(setattr, type(thing))
+
+
+def _contents_of_cells(cells: tuple[Any, ...]) -> dict[Any, Any]:
+    contents = {}
+    for index, cell in enumerate(cells):
+        with suppress(ValueError):  # an empty one
+            contents[index] = cell.cell_contents
+    return contents
+
+
+def _only_numbers(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {name: value for name, value in list(values.items()) if isinstance(value, _NUMBERS)}
 
 
 def _copy(tensor: torch.Tensor, before: torch.Tensor) -> None:
@@ -126,6 +180,13 @@ def _differ(values: dict[Any, Any], before: dict[Any, Any]) -> bool:
         isinstance(value, torch.Tensor) and value is not before.get(name, values)
         for name, value in list(values.items())
     )
+
+
+def _reset(values: dict[str, Any], before: dict[str, Any]) -> None:
+    """Gives an object its numbers and tensors again; new numbers hide those of its class."""
+    for name in _only_numbers(values).keys() - before.keys():
+        del values[name]
+    values.update(before)
 
 
 def _refill(values: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -30,8 +30,8 @@ class SpeculativeLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """The keys ``[b, k, n, h]`` so far, drafted ones among them; for hooks, which is noted."""
-        return self._seen_by_others("keys")
+        """The keys ``[b, k, n, h]`` so far, drafted ones among them; for hooks, see ``is_private``."""
+        return self._for_others("keys")
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
@@ -40,14 +40,18 @@ class SpeculativeLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         """The values, as the keys."""
-        return self._seen_by_others("values")
+        return self._for_others("values")
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
         self._refuse(states)
 
-    def _seen_by_others(self, name: str) -> torch.Tensor | None:
-        self._cache.is_seen_by_others = True
+    def _for_others(self, name: str) -> torch.Tensor | None:
+        if self._cache.is_private:
+            raise UnsupportedModelError(
+                f"code beside the model reads the {name} in the cache, which are drafts' as well. Call generate "
+                "without `assistant`."
+            )
         bank = self.banks.get(name)
         return None if bank is None else bank.latest(self._index)
 

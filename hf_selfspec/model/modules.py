@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,8 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module is not None and module not in found:
             found[module] = None
-            waiting += reversed(module._modules.values())
+            if children := module._modules:
+                waiting += reversed(children.values())
     return list(found)
 
 
@@ -50,13 +51,16 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
     """Returns whether hooks, other than those of some libraries, see or change what goes through a model's modules."""
-    return nn.modules.module._has_any_global_hook() or any(library_of(hook) not in but_of for hook in hooks_of(model))
+    return nn.modules.module._has_any_global_hook() or any(
+        library_of(hook) not in but_of for hook in hooks_of(all_modules(model))
+    )
 
 
-def hooks_of(model: nn.Module) -> Iterator[object]:
-    """The hooks around the forwards of a model's modules, accelerate's included, which are attributes of modules."""
-    for module in all_modules(model):
-        yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]  # others may change these
+def hooks_of(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """The hooks around the forwards of modules, accelerate's included, which are attributes of modules."""
+    for module in modules:
+        if module._forward_pre_hooks or module._forward_hooks:  # which others may change meanwhile
+            yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if (given := module.__dict__.get("_hf_hook")) is not None:  # an attribute that is missing takes torch 6 µs
             yield from getattr(given, "hooks", (given,))
 

@@ -233,6 +233,12 @@ def check_cache(cache: Any, anatomy: Anatomy) -> None:
             "`cache_implementation`, or pass a DynamicCache."
         )
     recurrent = LinearAttentionCacheLayerMixin if anatomy.is_recurrent else ()
+    for part in (cache, *cache.layers):
+        if replaced := [name for name in vars(part) if callable(getattr(type(part), name, None))]:
+            raise UnsupportedOptionError(
+                f"the KV cache that was given has methods of others ({', '.join(replaced)}), which drafts would go "
+                f"past. Leave out `{CACHE_NAME}`, or pass a DynamicCache as it is."
+            )
     for layer in cache.layers:
         if type(layer) not in _ROLLS_BACK and not isinstance(layer, recurrent):
             raise UnsupportedModelError(

@@ -41,7 +41,7 @@ SmolLM3 StableLm Starcoder2 VaultGemma Voxtral XGLM Zamba Zamba2"""
 SEEN = frozenset(_SEEN.split())
 # PEFT's layers that change single layers of a model, not how these go together.
 _TUNER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
-_NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
+_NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|(Text)?(Model|Decoder|Transformer))$")
 # Libraries whose modules treat each token alone, beside Python's own modules.
 _TRUSTED = {*ROW_BLIND, "peft", "builtins", "functools"}
 # Libraries whose functions modelling files of transformers import.
@@ -95,20 +95,34 @@ class Unseen:
         foreign = {kind for kind in kinds if _is_foreign(kind)}
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
             note(f"modules of class {type(module).__name__}", module)
-        for module in [module for module in modules if "forward" in module.__dict__]:
-            forward = forward_of_others(module)
-            if forward is not None and not _TRUSTED.issuperset(_libraries_of(forward)):
-                note(f"the forward {_name_of(forward)} of a module", forward)
-        for kind in {type(weight) for module in modules for weight in module._parameters.values()} - _PLAIN_WEIGHTS:
+        hooked, weights = list[nn.Module](), set[type]()
+        for module in modules:  # thousands, so each is looked at once and briefly
+            attributes = module.__dict__
+            if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks") or "_hf_hook" in attributes:
+                hooked.append(module)
+            if parameters := attributes.get("_parameters"):
+                weights.update(map(type, parameters.values()))
+            kind = type(module)
+            if not attributes.keys().isdisjoint(methods := _methods_of(kind)):
+                for name in methods & attributes.keys():
+                    method = forward_of_others(module) if name == "forward" else attributes[name]
+                    if method is not None and not _TRUSTED.issuperset(_libraries_of(method)):
+                        note(f"the {name} {_name_of(method)} of a module", method)
+        for kind in weights - _PLAIN_WEIGHTS:
             if library_of(kind) in _QUANTISING:
                 note(f"weights of class {kind.__name__}")
         names = {kind.__module__ for kind in kinds if kind.__module__.startswith(_MODELS)}
+        for name in names - {kind.__module__ for kind in kinds if issubclass(kind, PreTrainedModel)}:
+            note(f"modules of {name.removeprefix(_MODELS)}")
+        decoder: Any = type(model.get_decoder())
+        if decoder.__module__.startswith(_MODELS) and _NAME_ENDS.sub("", decoder.__name__) not in SEEN:
+            note(f"its decoder's class {decoder.__name__}")
         bases = {base for kind in kinds for base in kind.__mro__} - {object}
         holders = [*(sys.modules[name] for name in (*_FUNCTIONS, *names)), *bases, *_CACHES]
         for holder in holders:
             for function in _foreign_functions(holder):
                 note(f"{_name_of(function)} in {holder.__name__}", function)
-        for hook in (*hooks_of(model), *_global_hooks()):
+        for hook in (*hooks_of(hooked), *_global_hooks()):
             if not ROW_BLIND.issuperset({library_of(hook), library_of(getattr(hook, "func", hook))}):
                 note(f"the hook {_name_of(hook)}", hook)
         implementation = implementation_of(model)
@@ -123,17 +137,20 @@ _PLAIN_WEIGHTS = {type(None), torch.Tensor, nn.Parameter}
 # Classes of caches, whose methods others may replace.
 _CACHES = (DynamicCache, DynamicCache.__mro__[1], DynamicLayer, DynamicSlidingWindowLayer)
 # For each class and module of Python what it held when it was last looked at, and what of that is of others.
-_functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
+_functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[int], list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def _foreign_functions(holder: Any) -> list[Any]:
     """What can be called in a module of Python, or a class of a library, and is from libraries that are not trusted."""
     values = list(vars(holder).values())
-    if holder not in _functions or list(map(id, _functions[holder][0])) != list(map(id, values)):
+    ids = list(map(id, values))
+    before = _functions.get(holder)
+    if before is None or before[1] != ids:
         is_theirs = isinstance(holder, type) and not _is_trusted(library_of(holder))
         candidates = [] if is_theirs else [value for value in values if callable(value) and not isinstance(value, type)]
-        _functions[holder] = values, [one for one in candidates if not all(map(_is_trusted, _libraries_of(one)))]
-    return _functions[holder][1]
+        theirs = [function for function in candidates if not all(map(_is_trusted, _libraries_of(function)))]
+        _functions[holder] = before = values, ids, theirs
+    return before[2]
 
 
 # Of a model that nothing is known of.
@@ -186,6 +203,11 @@ def _attribute_of(thing: Any, name: str) -> Any:
 
 def _is_trusted(library: str) -> bool:
     return library in ("", "None") or library in _TRUSTED or library in _IMPORTED or library in sys.stdlib_module_names
+
+
+@lru_cache(1024)
+def _methods_of(kind: Any) -> frozenset[str]:
+    return frozenset(name for base in kind.__mro__ for name, value in vars(base).items() if callable(value))
 
 
 @lru_cache(1024)

@@ -15,18 +15,22 @@ import torch.nn.functional
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     LlamaForCausalLM,
+    LlavaForConditionalGeneration,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 
 import hf_selfspec
 from helpers import architectures, multimodal
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import speculative_attention
 from hf_selfspec.model.partial import partial_forwards
@@ -171,6 +175,21 @@ def with_a_forward_of_its_own() -> LlamaForCausalLM:
     return model
 
 
+def with_another_method() -> Any:
+    """Of a module, which its forward calls."""
+    model = architectures.build("falcon")
+    attention: Any = model.transformer.h[2].self_attention
+    usual = attention._split_heads
+    attention._split_heads = lambda fused: usual(fused * fused.shape[1])
+    return model
+
+
+def with_a_block_of_another_family() -> LlamaForCausalLM:
+    model = tiny_llama(factor=0.5)
+    model.model.norm = GemmaRMSNorm(64)
+    return model
+
+
 def gpt() -> OpenAIGPTLMHeadModel:
     torch.manual_seed(0)
     config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=4, n_head=4)
@@ -307,6 +326,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[An
     "embedding in a wrapper": (lambda: with_embedding(Wrapped), nullcontext, ""),
     "layers scaled by all tokens": (with_scaled_layers, nullcontext, "Scaled"),
     "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
+    "a method of a module": (with_another_method, nullcontext, "the _split_heads"),
+    "a block of another family": (with_a_block_of_another_family, nullcontext, ""),
     "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
     "hook on prompts": (steered(lambda count: count > 1), nullcontext, "hook"),
     "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
@@ -394,6 +415,80 @@ def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> Non
             counts.append(next(calls) - before - 1 - len(seen))
         assert 0 < counts[0] <= 16
         assert counts[1] == 0
+
+
+class _Counts:
+    """Steers after the first 12 forwards, as it counts them in an attribute, in one of its class, or in a list."""
+
+    number, of_class = 0, 0
+
+    def __init__(self, where: str) -> None:
+        self.where, self.seen = where, list[int]()
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        self.number, type(self).of_class = self.number + 1, type(self).of_class + 1
+        self.seen.append(output.shape[1])
+        count = {"attribute": self.number, "class": self.of_class, "list": len(self.seen)}[self.where]
+        return output + 3 * _DIRECTION if count > 12 else output
+
+    def begin(self) -> None:
+        self.number = type(self).of_class = 0
+        self.seen.clear()
+
+
+@pytest.mark.parametrize("where", ["attribute", "class", "list", "closure", "switch"])
+def test_a_hook_that_counts_forwards(quiet: None, where: str) -> None:
+    model, number = tiny_llama(factor=0.5), 0
+    counts = _Counts(where)
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        nonlocal number
+        number += 1
+        return output + 3 * _DIRECTION if number > 12 else output
+
+    def switch(module: Any, args: Any, output: Any) -> Any:
+        """Steers after its first prompt."""
+        nonlocal number
+        is_later, number = isinstance(number, str), "later"  # type: ignore[assignment]
+        return output + 3 * _DIRECTION if is_later else output
+
+    model.model.layers[2].register_forward_hook({"closure": hook, "switch": switch}.get(where, counts))
+    texts, spec = [], SelfSpec.lookup()
+    for assistant in (None, spec):
+        counts.begin()
+        number = 0
+        texts.append(model.generate(**ROW, **OPTIONS, assistant=assistant))
+    assert torch.equal(*texts)
+    assert spec.stats is not None
+    assert "how many forwards" in spec.stats.left_to_generate
+
+
+def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
+    """Not in silence, since the keys of drafts are there as well."""
+    model = tiny_llama(factor=0.5)
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache.get_seq_length() > 16:
+            cache.layers[module.layer_idx].values.mul_(2)
+
+    model.model.layers[1].self_attn.register_forward_hook(hook, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match="reads the values in the cache"):
+        model.generate(**ROW, **OPTIONS, assistant=SelfSpec.lookup())
+
+
+def test_forwards_of_what_was_not_seen_are_not_compiled() -> None:
+    model, spec = of_class(Unchanged), SelfSpec(compile=True)
+    with pytest.warns(UserWarning, match="forwards are not compiled: its class Unchanged"):
+        ids = model.generate(**ROW, **OPTIONS, assistant=spec)
+    assert torch.equal(ids, model.generate(**ROW, **OPTIONS))
+
+
+def test_the_language_model_inside_is_looked_at() -> None:
+    settings = multimodal.MODELS["llava"][1]
+    text = {name: value for name, value in settings["text_config"].items() if name != "model_type"}
+    config = AutoConfig.for_model("llava", **settings | {"text_config": {"model_type": "minimax", **text}})
+    assert "its decoder's class MiniMaxModel" in Unseen.of(LlavaForConditionalGeneration(config)).reasons
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
