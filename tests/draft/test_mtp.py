@@ -70,6 +70,7 @@ def check_drafts(model: PreTrainedModel, source: MTP, inputs: dict[str, Any], **
     return spec
 
 
+@pytest.mark.every_run("line-batch-.*|tree-one row-3|chunks-batch-3")
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("options", [{}, {"tree": _WIDE}, {"prefill_chunk_size": 4}], ids=["line", "tree", "chunks"])
@@ -81,6 +82,7 @@ def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: A
     assert 0 < spec.stats.acceptance_rate < 1
 
 
+@pytest.mark.every_run("1-one row|2-batch")
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_states_of_several_layers(layers: int, inputs: Any) -> None:

@@ -82,6 +82,7 @@ class Exactness(TrainerCallback):
         self.weights.append(next(p for p in model.parameters() if p.requires_grad).detach().clone())
 
 
+@pytest.mark.every_run("lora")
 @pytest.mark.parametrize("adapters", [[], ["--lora"]], ids=["whole", "lora"])
 def test_rollouts_of_a_policy_that_learns(adapters: list[str], tmp_path: Path) -> None:
     library("trl")

@@ -47,7 +47,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
-@pytest.mark.every_run("bloom|gemma3_text|gpt2|gpt_oss|llama|mixtral")
+@pytest.mark.every_run("bloom|gemma3_text|gpt_oss|llama")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
 def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
     model = build(name)

@@ -84,6 +84,7 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:this MTP head does not pay")
+@pytest.mark.every_run("fit_(exit_heads|mtp)-.*")
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [
