@@ -45,7 +45,7 @@ from .model.unseen import UNKNOWN, Unseen, why_plain
 from .refusals import check_call, check_exact, check_length
 from .settings import Settings
 from .stats import GenerationStats, generated
-from .verify.probation import TOKENS, cannot_be_laid_out, decoded_logits, on_probation
+from .verify.probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree
@@ -128,6 +128,10 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)
     except Exception as error:
+        if isinstance(error, PlainError):
+            if not default_of:
+                raise error.__cause__ or error from None
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
         has_begun = decoder is not None and decoder.text.has_grown
         if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
             raise

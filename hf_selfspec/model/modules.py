@@ -89,7 +89,7 @@ def libraries_of(function: object) -> Iterator[str]:
         if id(inner) in seen:
             continue
         seen.add(id(inner))
-        if isinstance(inner, FunctionType):
+        if isinstance(inner, FunctionType) and hasattr(inner, "__wrapped__"):  # whose names are those of what it wraps
             yield str(inner.__globals__.get("__name__")).partition(".")[0]
         elif isinstance(inner, functools.partial):
             waiting.append(inner.func)

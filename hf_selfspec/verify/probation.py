@@ -123,10 +123,14 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
             outcome = _compared(call, decode, before)
             if before.moves:
                 key = loose
+        except PlainError:  # what that leaves is plain's
+            raise
         except _StatefulError as error:
             key, outcome = unseen.reasons, Outcome(str(error))
-        finally:
+        except BaseException:
             before.restore()
+            raise
+        before.restore()
         tried = outcomes.tried[key] = outcomes.tried.get(key, 0) + 1
         if outcome.is_final or tried >= _TRIES:
             if len(outcomes) >= _KEPT:  # the oldest goes
@@ -156,8 +160,11 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             return Outcome(f"its cache cannot be copied ({brief(error)})", is_final=False)
         try:
             chosen, expected = _by_plain(short)
-        except Exception as error:  # which plain generate raises again, or stops before
-            return Outcome(f"its own steps raise {brief(repr(error))}", is_final=False)
+        except PlainError as error:
+            ends = [one for one in call.stopping_criteria if type(one) is not MaxLengthCriteria]
+            if ends and error.tokens:  # plain generate may stop before
+                return Outcome(f"its own steps raise {brief(repr(error.__cause__))}", is_final=False)
+            raise
         if not _is_used(given_cache(short.model_kwargs)):
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
         before.look()
@@ -198,6 +205,14 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
 
 class _StatefulError(UnsupportedModelError):
     """Forwards depend on earlier ones beside the cache."""
+
+
+class PlainError(Exception):
+    """Plain ``generate`` raises an error, the cause of this one, after some tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
 
 
 def _short(call: Any, count: int, forces: bool = False) -> Any:
@@ -279,15 +294,18 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits.append(scores.clone())
         return scores
 
-    with without_checkpointing(short.model):
-        ids = type(short.model)._sample(
-            short.model,
-            short.input_ids,
-            LogitsProcessorList([record]),
-            short.stopping_criteria,
-            short.generation_config,
-            **short.model_kwargs,
-        )
+    try:
+        with without_checkpointing(short.model):
+            ids = type(short.model)._sample(
+                short.model,
+                short.input_ids,
+                LogitsProcessorList([record]),
+                short.stopping_criteria,
+                short.generation_config,
+                **short.model_kwargs,
+            )
+    except Exception as error:
+        raise PlainError(len(logits)) from error
     return ids[:, -len(logits) :], logits
 
 
