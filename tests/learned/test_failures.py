@@ -175,10 +175,6 @@ def test_other_errors_in_a_round_are_errors(model: PreTrainedModel, monkeypatch:
     Failing(monkeypatch, SkipSearch, "register", BROKEN)
     with pytest.raises(RuntimeError, match="broken"):
         generate(model, prompt(), TOKENS, assistant=replace(SKIPS))
-    failing.fails = lambda: False
-    Failing(monkeypatch, ControlledDrafter, "report", OUT)  # once no forward follows
-    (told_once,) = told(model, replace(SKIPS))
-    assert "CUDA out of memory" in told_once
 
 
 def test_memory_that_runs_out_in_one_of_several_processes_is_an_error(
@@ -189,6 +185,10 @@ def test_memory_that_runs_out_in_one_of_several_processes_is_an_error(
     monkeypatch.setattr("hf_selfspec.decoding.is_tensor_parallel", lambda _: True)
     with pytest.raises(torch.OutOfMemoryError):
         generate(model, prompt(), TOKENS, assistant=replace(SKIPS))
+    failing.fails = lambda: False
+    Failing(monkeypatch, ControlledDrafter, "report", OUT)  # once no forward follows
+    (told_once,) = told(model, replace(SKIPS))
+    assert "CUDA out of memory" in told_once
 
 
 @pytest.fixture(params=["llama", "gemma2", "qwen3_next", "falcon_h1"])
