@@ -209,10 +209,7 @@ def _lay_out(
         is_exact=_is_exact(call, spec, inputs),
     )
     if (compile_config := _compile_config(call, spec.compile)) is not None:
-        if unseen:
-            warn_once(f"forwards are not compiled: {unseen} was not seen before, and graphs are not compared with it.")
-        else:
-            target.compile(GraphRunner.of(target, compile_config))
+        target.compile(GraphRunner.of(target, compile_config, compares=bool(unseen)))
     stateful = (*scorer.stateful, *stopper.stateful)
     session = Session(
         target=target,

@@ -37,6 +37,8 @@ _TIMES, _AGAIN = 3, 8
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
 _LOST, _ASKED = 2, 16
+# How often results are compared: in the first run numbers that became constants are still right.
+COMPARISONS = 3
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 _PLACES = 2
 # Module attributes with values of these types are constants of a graph.
@@ -72,6 +74,7 @@ class Graph:
     run: Run  # maps the inputs to the results
     what: str  # what it is a graph of, for messages
     clock: Callable[[], float]  # returns seconds, after all that its device was given is done
+    compared: int = 0  # how often its results were seen to be those of the model's own code
     seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     is_faster: dict[int, bool] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,16 +16,20 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
-from .exact import float32_precisions
+from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
-from .graphs import Graphs, graphs_of
+from .graphs import COMPARISONS, Graph, Graphs, graphs_of
 from .layout import Feed, TreeLayout
 from .linear import ADAPTED
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
 from .target import Target
-from .traceable import Place, size_for
+from .traceable import NoGraphError, Place, size_for
+from .transfer import read
+
+# The rounding of TF32, and how many roundings of the largest number results may be apart.
+_REDUCED, _ROUNDINGS = 2.0**-10, 32.0
 
 
 @dataclass(eq=False)
@@ -33,11 +38,12 @@ class GraphRunner:
 
     target: Target
     graphs: Graphs
+    compares: bool  # whether results of new graphs are compared with those of the model's own code
     waited_seconds: float = 0.0  # for graphs to be compiled
     _is_served: bool = True
 
     @classmethod
-    def of(cls, target: Target, config: CompileConfig) -> GraphRunner | None:
+    def of(cls, target: Target, config: CompileConfig, compares: bool = False) -> GraphRunner | None:
         """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
         why = why_no_graphs(target.model, target.anatomy)
         if not target.takes_any_rows or target.following.offsets is not None:
@@ -48,7 +54,7 @@ class GraphRunner:
             )
             return None
         graphs = graphs_of(target.model, config)
-        return None if graphs.refused else cls(target, graphs)
+        return None if graphs.refused else cls(target, graphs, compares)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -104,15 +110,20 @@ class GraphRunner:
         begun = perf_counter()
         graph = self.graphs.find(key, partial(self._forward, run, nodes is not None), inputs, what)
         self.waited_seconds += perf_counter() - begun
-        if graph is None:
+
+        def eager() -> torch.Tensor | None:
+            run.captured = run.exit_state = run.best = None  # perhaps those of a graph
             return target.run_eagerly(feed, run)
+
+        if graph is None:
+            return eager()
 
         def by_graph() -> torch.Tensor | None:
             try:
                 found = list(graph.run(*inputs))
             except AssertionError as error:  # of torch's trees of CUDA graphs
                 self.graphs.refuse(error)
-                return target.run_eagerly(feed, run)
+                return eager()
             logits = found.pop(0)[:, :s] if whole else None
             run.captured = found.pop(0)[..., :s, :] if run.capture else None
             run.exit_state = found.pop(0)[..., :s, :]
@@ -120,7 +131,22 @@ class GraphRunner:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
-        return graph.faster_of(s, by_graph, lambda: target.run_eagerly(feed, run))
+        if self.compares and graph.compared < COMPARISONS:
+            return self._compared(graph, run, by_graph, eager)
+        return graph.faster_of(s, by_graph, eager)
+
+    def _compared(
+        self, graph: Graph, run: ForwardPass, by_graph: Callable[[], Any], eager: Callable[[], Any]
+    ) -> torch.Tensor | None:
+        """Results of the model's own code; without graphs from now on where those of its graph are others."""
+        ours = (by_graph(), run.captured, run.exit_state)
+        logits = eager()
+        pairs = zip(ours, (logits, run.captured, run.exit_state), strict=True)
+        apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
+        if max(read(torch.stack(apart))[0]) > 1:
+            self.graphs.refuse(NoGraphError(f"{graph.what} has other results than the model's own code"))
+        graph.compared += 1
+        return logits
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
@@ -168,6 +194,15 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
         "its modules have hooks, which graphs would not run; remove them first": has_hooks(model, ("transformers",)),
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How far numbers are apart, as a share of what rounding explains."""
+    rounding = _REDUCED if reduced_precision(mine.device) else torch.finfo(mine.dtype).eps
+    mine, other = mine.float(), other.float()
+    largest = torch.where(other.isfinite(), other.abs(), 0.0).amax()
+    apart = torch.where(mine == other, 0.0, (mine - other).abs()).nan_to_num(math.inf).amax()
+    return apart / (_ROUNDINGS * rounding * largest).clamp(min=1e-30)
 
 
 def _needs_addresses(device: torch.device) -> bool:
