@@ -94,14 +94,21 @@ class MaskSpec:
             keys += firsts.on(device)
         elif holes is not None or not firsts.are_equal:
             keys = firsts.onwards(length, device)
-        if min(firsts) < 0:  # of a row that is shorter than others
-            assert keys is not None
-            real = (keys >= 0)[:, None].expand(-1, positions.shape[1], -1)
-            keys, visible = keys.clamp(min=0), real if visible is None else visible & real
-        if holes is not None:
-            positions, keys = holes.at(positions), holes.at(keys)
         is_even = cursors.are_equal and firsts.are_equal and holes is None
-        return cls(positions, length, keys, visible, is_even)
+        spec = cls(positions, length, keys, visible, is_even)
+        if min(firsts) < 0:
+            spec.hide_what_is_before()
+        if holes is not None:
+            assert spec.key_positions is not None
+            spec.query_positions, spec.key_positions = holes.at(positions), holes.at(spec.key_positions)
+        return spec
+
+    def hide_what_is_before(self) -> None:
+        """Hides slots before the text, which windows of a row have where others are longer."""
+        assert self.key_positions is not None
+        is_text = (self.key_positions >= 0)[:, None].expand(-1, self.query_positions.shape[1], -1)
+        self.visible = is_text if self.visible is None else self.visible & is_text
+        self.key_positions = self.key_positions.clamp(min=0)
 
     def read_in(self, kv_length: int, kv_offset: int) -> MaskSpec:
         """The part for layers that report these sizes."""

@@ -280,9 +280,7 @@ class SpeculativeCache(Cache, Extent):
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
-    def written_at(
-        self, slots: torch.Tensor, buffers: Sequence[torch.Tensor], bases: torch.Tensor | None
-    ) -> Iterator[None]:
+    def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor], bases: Any = None) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are;
         those of windows begin at slots ``bases`` ``[b, 1]``."""
         self.fixed_slots = slots

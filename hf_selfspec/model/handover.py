@@ -69,20 +69,20 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
             continue
         kept, target = {}, other.layers[index]
         for name, bank in layer.banks.items():
-            buffer, bases, columns = layer.buffer(name), bank.bases, places
-            if columns is None and bases is None:
+            buffer, wanted = layer.buffer(name), places
+            if wanted is None and bank.bases is None:
                 kept[name] = buffer[:, :, :length].clone()
                 continue
-            if columns is None:
-                columns = torch.arange(length, device=buffer.device).expand(len(buffer), -1)
-            columns = columns.to(buffer.device)
-            if bases is not None and cache.window is not None:
-                columns = columns[:, -cache.window.size :]
-            at = columns if bases is None else columns - bases.on(buffer.device)
+            if wanted is None:
+                wanted = torch.arange(length, device=buffer.device).expand(len(buffer), -1)
+            at = wanted = wanted.to(buffer.device)
+            if bank.bases is not None and cache.window is not None:
+                wanted = wanted[:, -cache.window.size :]
+                at = wanted - bank.bases.on(buffer.device)
             picked = _picked(buffer, at.clamp(0, buffer.shape[2] - 1))
-            kept[name] = picked.masked_fill((columns < 0)[:, None, :, None], 0).contiguous()
+            kept[name] = picked.masked_fill((wanted < 0)[:, None, :, None], 0).contiguous()
             if target.is_sliding and window_of(target) is None:  # a static one counts what it gets
-                kept[name] = pad(kept[name], (0, 0, length - columns.shape[1], 0))
+                kept[name] = pad(kept[name], (0, 0, length - wanted.shape[1], 0))
         other.update(kept["keys"], kept["values"], layer_idx=index)
         if window_of(target) is not None:
             target.cumulative_length = length

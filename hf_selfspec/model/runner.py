@@ -130,7 +130,8 @@ class GraphRunner:
         tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
         run = replace(run, state=state)
-        cache, bases = target.cache, None if target.cache.window is None else rest.pop(0)
+        cache = target.cache
+        bases: Any = None if cache.window is None else rest.pop(0)
         slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
         positions = slots if tree is None else cursor + tree.offsets(tokens.device)
         spec = MaskSpec(positions, cache.capacity, is_fixed=True)
@@ -138,11 +139,11 @@ class GraphRunner:
             spec.key_positions, spec.visible = tree.keys(slots, cache.capacity, 0)
         if cache.window is not None:
             n = cache.window.capacity
-            keys, visible = tree.keys(slots - bases, n, 0) if tree else (torch.arange(n, device=tokens.device)[None], True)
-            keys = keys + bases
-            # Slots before the text are empty in rows that are shorter than others.
-            visible = visible & (keys >= 0)[:, None].expand(-1, tokens.shape[1], -1)
-            spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
+            keys, visible = torch.arange(n, device=tokens.device)[None], None
+            if tree is not None:
+                keys, visible = tree.keys(slots - bases, n, 0)
+            spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys + bases, visible=visible)
+            spec.window.hide_what_is_before()
         kwargs: dict[str, Any] = {target.cache_name: cache, "use_cache": True, "return_dict": True}
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)

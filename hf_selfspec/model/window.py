@@ -61,8 +61,8 @@ class Window(Extent):
         return self.size + self.history
 
     def seek(self, cursors: RowNumbers, new: int, counts: Sequence[int] | None, before: int, limit: int) -> None:
-        """Makes room for a forward over ``new`` tokens from ``cursors`` on, of which ``counts`` are a prompt's if given.
-        The first is ``before`` slots further back in the text. A buffer of the whole text has ``limit`` slots."""
+        """Makes room for ``new`` tokens from ``cursors`` on, of which ``counts`` are a prompt's if given. The first one
+        is ``before`` slots further back in the text. A buffer of the whole text would have ``limit`` slots."""
         self.bases, self.passed = self.next_bases, None
         if counts is not None:  # rows whose prompt is over stay
             known = zip(cursors, counts, self.roots, strict=True)
@@ -116,6 +116,7 @@ class Window(Extent):
 
 
 def rows_of(numbers: RowNumbers, kept: Sequence[int]) -> RowNumbers:
+    """The numbers of these rows."""
     return RowNumbers([numbers[row] for row in kept])
 
 
