@@ -129,16 +129,19 @@ class _Bank:
             self.filled = min(end, self._buffer.shape[3])
 
     def grow(self) -> None:
-        """Makes the buffers those of the extent, as large and from the same slots of the text on."""
-        if self._buffer.shape[3] < self.extent.capacity:
-            # With a place, the larger one may lie in the same memory.
-            before = self._buffer if self._cache.place is None else self._buffer.clone()
-            self._allocate(before[0])
-            self._buffer[:, :, :, : before.shape[3]] = before
-        if self._window is not None and self.bases != (bases := self._window.bases):
+        """Makes the buffers those of the extent: as large, and from the same slots of the text on."""
+        before, window, length = self._buffer, self._window, self._buffer.shape[3]
+        if window is not None and window.bases != self.bases:
             assert self.bases is not None
-            kept = _shifted(self._buffer, bases.minus(self.bases), self._buffer.shape[3]).clone()
-            self._buffer[:, :, :, : kept.shape[3]], self.bases = kept, bases
+            before = _shifted(before, window.bases.minus(self.bases), length).clone()
+        elif length < self.extent.capacity and self._cache.place is not None:
+            before = before.clone()  # the larger one may lie in the same memory
+        if length < self.extent.capacity or (window is not None and length > self.extent.capacity):
+            self._allocate(before[0])
+        if before is not self._buffer:
+            kept = min(before.shape[3], self.extent.capacity)
+            self._buffer[:, :, :, :kept] = before[:, :, :, :kept]
+            self.bases = None if window is None else window.bases
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Keeps these rows, of which each is at its place already or behind all places; no memory is needed."""

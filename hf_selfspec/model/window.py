@@ -73,6 +73,8 @@ class Window(Extent):
             reach = min(self.kept, max(self.roots))
             self.bases = self.roots.ahead(-reach)
             needed = _furthest(cursors, self.bases) + new
+            self.capacity = 0  # what a long draft needed is no longer held
+            self._reserve(limit)
             if counts is None:
                 self.capacity = max(self.capacity, -(-needed // self.grain) * self.grain)
             elif needed > self.capacity:
