@@ -6,7 +6,7 @@ a forward writes at a cursor of each row, and what lies beyond the cursor is sim
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,6 +192,7 @@ class SpeculativeCache(Cache, Extent):
         self._history = 0
         self.has_states = False  # recurrent ones
         self.is_seen_by_others = False  # whether hooks have read keys or values
+        self.put_back: Callable[[], None] | None = None  # undoes that keys and values were moved here
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -251,6 +252,10 @@ class SpeculativeCache(Cache, Extent):
             bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
 
     def let_go(self) -> None:
+        """Frees the memory; what was taken from another cache and not handed back is put back."""
+        put_back, self.put_back = self.put_back, None
+        if put_back is not None:
+            put_back()
         self.layers.clear()
         self._banks.clear()
 
@@ -266,6 +271,13 @@ class SpeculativeCache(Cache, Extent):
             layers.append(layers[-1] + 1)
         self._banks.append(_Bank(self, self.layers[layer].extent, name, layers, states))
         return self._banks[-1]
+
+    def release(self, layer: SpeculativeLayer, name: str) -> None:
+        """Frees what a layer keeps, as soon as no other one shares the buffer."""
+        bank = layer.banks.pop(name)
+        del bank.numbers[layer.index]
+        if not bank.numbers:
+            self._banks.remove(bank)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
@@ -337,11 +349,17 @@ class SpeculativeCache(Cache, Extent):
 
 
 def cache_for(
-    model: PreTrainedModel, anatomy: Anatomy, batch_size: int, capacity: int, like: Cache | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    batch_size: int,
+    capacity: int,
+    like: Cache | None = None,
+    moves: bool = False,
 ) -> SpeculativeCache:
-    """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one."""
+    """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one. If keys and values come from
+    there, and go back, each layer has its own buffers."""
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
-    kinds = [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
+    kinds = [] if moves else [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
     windows = [window_of(layer) for layer in like.layers]
     window = Window(max(filter(None, windows)), batch_size) if any(windows) else None
     cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds, window)
