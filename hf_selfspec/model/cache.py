@@ -240,11 +240,15 @@ class SpeculativeCache(Cache, Extent):
         self.seeks += 1
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
-        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
+        self.round_up()
         if self.window is not None:
             self.window.grain = _GRAPH_GRAIN if self.has_few_sizes else 1
             before = first_node + (nodes.hidden if nodes is not None else 0)
             self.window.seek(self.cursors, new_slots, counts, before, self.capacity)
+
+    def round_up(self) -> None:
+        """Makes the capacity one of those that are in use."""
+        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
     def stay(self) -> None:
         """Wants no more slots than there are, after there was no memory for further ones."""

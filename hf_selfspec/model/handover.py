@@ -25,6 +25,7 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
     """Moves what an earlier ``generate`` returned, until an error puts it back: its ``columns`` ``[b, m]`` (``None``:
     all) go to slots ``0..m-1``, of which each row has ``slots``. The cursors do not change."""
     length = other.get_seq_length()
+    cache.round_up()
     for state, before in zip(cache.layers, other.layers, strict=False):
         if isinstance(state, StateLayer):
             state.take_states(before, slots)
