@@ -246,3 +246,32 @@ def test_states_follow_their_row() -> None:
     options: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": int(free[0, 9]), "return_dict_in_generate": False}
     plain, ours = (generate("image, states", prompt, given, **options) for given in (None, SPECS["exit"]()))
     assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize(("kind", "late"), [("dynamic", True), ("window", False), ("window", True), ("states", True)])
+@pytest.mark.parametrize("rows", ["row", "ragged"])
+def test_an_error_leaves_a_cache_whole_or_empty(
+    rows: str, kind: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is moved in; a window that has moved on cannot be put back, and then nothing is."""
+    prompt, model = prompt_of(kind, (12,) if rows == "row" else (7, 12, 9)), model_of(kind)
+    begun = generate(kind, prompt, None, max_new_tokens=13)
+    past, longer = begun.past_key_values, following(prompt, begun)
+    before, left, head = copy.deepcopy(past), [60 if late else 1], type(model.get_output_embeddings())
+    forward = head.forward
+
+    def failing(module: Any, *args: Any) -> Any:
+        if module is model.get_output_embeddings():
+            left[0] -= 1
+            assert left[0] >= 0, "stopped"
+        return forward(module, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="stopped"):
+        patch.setattr(head, "forward", failing)
+        generate(kind, longer, SelfSpec(EarlyExit(2), FixedLength(3)), max_new_tokens=80, **{PAST: past})
+    if kind == "window" and late:
+        assert past.get_seq_length() == 0
+        assert all(layer.keys is None for layer in past.layers)
+        return
+    assert_alike(past, before, longer["attention_mask"][:, :-4])
+    assert_goes_on(kind, "exit", past, before, longer)
