@@ -44,7 +44,7 @@ class _Bank:
         self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
         self._cache, self.extent, self.name = cache, extent, name
         self._window = extent if isinstance(extent, Window) else None
-        self.bases = None if self._window is None else self._window.bases  # first slot of each row, None for 0
+        self.bases = extent.bases
         self._opened: tuple[int, int] | None = None  # the forward that the views are for
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each layer what attention reads, and what it
         self._slots: torch.Tensor | None = None  # writes, there to these slots [b, k, s, h], where rows differ
@@ -56,8 +56,7 @@ class _Bank:
         b, k, _, h = like.shape
         shape, place = (b, k, self.extent.capacity, h), self._cache.place
         if place is None:
-            make = like.new_empty if self.bases is None else like.new_zeros
-            self._keep(make((len(self.numbers), *shape)))
+            self._keep((like.new_empty if self.bases is None else like.new_zeros)((len(self.numbers), *shape)))
         else:  # each layer has its own
             self.of: tuple[torch.Tensor, ...] = (place.buffer((self.name, *self.numbers), shape, like),)
             self._buffer = self.of[0][None]
@@ -79,21 +78,16 @@ class _Bank:
             self._open(forward[1])
             self._opened = forward
         view, target = self._views[self.numbers[layer]]
-        if self._window is not None and self._window.passed is not None:
-            return self._pass(self._window, *self._window.passed, self.of[self.numbers[layer]], states)
+        if (window := self._window) is not None and window.passed is not None:
+            before, after = window.passed
+            whole = torch.cat([target[:, :, :before], states], dim=2) if before else states
+            target[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
+            return whole[:, :, window.start :]
         if self._slots is None:
             target.copy_(states)
         else:
             target.scatter_(2, self._slots, states.to(self._buffer.dtype).view(target.dtype))
         return view
-
-    def _pass(
-        self, window: Window, before: int, after: int, buffer: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        """Keeps the end of a prompt, and returns it with what it sees before it."""
-        whole = torch.cat([buffer[:, :, :before], states], dim=2) if before else states
-        buffer[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
-        return whole[:, :, window.start :]
 
     def latest(self, layer: int) -> torch.Tensor | None:
         """What the layer has given to attention in the last forward, ``None`` before the first one."""
@@ -130,27 +124,26 @@ class _Bank:
 
     def grow(self) -> None:
         """Makes the buffers those of the extent: as large, and from the same slots of the text on."""
-        before, window, length = self._buffer, self._window, self._buffer.shape[3]
-        if window is not None and window.bases != self.bases:
-            assert self.bases is not None
-            before = _shifted(before, window.bases.minus(self.bases), length).clone()
-        elif length < self.extent.capacity and self._cache.place is not None:
-            before = before.clone()  # the larger one may lie in the same memory
-        if length < self.extent.capacity or (window is not None and length > self.extent.capacity):
+        before, wanted, bases = self._buffer, self.extent.capacity, self.extent.bases
+        has_moved, length = self.bases != bases, self._buffer.shape[3]
+        if bases is not None and self.bases is not None and has_moved:
+            before = _shifted(before, bases.minus(self.bases), length)
+        if has_moved or (length < wanted and self._cache.place is not None):
+            before = before.clone()  # it may lie in the same memory
+        if length < wanted or (length > wanted and bases is not None):
             self._allocate(before[0])
         if before is not self._buffer:
-            kept = min(before.shape[3], self.extent.capacity)
-            self._buffer[:, :, :, :kept] = before[:, :, :, :kept]
-            self.bases = None if window is None else window.bases
+            self._buffer[:, :, :, : before.shape[3]] = before[:, :, :, :wanted]
+            self.bases = bases
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Keeps these rows, of which each is at its place already or behind all places; no memory is needed."""
-        filled = self.filled if self.bases is None else self._buffer.shape[3]
+        end = self.filled if self.bases is None else None
         for row, before in enumerate(kept):
             if row != before:
-                self._buffer[:, row, :, :filled] = self._buffer[:, before, :, :filled]
+                self._buffer[:, row, :, :end] = self._buffer[:, before, :, :end]
         self._keep(self._buffer[:, : len(kept)])
-        self.bases = None if self.bases is None else rows_of(self.bases, kept)
+        self.bases = self.bases and rows_of(self.bases, kept)
 
     def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         if self._buffer.shape[1] == 1:  # in a fifth of the time

@@ -85,44 +85,46 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
 
 def _put_back(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None, length: int, bases: Any) -> None:
     """Undoes :func:`take_in`, unless windows, which began at ``bases``, have moved on."""
-    if any(bank.bases not in (None, bases) for layer in cache.layers for bank in layer.banks.values()):
+    moved = [layer for layer, source in zip(cache.layers, other.layers, strict=False) if type(source) in _MOVED]
+    if any(bank.bases not in (None, bases) for layer in moved for bank in layer.banks.values()):
         empty(other)
         warn_once("the cache that was given is empty now, since an error came after its windows had moved on.")
-        return
-    with only_warned("putting back a cache, which is empty now,", partial(empty, other)):
-        _fill(cache, other, None if columns is None else columns.argsort(1), length)
+    else:
+        with only_warned("putting back a cache, which is empty now,", partial(empty, other)):
+            _fill(cache, other, columns if columns is None else columns.argsort(1), length, only_moved=True)
 
 
-def _fill(cache: SpeculativeCache, other: Cache, places: torch.Tensor | None, length: int) -> None:
-    """Moves what is in slots ``places`` ``[b, length]`` (-1: zeros; ``None``: the first ones) to where there is nothing
-    in another cache."""
+def _fill(
+    cache: SpeculativeCache, other: Cache, places: torch.Tensor | None, length: int, only_moved: bool = False
+) -> None:
+    """Moves what is in slots ``places`` ``[b, length]`` (-1: zeros; ``None``: the first ones) to an empty cache, or to
+    where it was moved from."""
     for layer, target in zip(cache.layers, other.layers, strict=False):
-        moves, kept = type(target) in _MOVED, dict[str, torch.Tensor]()
-        if moves and layer.is_initialized and not target.is_initialized:
+        is_moved, kept = type(target) in _MOVED, dict[str, torch.Tensor]()
+        if is_moved and not only_moved and layer.is_initialized:
             target.lazy_initialization(*layer.buffers())
-            target.keys = target.values = None
         for name in list(layer.banks):
-            if moves and getattr(target, name) is not None:
+            if only_moved and not (is_moved and getattr(target, name) is None):
                 continue
-            buffer, bases, wanted = layer.buffer(name), layer.banks[name].bases, places
+            buffer, bases, wanted, window = layer.buffer(name), layer.banks[name].bases, places, window_of(target)
             if wanted is None:
-                wanted = torch.arange(length, device=buffer.device).expand(len(buffer), -1)
-            at = wanted = wanted.to(buffer.device)
+                wanted = torch.arange(length, device=buffer.device)[None]
+            at = wanted = wanted.to(buffer.device).expand(len(buffer), -1)
             if bases is not None and cache.window is not None:
-                wanted = wanted[:, -min(cache.window.size, (window_of(target) or length + 1) - 1) :]
+                wanted = wanted[:, 1 - window if window else -cache.window.size :]
                 at = wanted - bases.on(buffer.device)
             if places is None and bases is None:
                 kept[name] = buffer[:, :, :length].clone()
             else:
                 picked = _picked(buffer, at.clamp(0, buffer.shape[2] - 1))
                 kept[name] = picked.masked_fill((wanted < 0)[:, None, :, None], 0).contiguous()
-            if target.is_sliding and window_of(target) is None:  # a static one counts what it gets
+            if target.is_sliding and window is None:  # a static one counts what it gets
                 kept[name] = pad(kept[name], (0, 0, length - wanted.shape[1], 0))
-            if moves:
+            if is_moved:
                 setattr(target, name, kept.pop(name))
             del buffer
             cache.release(layer, name)
-        if "keys" in kept:
+        if kept:
             target.update(kept["keys"], kept["values"])
         if "indexer" in kept:
             target.update_indexer(kept["indexer"][:, 0])

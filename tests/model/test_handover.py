@@ -248,16 +248,19 @@ def test_states_follow_their_row() -> None:
     assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize(("kind", "late"), [("dynamic", True), ("window", False), ("window", True), ("states", True)])
+@pytest.mark.parametrize("kind", ["dynamic", "window", "window, late", "indexed", "states", "states and windows"])
 @pytest.mark.parametrize("rows", ["row", "ragged"])
-def test_an_error_leaves_a_cache_whole_or_empty(
-    rows: str, kind: str, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_leaves_a_cache_whole_or_empty(rows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is moved in; a window that has moved on cannot be put back, and then nothing is."""
+    kind, _, late = kind.partition(", ")
     prompt, model = prompt_of(kind, (12,) if rows == "row" else (7, 12, 9)), model_of(kind)
     begun = generate(kind, prompt, None, max_new_tokens=13)
     past, longer = begun.past_key_values, following(prompt, begun)
-    before, left, head = copy.deepcopy(past), [60 if late else 1], type(model.get_output_embeddings())
+    before, left, head = (
+        copy.deepcopy(past),
+        [60 if late or kind != "window" else 1],
+        type(model.get_output_embeddings()),
+    )
     forward = head.forward
 
     def failing(module: Any, *args: Any) -> Any:
@@ -266,10 +269,11 @@ def test_an_error_leaves_a_cache_whole_or_empty(
             assert left[0] >= 0, "stopped"
         return forward(module, *args)
 
-    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="stopped"):
-        patch.setattr(head, "forward", failing)
-        generate(kind, longer, SelfSpec(EarlyExit(2), FixedLength(3)), max_new_tokens=80, **{PAST: past})
-    if kind == "window" and late:
+    monkeypatch.setattr(head, "forward", failing)
+    with pytest.raises(AssertionError, match="stopped"):
+        generate(kind, longer, SPECS["exit"](), max_new_tokens=80, **{PAST: past})
+    monkeypatch.undo()
+    if late:
         assert past.get_seq_length() == 0
         assert all(layer.keys is None for layer in past.layers)
         return

@@ -112,7 +112,7 @@ class Held(TorchDispatchMode):
 
 
 def test_a_chat_holds_keys_and_values_once(llama: LlamaForCausalLM) -> None:
-    """A user's cache is moved in and out; there is a layer's more at a time, as in plain's steps, and room for a draft."""
+    """A user's cache is moved: one layer's are there twice at a time, as in plain's steps, with room for a draft."""
     most = []
     for spec in (None, SelfSpec(EarlyExit(3), FixedLength(4)), SelfSpec()):
         past, ids, peaks = DynamicCache(config=llama.config), torch.zeros(1, 0, dtype=torch.long), list[int]()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.architectures import STATEFUL, build
+from helpers.architectures import build
 from helpers.calls import PAST, random_skip_set
 from helpers.compiled import QUICK
 from helpers.fitted import mtp_of
