@@ -58,6 +58,7 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
             if type(source) in _MOVED:
                 setattr(source, name, None)
         layer.lazy_initialization(*like[:2])
+        source.is_initialized = type(source) not in _MOVED
 
 
 def run_out(target: Target, tokens: torch.Tensor, roots: Sequence[int], lengths: Sequence[int], pad_token: int) -> None:
@@ -101,8 +102,9 @@ def _fill(
     where it was moved from."""
     for layer, target in zip(cache.layers, other.layers, strict=False):
         is_moved, kept = type(target) in _MOVED, dict[str, torch.Tensor]()
-        if is_moved and not only_moved and layer.is_initialized:
+        if is_moved and layer.is_initialized and not target.is_initialized:
             target.lazy_initialization(*layer.buffers())
+            target.keys = target.values = None
         for name in list(layer.banks):
             if only_moved and not (is_moved and getattr(target, name) is None):
                 continue
@@ -136,12 +138,12 @@ def _fill(
 
 def empty(cache: Cache) -> None:
     """Empties a dynamic or static cache."""
-    cache.reset()
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
             # Older versions' `reset` leaves zeros, to which `update` would append.
             layer.keys = layer.values = None
             layer.is_initialized = False
+    cache.reset()
 
 
 def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
