@@ -63,8 +63,8 @@ class Inspection:
         position_limit: whether the model cannot go beyond ``max_positions``.
         shares: parameters by part: embeddings, layers, output head and the rest.
         cache_bytes: bytes of one token's keys and values in all layers, ``None`` if the config does not give it.
-        held_bytes: bytes of keys and values of a text of ``max_positions`` tokens, and those with plain ``generate``, if
-            some layers have a window: room for a draft that is longer than an eighth of it comes on top.
+        held_bytes: bytes of keys and values of a text of ``max_positions`` tokens, and those with plain ``generate``,
+            if some layers have a window: room for a draft that is longer than an eighth of it comes on top.
         packed_bytes: bytes that drafts in four bits take besides a model in bfloat16 (:class:`Quantized`), ``None``
             where most weights are not in layers that can be packed.
     """
