@@ -19,8 +19,10 @@ from helpers.machine import Machine
 from helpers.models import ragged_batch
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.draft import MTP
+from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model import runner
 from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.graphs import graphs_of
 
 pytestmark = pytest.mark.machine("verification_is_free")
 
@@ -72,10 +74,12 @@ def test_texts_many_windows_long(rows: str, kind: str) -> None:
 def test_in_graphs(rows: str, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.graphs_are_taken()
     monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
+    monkeypatch.setattr(cache_module, "_GRAPH_GRAIN", 8)  # so that windows move
     model, expected = model_of(kind), ids(model_of(kind), rows, None, max_new_tokens=100 - max(ROWS[rows]))
     for tree in (None, WIDE):
         spec = SelfSpec(EarlyExit(2), THREE, tree, compile=QUICK)
         assert torch.equal(ids(model, rows, spec, max_new_tokens=100 - max(ROWS[rows])), expected), tree
+    assert graphs_of(model, QUICK).count > 2
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
