@@ -23,13 +23,15 @@ from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model import runner
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec.model.transfer import RowNumbers
+from hf_selfspec.model.window import Window
 
 pytestmark = pytest.mark.machine("verification_is_free")
 
 # All layers, some, with chunks, sinks, shared keys, states, and with positions that count from the cache's sizes.
 KINDS = ("mistral", "gemma3_text", "llama4_text", "gpt_oss", "gemma3n_text", "lfm3", "inkling_text")
 WINDOW, NEW = 8, 70
-ROWS = {"row": (30,), "short row": (3,), "ragged": (7, 41, 19)}
+ROWS = {"row": (30,), "short row": (3,), "ragged": (3, 41, 19)}
 THREE, WIDE = FixedLength(3), TopKTree(((0.9999, 3), (1.0, 1)))
 SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "lookup": lambda model: SelfSpec.lookup(),
@@ -108,6 +110,17 @@ def test_what_is_kept(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ids(model, rows, spec)
         assert max(slots[True]) <= WINDOW + max(16, 32)
         assert min(slots[False]) >= max(ROWS[rows]) + NEW
+
+
+def test_room_of_a_long_draft_is_given_up() -> None:
+    window, capacities, end = Window(128, 1), [], 4000
+    window.seek(RowNumbers([0]), 4000, [4000], 0, 8192)
+    for new in (1, 33, *[1] * 34):
+        window.seek(RowNumbers([end]), new, None, 0, 8192)
+        capacities.append(window.capacity)
+        window.roots, end = RowNumbers([end + 1]), end + 1
+        assert window.firsts[0] == end - 128  # what one token sees
+    assert (capacities[0], max(capacities), capacities[-1]) == (144, 161, 144)
 
 
 def test_a_chat_goes_on_in_windows() -> None:
