@@ -205,7 +205,7 @@ def _treats_rows_alone(model: PreTrainedModel, weight: Any) -> bool:
     if type(weight) not in looked_at:
         try:
             generator = torch.Generator("cpu").manual_seed(0)
-            rows = torch.randn(2, weight.shape[-1], generator=generator, device="cpu")
+            rows = torch.randn(2, weight.shape[-1], generator=generator, dtype=torch.float32, device="cpu")
             rows[1] *= 30
             rows = rows.to(weight.device, weight.dtype)
             with torch.no_grad():
