@@ -78,6 +78,8 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
     slots = [base + columns + new - 1 for base in prompt.base]
     cache.put_back = None
     empty(other)
+    if other.layer_class_to_replicate is not None:  # one that was made without a config
+        other.layers += [other.layer_class_to_replicate() for _ in cache.layers[len(other.layers) :]]
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
             layer.hand_states(other.layers[index], slots)
