@@ -484,7 +484,7 @@ def test_a_hook_that_counts_forwards(quiet: None, where: str) -> None:
     def switch(module: Any, args: Any, output: Any) -> Any:
         """Steers after its first prompt."""
         nonlocal number
-        is_later, number = isinstance(number, str), "later"  # type: ignore[assignment]
+        is_later, number = isinstance(number, str), "later"  # type: ignore[assignment]  # a count becomes a switch
         return output + 3 * _DIRECTION if is_later else output
 
     model.model.layers[2].register_forward_hook({"closure": hook, "switch": switch}.get(where, counts))
