@@ -467,8 +467,16 @@ class _Counts:
 
     def begin(self, module: Any) -> None:
         self.number = _Counts.of_class = module.count = 0
-        self.items, self.last, self.different = list[int](), deque[int](), set[int]()
-        self.array, self.iterator = np.zeros(1), itertools.count(1)
+        # One of them alone, since any may be a reason.
+        places: dict[str, tuple[str, Any]] = {
+            "list": ("items", []),
+            "deque": ("last", deque()),
+            "set": ("different", set()),
+            "array": ("array", np.zeros(1)),
+            "iterator": ("iterator", itertools.count(1)),
+        }
+        if self.where in places:
+            setattr(self, *places[self.where])
 
 
 @pytest.mark.parametrize("where", [*COUNTERS, "closure", "switch"])
