@@ -29,6 +29,7 @@ from .errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain
 from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
+from .loop import Loop
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.exact import reduced_precision
@@ -205,6 +206,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
     if (compile_config := _compile_config(call, spec.compile)) is not None:
         target.compile(GraphRunner.of(target, compile_config))
     stateful = (*scorer.stateful, *stopper.stateful)
+    loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
     session = Session(
         target=target,
         scorer=scorer.for_drafts,
@@ -235,6 +237,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
+        loop=loop if source.lossless and not call.synced_gpus and loop.is_possible(target, constraint) else None,
     )
 
 

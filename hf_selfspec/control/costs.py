@@ -31,6 +31,8 @@ _KEPT, _REFRESHED = 9, 8
 _STALE = 128
 # Plain rounds that are timed before anything is compared with them, and rounds after which another one is.
 _PLAIN, _PLAIN_AGAIN = 2, 128
+# Rounds until steps of transformers' own loop are timed again, doubled each time.
+_LOOP_AGAIN = 256
 # The weight of the rounds before against the next one in the present speed: 0.98 to 0.995 were best on traces of 45
 # texts; 0.9 lost 2 %.
 _MEMORY = 0.99
@@ -58,6 +60,9 @@ class CostCurve:
         self._lock = new_lock()
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
+        self._loop: deque[float] = deque(maxlen=_KEPT)  # steps of transformers' own loop
+        self.switch = 0.0  # seconds to get there and back, without the steps
+        self._until_loop, self._again = 0, _LOOP_AGAIN // 2
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
         self._tokens = self._seconds = 0.0
         self._total = self._until_refresh = self._since_plain = 0
@@ -71,9 +76,25 @@ class CostCurve:
     @property
     @one_at_a_time
     def plain(self) -> float:
-        """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
+        """Seconds of a round in which nothing is done but to generate, here or in transformers' own loop."""
+        return min(self._own, _lower_quartile(self._loop)) if self._loop else self._own
+
+    @property
+    def _own(self) -> float:
+        """Seconds of a round without a draft, which takes no longer than one with an empty draft."""
         known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
         return min(known) if known else self.costs[0]
+
+    @property
+    @one_at_a_time
+    def lost(self) -> float:
+        """Seconds that a round without a draft takes longer than a step of transformers' own loop."""
+        return self._own - _lower_quartile(self._loop) if self._loop else 0.0
+
+    @property
+    def wants_loop(self) -> bool:
+        """Whether steps of transformers' own loop are to be timed."""
+        return not self._is_frozen and len(self._plain) >= _PLAIN and self._until_loop <= 0
 
     @property
     def wants_plain(self) -> bool:
@@ -96,6 +117,15 @@ class CostCurve:
                 if len(self._plain) == 1:
                     self.costs = self._measured()
             self._rounds[0] += 1  # the first round selects and warms up kernels
+
+    @one_at_a_time
+    def add_loop(self, tokens: int, steps: Sequence[float]) -> None:
+        """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
+        if self._until_loop <= 0:
+            self._again = self._until_loop = 2 * self._again
+        self._loop.extend(steps)
+        self.see(tokens, sum(steps), len(steps))
+        self._since_plain = 0  # nothing was drafted
 
     @one_at_a_time
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
@@ -127,16 +157,20 @@ class CostCurve:
         """Starts with the times of rounds over other rows, or another context, as one time of each size."""
         self._rounds[0] = 1  # kernels are warm
         with other._lock:
+            if other._plain:
+                ratio = self._forwards[0] / other._forwards[0]
+                self._plain.extend([median(other._plain) * ratio] * _PLAIN)
             for size, theirs in enumerate(other._times):
                 if theirs:
                     self._times[size].append(median(theirs) * self._forwards[size] / other._forwards[size])
         self.costs = self._measured()
 
     @one_at_a_time
-    def see(self, tokens: int, seconds: float) -> None:
-        self._since_plain += 1
-        self._tokens = self._tokens * _MEMORY + tokens
-        self._seconds = self._seconds * _MEMORY + seconds
+    def see(self, tokens: int, seconds: float, rounds: int = 1) -> None:
+        self._since_plain += rounds
+        self._until_loop -= rounds
+        self._tokens = self._tokens * _MEMORY**rounds + tokens
+        self._seconds = self._seconds * _MEMORY**rounds + seconds
 
     def _measured(self) -> tuple[float, ...]:
         known = [self._times[0] or self._plain, *self._times[1:]]

@@ -87,6 +87,13 @@ class SearchingDraft(LookingDraft):
             return
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
 
+    def miss(self, text: Text) -> None:
+        """Leaves out tokens that were added without a round, whose logits are not known."""
+        self._lengths, self._looked, self._behind = list(text.lengths), max(text.lengths), 0
+        self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
+        if self._last_logits is not None:
+            self._last_logits.forget()
+
     @property
     def _rests(self) -> bool:
         """Whether nothing drafts, and logits are not needed yet, since there is no time to try a set for a while."""

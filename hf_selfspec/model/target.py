@@ -87,7 +87,7 @@ class Target:
         """Prepares the model for speculation, and restores it afterwards."""
         with as_before(), ExitStack() as stack:
             stack.enter_context(few_token_linears(self.model, is_speculating))
-            stack.callback(self._let_go)
+            stack.callback(self.let_go)
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             stack.enter_context(without_cudnn_attention())
@@ -191,9 +191,10 @@ class Target:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
         self._unused_rounds += 1
         if self._is_obeying and self._unused_rounds > _KEPT_ROUNDS:
-            self._let_go()
+            self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Lets layers run as they are."""
         self._is_obeying = False
         self._obeying.close()
 
