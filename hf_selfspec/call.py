@@ -36,7 +36,7 @@ from .model.exact import reduced_precision
 from .model.handover import empty
 from .model.inputs import Inputs
 from .model.linear import are_faster
-from .model.modules import all_modules, is_tensor_parallel, others_are_unfinished
+from .model.modules import all_modules, is_tensor_parallel, one_look, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
@@ -107,6 +107,7 @@ class Call:
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
+@one_look()
 def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` serves
     what it cannot, and invalid logits are no error."""
@@ -173,6 +174,7 @@ def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> s
     return "its prompts are padded on the right"
 
 
+@one_look(False)
 def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
     """The call of a model that was not seen, with what that supports, and why plain ``generate`` serves it."""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
@@ -237,7 +239,7 @@ def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logi
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
-        loop=loop if source.lossless and not call.synced_gpus and loop.is_possible(target, constraint) else None,
+        loop=loop if source.lossless and not call.synced_gpus and not constraint else None,
     )
 
 
@@ -321,6 +323,7 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
+@one_look(False)
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")

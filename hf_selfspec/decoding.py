@@ -21,7 +21,7 @@ from .model.handover import hand_back, run_out, take_in
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.logits import Logits, Tops
-from .model.modules import is_tensor_parallel
+from .model.modules import is_tensor_parallel, one_look
 from .model.partial import ForwardPass
 from .model.prefill import prefill
 from .model.prompt import CACHE_NAME
@@ -86,6 +86,7 @@ class Decoder:
             self.stats.together_for = ", ".join(stateful)
         self.stats.from_draft = [[] for _ in range(b)]
 
+    @one_look(False)
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started, begun = perf_counter(), moment(self.text.ids.device)
@@ -186,9 +187,11 @@ class Decoder:
         """Steps of transformers' own loop until it is looked whether that should go on, 0 for a round of ours: there,
         rows have to be at the same length, none ended, and what is copied should be small beside the model."""
         target, lengths = self.target, self.text.lengths
-        is_level = min(lengths) == max(lengths) and not any(self._done)
-        copes = not self._together or len(lengths) == 1
-        if self.loop is None or not (is_level and copes) or not (steps := self.draft.loop_steps(min(max_new))):
+        is_level = min(lengths) == max(lengths) and not any(self._done) and not (self._together and len(lengths) > 1)
+        if self.loop is None or not is_level or not (steps := self.draft.loop_steps(min(max_new))):
+            return 0
+        if not self.loop.is_possible(target):
+            self.loop = None
             return 0
         held = sum(buffer.nbytes for layer in target.cache.layers for buffer in layer.buffers())
         most = max(_COPIED, target.model.get_memory_footprint() // 16)

@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .grammar.rows import Constraint
 from .model.inputs import MARKS, Inputs
 from .model.modules import is_tensor_parallel
 from .model.prompt import cache_name, given_cache
@@ -44,7 +43,7 @@ class Loop:
     inputs: Inputs
     seconds: float = 0.0
 
-    def is_possible(self, target: Target, constraint: Constraint) -> bool:
+    def is_possible(self, target: Target) -> bool:
         """Whether the loop can go on with a text in the middle of the call: all that a step depends on is the ids, their
         keys and values, and what processors and criteria keep, and nothing but ids is returned of a step."""
         config, model, inputs = self.config, self.model, self.inputs
@@ -54,7 +53,7 @@ class Loop:
             and not vars(model).keys() & {*_METHODS}
             and type(self.criteria) is StoppingCriteriaList
             and not (config.return_dict_in_generate and (config.output_scores or config.output_logits))
-            and not (constraint or config.prefill_chunk_size or config.is_assistant)
+            and not (config.prefill_chunk_size or config.is_assistant)
             and config.cache_implementation in (None, "dynamic")
             and not getattr(given_cache(inputs.arguments), "_is_user_defined", False)
             and inputs.prompt.width == inputs.input_ids.shape[1]
