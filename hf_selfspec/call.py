@@ -107,7 +107,6 @@ class Call:
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
-@one_look()
 def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
     """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` serves
     what it cannot, and invalid logits are no error."""
@@ -120,7 +119,8 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         if not why:
             decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
             if unseen and spec._source.lossless:
-                drafted, why = _on_probation(call, unseen)
+                with one_look(False):
+                    drafted, why = _on_probation(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = _lay_out(drafted, spec, knowledge, checks_logits=not default_of)
             # Modules of others may treat rows by their places.
@@ -174,7 +174,6 @@ def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> s
     return "its prompts are padded on the right"
 
 
-@one_look(False)
 def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
     """The call of a model that was not seen, with what that supports, and why plain ``generate`` serves it."""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
@@ -306,7 +305,7 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
 def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: DraftSource) -> Any:
     cache = call.past if decoder.target.plan is None else None
     try:
-        with decoder.target.prepared():
+        with decoder.target.prepared(), one_look(False):
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
@@ -323,13 +322,12 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
-@one_look(False)
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
     del options["anatomy"]
     begun = perf_counter()
-    with without_checkpointing(call.model):
+    with without_checkpointing(call.model), one_look(False):
         output = type(call.model)._sample(options.pop("model"), **options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):

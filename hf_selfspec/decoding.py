@@ -21,7 +21,7 @@ from .model.handover import hand_back, run_out, take_in
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.logits import Logits, Tops
-from .model.modules import is_tensor_parallel, one_look
+from .model.modules import is_tensor_parallel
 from .model.partial import ForwardPass
 from .model.prefill import prefill
 from .model.prompt import CACHE_NAME
@@ -86,7 +86,6 @@ class Decoder:
             self.stats.together_for = ", ".join(stateful)
         self.stats.from_draft = [[] for _ in range(b)]
 
-    @one_look(False)
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started, begun = perf_counter(), moment(self.text.ids.device)
@@ -206,12 +205,11 @@ class Decoder:
         target.cache.let_go()
         target.let_go()
         self.loop.run(text.ids[:, : text.lengths[0]], cache, steps, self._take)
-        if not self._is_finished() or self.keeps_rows:
-            length = cache.get_seq_length()
-            places = prompt.slots(length, [length] * text.batch_size)
-            columns = None if places is None else places.masked_fill(places < 0, length).argsort(dim=1, stable=True)
-            target.cache.seek(text.last_slots(), 1)  # room
-            take_in(target.cache, cache, columns, [])
+        length = cache.get_seq_length()
+        places = prompt.slots(length, [length] * text.batch_size)
+        columns = None if places is None else places.masked_fill(places < 0, length).argsort(dim=1, stable=True)
+        target.cache.seek(text.last_slots(), 1)  # room
+        take_in(target.cache, cache, columns, [])
         seconds = perf_counter() - begun
         self.stats.verify_seconds += seconds
         self.draft.came_back(seconds - self.loop.seconds)

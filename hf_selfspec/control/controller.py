@@ -23,7 +23,8 @@ _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
 # Steps of transformers' own loop that are timed, and those between two looks whether something would draft.
 _TIMED, _LOOK = 4, 16
-# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
+# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots, as batches of more than eight rows do that differ
+# by an eighth; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 # In which older rounds count less.
 _SUMS = "weight", "gained", "spent", "accepted", "drafted"
@@ -103,7 +104,8 @@ class Measurements:
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
         """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
-        rows = 1 << max(rows - 1, 0).bit_length()
+        step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
+        rows = -(-rows // step) * step
         found = self._curves.pop((device, rows, reach), None)
         if found is None:
             found = CostCurve(on_cpu, rows, is_frozen)
