@@ -201,15 +201,21 @@ class Decoder:
         assert self.loop is not None
         begun, text, target, prompt = perf_counter(), self.text, self.target, self.inputs.prompt
         cache = DynamicCache(config=target.model.config.get_text_config(decoder=True))
-        hand_back(target.cache, cache, prompt, text.prompt_width, [text.lengths[0] - text.prompt_width] * text.batch_size)
+        added = text.lengths[0] - text.prompt_width
+        hand_back(target.cache, cache, prompt, text.prompt_width, [added] * text.batch_size)
         target.cache.let_go()
         target.let_go()
         self.loop.run(text.ids[:, : text.lengths[0]], cache, steps, self._take)
-        length = cache.get_seq_length()
+        length, roots, active = cache.get_seq_length(), list(text.last_slots()), target.active_rows
         places = prompt.slots(length, [length] * text.batch_size)
-        columns = None if places is None else places.masked_fill(places < 0, length).argsort(dim=1, stable=True)
-        target.cache.seek(text.last_slots(), 1)  # room
-        take_in(target.cache, cache, columns, [])
+        if active is not None:  # the others have left
+            roots = active.of_list(roots)
+            cache.batch_select_indices(torch.tensor(active.kept, device=text.ids.device))
+            places = None if places is None else places[active.kept]
+        if places is not None:  # to the columns in the order of slots
+            places = places.masked_fill(places < 0, length).argsort(dim=1, stable=True)[:, : max(roots)]
+        target.cache.seek(roots, 1)  # room
+        take_in(target.cache, cache, places, [])
         seconds = perf_counter() - begun
         self.stats.verify_seconds += seconds
         self.draft.came_back(seconds - self.loop.seconds)

@@ -24,8 +24,8 @@ from .model.modules import is_tensor_parallel
 from .model.prompt import cache_name, given_cache
 from .model.target import Target
 
-# Called with all ids ``[b, s]``, for each new step the rows ``[b]`` that end with it, and the seconds of these steps but
-# perhaps the first; returns after how many steps it is to be called again, 0 to end the loop.
+# Called with all ids ``[b, s]``, for each new step the rows ``[b]`` that end with it, and the seconds of these steps,
+# without the first of a run; returns after how many steps it is to be called again, 0 to end the loop.
 Watch = Callable[[torch.Tensor, list[torch.Tensor], list[float]], int]
 # What has to be transformers' own: it is called with a text that has grown.
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
@@ -33,7 +33,7 @@ _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generatio
 
 @dataclass
 class Loop:
-    """What ``generate`` has prepared for its own loop in one call; ``seconds`` are those of its steps in the last run."""
+    """What ``generate`` has prepared for its own loop in one call; ``seconds`` are those of the last run's steps."""
 
     model: PreTrainedModel
     processors: LogitsProcessorList
@@ -44,8 +44,8 @@ class Loop:
     seconds: float = 0.0
 
     def is_possible(self, target: Target) -> bool:
-        """Whether the loop can go on with a text in the middle of the call: all that a step depends on is the ids, their
-        keys and values, and what processors and criteria keep, and nothing but ids is returned of a step."""
+        """Whether the loop can go on in the middle of the call: a step depends on nothing but the ids, their keys and
+        values, and what processors and criteria keep, and nothing but its ids is returned."""
         config, model, inputs = self.config, self.model, self.inputs
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         return (
