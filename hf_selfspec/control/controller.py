@@ -22,7 +22,7 @@ _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
 # of free drafts, which learn from what was wrong, loses at most.
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
 # Steps of transformers' own loop that are timed, and those between two looks whether something would draft.
-_TIMED, _LOOK = 4, 16
+_TIMED, _LOOK = 5, 16
 # Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots, as batches of more than eight rows do that differ
 # by an eighth; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
@@ -171,9 +171,8 @@ class Controller:
             return 0
         if curve.wants_loop:
             return _TIMED
-        lost = curve.lost
-        pays = lost > (LEAST_SPEEDUP - 1.0) * curve.plain and lost * left > 2 * curve.switch
-        return _LOOK if pays else 0
+        gained = (curve.loop_speedup - 1.0) * curve.plain
+        return _LOOK if gained > max((LEAST_SPEEDUP - 1.0) * curve.plain, 2 * curve.switch / left) else 0
 
     @one_at_a_time
     def record_loop(self, tokens: int, steps: Sequence[float]) -> None:

@@ -32,7 +32,7 @@ _STALE = 128
 # Plain rounds that are timed before anything is compared with them, and rounds after which another one is.
 _PLAIN, _PLAIN_AGAIN = 2, 128
 # Rounds until steps of transformers' own loop are timed again, doubled each time.
-_LOOP_AGAIN = 256
+_LOOP_AGAIN = 128
 # The weight of the rounds before against the next one in the present speed: 0.98 to 0.995 were best on traces of 45
 # texts; 0.9 lost 2 %.
 _MEMORY = 0.99
@@ -60,7 +60,10 @@ class CostCurve:
         self._lock = new_lock()
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
-        self._loop: deque[float] = deque(maxlen=_KEPT)  # steps of transformers' own loop
+        # Rounds without a draft, the last ones before a run of transformers' own loop, over its steps: what disturbs
+        # the machine for longer disturbs both.
+        self._last_empty: deque[float] = deque(maxlen=_PLAIN)
+        self._ratios: deque[float] = deque(maxlen=_KEPT)
         self.switch = 0.0  # seconds to get there and back, without the steps
         self._until_loop, self._again = 0, _LOOP_AGAIN // 2
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
@@ -77,24 +80,19 @@ class CostCurve:
     @one_at_a_time
     def plain(self) -> float:
         """Seconds of a round in which nothing is done but to generate, here or in transformers' own loop."""
-        return min(self._own, _lower_quartile(self._loop)) if self._loop else self._own
-
-    @property
-    def _own(self) -> float:
-        """Seconds of a round without a draft, which takes no longer than one with an empty draft."""
         known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
-        return min(known) if known else self.costs[0]
+        return (min(known) if known else self.costs[0]) / max(self.loop_speedup, 1.0)
 
     @property
     @one_at_a_time
-    def lost(self) -> float:
-        """Seconds that a round without a draft takes longer than a step of transformers' own loop."""
-        return self._own - _lower_quartile(self._loop) if self._loop else 0.0
+    def loop_speedup(self) -> float:
+        """How much faster a step of transformers' own loop is than a round without a draft."""
+        return median(self._ratios) if self._ratios else 1.0
 
     @property
     def wants_loop(self) -> bool:
         """Whether steps of transformers' own loop are to be timed."""
-        return not self._is_frozen and len(self._plain) >= _PLAIN and self._until_loop <= 0
+        return not self._is_frozen and len(self._last_empty) >= _PLAIN and self._until_loop <= 0
 
     @property
     def wants_plain(self) -> bool:
@@ -114,6 +112,7 @@ class CostCurve:
                 self.see(tokens, seconds)
                 self._since_plain = 0
                 self._plain.append(seconds)
+                self._last_empty.append(seconds)
                 if len(self._plain) == 1:
                     self.costs = self._measured()
             self._rounds[0] += 1  # the first round selects and warms up kernels
@@ -123,7 +122,9 @@ class CostCurve:
         """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
         if self._until_loop <= 0:
             self._again = self._until_loop = 2 * self._again
-        self._loop.extend(steps)
+        if self._last_empty:
+            self._ratios.append(min(self._last_empty) / _lower_quartile(steps))
+            self._last_empty.clear()
         self.see(tokens, sum(steps), len(steps))
         self._since_plain = 0  # nothing was drafted
 
@@ -137,6 +138,8 @@ class CostCurve:
             self.see(tokens, seconds)
         if drafted > SIZES[-1]:
             return
+        if not drafted:
+            self._last_empty.append(seconds)
         size = bisect_left(SIZES, drafted)
         self._rounds[size] += 1
         self._total += 1
