@@ -15,7 +15,8 @@ from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.loop import Loop
 from hf_selfspec.model.prompt import CACHE_NAME
 
-# Rows of ours and steps of transformers' own loop take turns, three at a time.
+pytestmark = pytest.mark.times_decide
+# Rounds of ours and steps of transformers' own loop take turns, three at a time.
 TURNS = (3, 3, 0, 0)
 
 

@@ -99,7 +99,8 @@ class ControlledDrafter(FixedDrafter):
         for drafter in self.others.values():
             if drafter.miss is not None:
                 drafter.miss(text)
-        self.controller.begin(rows := sum(count > 0 for count in max_new), rows, max(text.lengths))
+        rows = sum(count > 0 for count in max_new)
+        self.controller.begin(rows, text.batch_size, max(text.lengths))
         promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
         self._asked = self._free_arm(text, max_new, rows) or self.controller.choose(promised)
         return self.loop_steps(min(max_new))
