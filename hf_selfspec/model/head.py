@@ -38,7 +38,7 @@ def spread(logits: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> torch
 
 
 class HeadRows:
-    """Rows of a model's head for some tokens ``[r]``, in order, copied when first states arrive, once for a model."""
+    """The rows of a model's head for some tokens ``[r]``, in order, copied once for a model when states arrive."""
 
     def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
         head = output_head(model)
