@@ -29,13 +29,14 @@ from .errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain
 from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
+from .loop import Loop
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.exact import reduced_precision
 from .model.handover import empty
 from .model.inputs import Inputs
 from .model.linear import are_faster
-from .model.modules import all_modules, is_tensor_parallel, others_are_unfinished
+from .model.modules import all_modules, is_tensor_parallel, one_look, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
@@ -119,7 +120,8 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
             lay_out = partial(_lay_out, spec=spec, knowledge=knowledge, checks_logits=not default_of, unseen=unseen)
             decoder = lay_out(call)
             if unseen and spec._source.lossless:
-                drafted, why = _on_probation(call, unseen)
+                with one_look(False):
+                    drafted, why = _on_probation(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = lay_out(drafted)
             # Modules of others may treat rows by their places.
@@ -211,6 +213,7 @@ def _lay_out(
     if (compile_config := _compile_config(call, spec.compile)) is not None:
         target.compile(GraphRunner.of(target, compile_config, compares=bool(unseen)))
     stateful = (*scorer.stateful, *stopper.stateful)
+    loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
     session = Session(
         target=target,
         scorer=scorer.for_drafts,
@@ -241,6 +244,7 @@ def _lay_out(
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
+        loop=loop if source.lossless and not call.synced_gpus and not constraint else None,
     )
 
 
@@ -307,7 +311,7 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
 def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: DraftSource) -> Any:
     cache = call.past if decoder.target.plan is None else None
     try:
-        with decoder.target.prepared():
+        with decoder.target.prepared(), one_look(False):
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
@@ -329,7 +333,7 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     options |= options.pop("model_kwargs")
     del options["anatomy"]
     begun = perf_counter()
-    with without_checkpointing(call.model):
+    with without_checkpointing(call.model), one_look(False):
         output = type(call.model)._sample(options.pop("model"), **options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):

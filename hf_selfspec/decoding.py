@@ -7,16 +7,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from .batch import Draft, Text, Verdict, by_step
 from .draft.source import FixedDrafter
 from .errors import UnsupportedOptionError, brief, warn_once
+from .loop import Loop
 from .model.exact import MOST_TOKENS
 from .model.experts import decoding_experts
-from .model.handover import hand_back, run_out
+from .model.handover import hand_back, run_out, take_in
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
 from .model.logits import Logits, Tops
@@ -32,6 +33,8 @@ from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper
 from .verify.walk import verify
 
+# The most bytes of keys and values that are copied for a change to transformers' own loop, or 1/16 of the model.
+_COPIED = 2**26
 # Devices on which an argmax over a vocabulary is slow inside compiled graphs.
 SLOW_CHOICES = ("cpu",)
 
@@ -55,6 +58,7 @@ class Decoder:
     keeps_rows: bool = True  # rows that have ended stay in forwards and cache, since the caller gets the cache back
     # Given whether this process is unfinished, returns whether any is, where all have to run as many forwards.
     waits_for: Callable[[bool], bool] | None = None
+    loop: Loop | None = None  # transformers' own, where a part of the call can be left to it
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
@@ -160,6 +164,8 @@ class Decoder:
         with self._surviving():
             draft = self.draft.propose(self.text, max_new)
         drafted = moment(device)
+        if not draft.size and (steps := self._loop_steps(max_new)):
+            return self._go_on_in_loop(steps)
         logits = self._verify_pass(draft)
         verified = moment(device)
         with self._surviving():
@@ -176,6 +182,65 @@ class Decoder:
             self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.found)
         self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
+
+    def _loop_steps(self, max_new: list[int]) -> int:
+        """Steps of transformers' own loop until it is looked whether that should go on, 0 for a round of ours: there,
+        rows have to be at the same length, none ended, and what is copied should be small beside the model."""
+        target, lengths = self.target, self.text.lengths
+        is_level = min(lengths) == max(lengths) and not any(self._done) and not (self._together and len(lengths) > 1)
+        if self.loop is None or not is_level or not (steps := self.draft.loop_steps(min(max_new))):
+            return 0
+        if not self.loop.is_possible(target):
+            self.loop = None
+            return 0
+        held = sum(buffer.nbytes for layer in target.cache.layers for buffer in layer.buffers())
+        most = max(_COPIED, target.model.get_memory_footprint() // 16)
+        return steps if held * lengths[0] <= most * target.cache.capacity else 0
+
+    def _go_on_in_loop(self, steps: int) -> None:
+        """Goes on in transformers' own loop, until a row ends or something would be drafted."""
+        assert self.loop is not None
+        begun, text, target, prompt = perf_counter(), self.text, self.target, self.inputs.prompt
+        cache = DynamicCache(config=target.model.config.get_text_config(decoder=True))
+        added = text.lengths[0] - text.prompt_width
+        hand_back(target.cache, cache, prompt, text.prompt_width, [added] * text.batch_size)
+        target.cache.let_go()
+        target.let_go()
+        self.loop.run(text.ids[:, : text.lengths[0]], cache, steps, self._take)
+        length, roots, active = cache.get_seq_length(), list(text.last_slots()), target.active_rows
+        places = prompt.slots(length, [length] * text.batch_size)
+        if active is not None:  # the others have left
+            roots = active.of_list(roots)
+            cache.batch_select_indices(torch.tensor(active.kept, device=text.ids.device))
+            places = None if places is None else places[active.kept]
+        if places is not None:  # to the columns in the order of slots
+            places = places.masked_fill(places < 0, length).argsort(dim=1, stable=True)[:, : max(roots)]
+        target.cache.seek(roots, 1)  # room
+        take_in(target.cache, cache, places, [])
+        seconds = perf_counter() - begun
+        self.stats.verify_seconds += seconds
+        self.draft.came_back(seconds - self.loop.seconds)
+
+    def _take(self, ids: torch.Tensor, ended: list[torch.Tensor], seconds: list[float]) -> int:
+        """Takes over what transformers' own loop has added to ``ids`` in some steps, each with the rows that end with
+        it; returns the steps until the next look, 0 for none."""
+        verdicts = []
+        new = ids[:, self.text.lengths[0] :].tolist()
+        for tokens, ends in zip(new, torch.stack(ended, dim=1).tolist(), strict=True):
+            count = ends.index(True) + 1 if True in ends else len(tokens)
+            verdicts.append(Verdict(tokens[:count], [-1] * count, True in ends, [0] * count))
+        added = sum(len(verdict.tokens) for verdict in verdicts)
+        self._streamed += len(ended)
+        self.stats.verify_passes += len(ended)
+        self.stats.rounds += added
+        self.stats.accepted_lengths[0] += added - len(verdicts)  # the others are counted next
+        self.stats.round_sizes += [(0, len(verdicts))] * len(ended)
+        self._commit(verdicts, Logits(ids[:, :0]))
+        steps = 0
+        with self._surviving():
+            max_new = [0 if done else self._max_new(row) for row, done in enumerate(self._done)]
+            steps = self.draft.follow(self.text, verdicts, max_new, seconds)
+        return 0 if any(self._done) else steps
 
     def _verify_pass(self, draft: Draft) -> Logits:
         """The full model's logits at each row's last token and at each drafted one."""

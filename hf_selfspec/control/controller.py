@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..forks import new_lock
@@ -21,7 +21,10 @@ _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
 # The share of the time that looks at sources that do not pay may cost, what a round of one loses at least, and what one
 # of free drafts, which learn from what was wrong, loses at most.
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
-# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
+# Steps of transformers' own loop that are timed, and those between two looks whether something would draft.
+_TIMED, _LOOK = 5, 16
+# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots, as batches of more than eight rows do that differ
+# by an eighth; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 # In which older rounds count less.
 _SUMS = "weight", "gained", "spent", "accepted", "drafted"
@@ -70,12 +73,13 @@ class ArmStats:
         for name, value in zip(_SUMS, (1.0, gained, spent, accepted, drafted), strict=True):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
-    def wait(self, pace: float) -> None:
-        """Records a round of others, ``pace`` times as fast as nothing; what would lose little may be tried again."""
-        self.waiting += 1
+    def wait(self, pace: float, rounds: int = 1, switch: float = 0.0) -> None:
+        """Records rounds of others, ``pace`` times as fast as nothing; what would lose little may be tried again, where
+        the way there takes ``switch`` plain rounds more."""
+        self.waiting += rounds
         if self.is_trusted and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
-            if _TRIED * min(loss, self.most_lost) <= self.waiting * _PRICE:
+            if _TRIED * min(loss, self.most_lost) + switch <= self.waiting * _PRICE:
                 self.doubt()
 
     def doubt(self) -> None:
@@ -100,6 +104,8 @@ class Measurements:
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
         """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
+        step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
+        rows = -(-rows // step) * step
         found = self._curves.pop((device, rows, reach), None)
         if found is None:
             found = CostCurve(on_cpu, rows, is_frozen)
@@ -157,6 +163,23 @@ class Controller:
             return None
         speedup = self.speedup(best, promised[best])
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
+
+    def loop_steps(self, left: int) -> int:
+        """Steps, of ``left``, that transformers' own loop should go on for until the next look where nothing drafts."""
+        curve = self.curve
+        if not self._rows or left < 2 * _TIMED:
+            return 0
+        if curve.wants_loop:
+            return _TIMED
+        gained = (curve.loop_speedup - 1.0) * curve.plain
+        return _LOOK if gained > max((LEAST_SPEEDUP - 1.0) * curve.plain, 2 * curve.switch / left) else 0
+
+    @one_at_a_time
+    def record_loop(self, tokens: int, steps: Sequence[float]) -> None:
+        """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
+        self.curve.add_loop(tokens, steps)
+        for stats in self.arms.values():
+            stats.wait(1.0, len(steps), self.curve.switch / self.curve.plain)
 
     @one_at_a_time
     def record(

@@ -88,6 +88,26 @@ class ControlledDrafter(FixedDrafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
+    def loop_steps(self, left: int) -> int:
+        can_miss = all(drafter.miss is not None for drafter in self.others.values())
+        return self.controller.loop_steps(left) if can_miss and self._asked is None else 0
+
+    def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
+        self.controller.record_loop(sum(len(verdict.tokens) for verdict in verdicts), seconds)
+        if self.free is not None:
+            self.free.learn(text, verdicts, None)
+        for drafter in self.others.values():
+            if drafter.miss is not None:
+                drafter.miss(text)
+        rows = sum(count > 0 for count in max_new)
+        self.controller.begin(rows, text.batch_size, max(text.lengths))
+        promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
+        self._asked = self._free_arm(text, max_new, rows) or self.controller.choose(promised)
+        return self.loop_steps(min(max_new))
+
+    def came_back(self, seconds: float) -> None:
+        self.controller.curve.switch = seconds
+
     def most_certain(self) -> int:
         return self.controller.most_certain()
 

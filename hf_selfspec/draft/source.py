@@ -79,6 +79,7 @@ class FixedDrafter(Drafter):
 
     Attributes:
         steps: see :class:`Drafter`.
+        miss: called as ``miss(text)`` after tokens that were added without a round; ``None`` if it needs all rounds.
         needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
             text; a cascade does not wait for them.
         knows_grammars: whether it drafts the tokens that grammars force as far as that pays, so that none are added.
@@ -92,6 +93,7 @@ class FixedDrafter(Drafter):
     """
 
     steps: int = 0
+    miss: Callable[[Text], None] | None = None
     needs_ended_rows: bool = False
     knows_grammars: bool = False
     expected_speedup: float | None = math.inf
@@ -102,6 +104,17 @@ class FixedDrafter(Drafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts nothing."""
         return Draft.none(text)
+
+    def loop_steps(self, left: int) -> int:
+        """How many of ``left`` tokens transformers' own loop should add now, 0 for a round; see the controller."""
+        return 0
+
+    def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
+        """Learns what that loop has added in so many seconds a step; returns how many steps it should go on for."""
+        return 0
+
+    def came_back(self, seconds: float) -> None:
+        """Learns what the way to that loop and back has taken, without its steps."""
 
     def most_certain(self) -> int:
         """The number of tokens that a grammar forces of which a round should be made; without a controller, 16."""

@@ -25,6 +25,7 @@ from ..call import Call, serve
 from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, warn_once
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
+from ..model.modules import one_look
 from ..model.unseen import Unseen, why_plain
 from ..refusals import check_options
 from ..selfspec import SelfSpec
@@ -138,7 +139,8 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
             if streamer is not None:
                 streamer.put(input_ids.cpu())
         prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
-        return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
+        with one_look():
+            return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE
     return named | {"custom_generate": decode}

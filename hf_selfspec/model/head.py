@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
@@ -14,6 +16,10 @@ from .linear import FewTokenLinear
 # unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an
 # infinity it does not turn into NaN in scales and soft-caps.
 NOTHING = -3e4
+
+
+# For each head the last rows that were copied, with the tokens and what tells whether its numbers are the same.
+_kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, list[tuple[int, int, int]], FewTokenLinear]]()
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -32,7 +38,7 @@ def spread(logits: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> torch
 
 
 class HeadRows:
-    """The rows of a model's head for some tokens ``[r]``, in order, copied when the first states arrive."""
+    """The rows of a model's head for some tokens ``[r]``, in order, copied once for a model when states arrive."""
 
     def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
         head = output_head(model)
@@ -50,6 +56,7 @@ class HeadRows:
                 f"{self._vocabulary} tokens. Fit one to this model."
             )
         self._head: nn.Linear = head
+        self._chosen = tokens
         self.tokens = tokens.to(head.weight.device)
 
     @property
@@ -78,11 +85,18 @@ class HeadRows:
     @cached_property
     def _rows(self) -> FewTokenLinear:
         weight, bias = self._head.weight, self._head.bias
+        parameters = [one for one in (weight, bias) if one is not None]
+        # A copy of numbers that were changed in a way that torch does not count drafts worse, and that is all.
+        state = [(id(one), one.data_ptr(), 0 if one.is_inference() else one._version) for one in parameters]
+        chosen, before, kept = _kept.get(self._head, (None, None, None))
+        if kept is not None and chosen is self._chosen and before == state:
+            return kept
         with torch.device("meta"):
             rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)
         rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
         if bias is not None:
             rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
+        _kept[self._head] = self._chosen, state, rows
         return rows
 
 

@@ -221,7 +221,8 @@ def few_token_linears(model: nn.Module, is_active: Callable[[], bool]) -> Abstra
 def few_token_forwards(modules: Iterable[nn.Module], is_active: Callable[[], bool]) -> list[tuple[nn.Linear, Forward]]:
     """Returns forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
     known = list(modules)
-    if any(hasattr(parameter, "device_mesh") for module in known for parameter in module._parameters.values()):
+    parameters = (parameter for module in known for parameter in module._parameters.values())
+    if any(type(parameter) is not nn.Parameter and hasattr(parameter, "device_mesh") for parameter in parameters):
         return []  # whole weights exist only during a forward
     served = [module for module in known if is_served(module)]
     alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)

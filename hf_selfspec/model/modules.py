@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from types import FunctionType
 from typing import Any
@@ -19,8 +20,33 @@ from ..errors import UnsupportedModelError
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
 
 
+class _Look(threading.local):
+    known: dict[nn.Module, list[nn.Module]] | None = None
+
+
+_look = _Look()
+
+
+@contextmanager
+def one_look(is_one: bool = True) -> Iterator[None]:
+    """Lists a model's modules once for a block in which no code of others runs; ``False`` for a part where it does."""
+    before, _look.known = _look.known, {} if is_one else None
+    try:
+        yield
+    finally:
+        _look.known = before if is_one or before is None else {}
+
+
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """Returns what ``model.modules()`` yields, in its order, in a quarter of the time."""
+    if _look.known is not None:
+        if model not in _look.known:
+            _look.known[model] = _all_modules(model)
+        return _look.known[model]
+    return _all_modules(model)
+
+
+def _all_modules(model: nn.Module) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:

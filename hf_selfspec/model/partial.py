@@ -131,6 +131,12 @@ _Arity = dict[type, int | None]
 _arities: WeakKeyDictionary[nn.Module, _Arity] = WeakKeyDictionary()
 
 
+def knows_blocks(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Returns whether an earlier forward has shown what the layers and blocks of ``model`` return."""
+    blocks = (*anatomy.layers, *anatomy.attention, *(module for mlp in anatomy.mlp for module in mlp))
+    return {type(block) for block in blocks if block is not None} <= _arities.get(model, {}).keys()
+
+
 def is_speculating() -> bool:
     """Returns whether the current thread's forwards obey a :class:`ForwardPass`, without gradients."""
     return _current.now is not None and not torch.is_grad_enabled()

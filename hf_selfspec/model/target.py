@@ -23,8 +23,8 @@ from .inputs import DecodeInputs
 from .layout import Feed, TreeLayout
 from .linear import few_token_linears
 from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
-from .partial import ActiveRows, ForwardPass, is_speculating, obeying, partial_forwards
-from .patching import Autocast, as_before, eagerly, within, without_checkpointing
+from .partial import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
+from .patching import Autocast, as_before, autocast_around, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import Holes, cache_name
 from .recurrences.kernels import turns
@@ -87,7 +87,7 @@ class Target:
         """Prepares the model for speculation, and restores it afterwards."""
         with as_before(), ExitStack() as stack:
             stack.enter_context(few_token_linears(self.model, is_speculating))
-            stack.callback(self._let_go)
+            stack.callback(self.let_go)
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             stack.enter_context(without_cudnn_attention())
@@ -191,9 +191,10 @@ class Target:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
         self._unused_rounds += 1
         if self._is_obeying and self._unused_rounds > _KEPT_ROUNDS:
-            self._let_go()
+            self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Lets layers run as they are."""
         self._is_obeying = False
         self._obeying.close()
 
@@ -223,7 +224,7 @@ class Target:
         run = ForwardPass(self.full_plan, capture=() if observer is None else observer[0], ends=ends, keep=1)
         run = self._run(tokens, cursors, run, counts=lengths)
         assert run.logits is not None
-        self.autocast = run.autocast
+        self.autocast = run.autocast or autocast_around(run.logits)
         if observer is not None:
             assert run.captured is not None
             observer[1](run.captured, cursors, lengths)
@@ -262,7 +263,9 @@ class Target:
         if self.is_exact and counts is None and (behind := self.roots[0] - starts[0]) > 0:
             # Keys and values of the text, which a look back writes again, have to stay as they are.
             starts, nodes = self.roots, TreeLayout.replay(tokens.shape[1], behind)
-        if self.graphs is not None or counts is not None or run.is_exact or not run.is_plain:
+        # Mixed precision of accelerate is in the model's forward, where only layers see it.
+        is_known = "forward" not in vars(self.model) and knows_blocks(self.model, self.anatomy)
+        if self.graphs is not None or not (counts is None or is_known) or run.is_exact or not run.is_plain:
             self.obey()
         if rows is not None:
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)

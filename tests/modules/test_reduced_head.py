@@ -19,6 +19,8 @@ from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, Reduc
 from hf_selfspec.batch import Draft
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.model import head
+from hf_selfspec.model.linear import FewTokenLinear
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))
@@ -170,3 +172,20 @@ def test_a_model_that_does_not_call_its_head(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.warns(UserWarning, match="without a call of its output head"):
         found = model.generate(ids, max_new_tokens=9, do_sample=False, assistant=spec)
     assert torch.equal(found, model.generate(ids, max_new_tokens=9, do_sample=False))
+
+
+def test_rows_are_copied_once_for_a_model_until_its_head_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec, made = tiny_llama(factor=0.5), SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3)), list[int]()
+    monkeypatch.setattr(
+        head, "FewTokenLinear", lambda *sizes, **given: made.append(sizes[1]) or FewTokenLinear(*sizes, **given)
+    )
+    for _ in range(2):
+        drafted_by(model, spec, do_sample=False)
+    assert made == [len(KEPT)]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    drafted_by(model, spec, do_sample=False)
+    model.lm_head = torch.nn.Linear(64, VOCABULARY, bias=False)
+    drafted_by(model, spec, do_sample=False)
+    drafted_by(model, SelfSpec(EarlyExit(2, head_of(KEPT[1:])), FixedLength(3)), do_sample=False)
+    assert made == [len(KEPT)] * 3 + [len(KEPT) - 1]

@@ -1,0 +1,137 @@
+"""Transformers' own decode loop in the middle of a call, where rounds without a draft would take longer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from .model.inputs import MARKS, Inputs
+from .model.modules import is_tensor_parallel
+from .model.prompt import cache_name, given_cache
+from .model.target import Target
+
+# Called with all ids ``[b, s]``, for each new step the rows ``[b]`` that end with it, and the seconds of these steps,
+# without the first of a run; returns after how many steps it is to be called again, 0 to end the loop.
+Watch = Callable[[torch.Tensor, list[torch.Tensor], list[float]], int]
+# What has to be transformers' own: it is called with a text that has grown.
+_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+
+
+@dataclass
+class Loop:
+    """What ``generate`` has prepared for its own loop in one call; ``seconds`` are those of the last run's steps."""
+
+    model: PreTrainedModel
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: BaseStreamer | None
+    inputs: Inputs
+    seconds: float = 0.0
+
+    def is_possible(self, target: Target) -> bool:
+        """Whether the loop can go on in the middle of the call: a step depends on nothing but the ids, their keys and
+        values, and what processors and criteria keep, and nothing but its ids is returned."""
+        config, model, inputs = self.config, self.model, self.inputs
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        return (
+            all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in _METHODS)
+            and not vars(model).keys() & {*_METHODS}
+            and type(self.criteria) is StoppingCriteriaList
+            and not (config.return_dict_in_generate and (config.output_scores or config.output_logits))
+            and not (config.prefill_chunk_size or config.is_assistant)
+            and config.cache_implementation in (None, "dynamic")
+            and not getattr(given_cache(inputs.arguments), "_is_user_defined", False)
+            and inputs.prompt.width == inputs.input_ids.shape[1]
+            and inputs.is_text
+            and inputs.following.offsets is None
+            and not any(inputs.arguments.get(name) is not None for name in ("inputs_embeds", *MARKS))
+            and target.takes_any_rows
+            and target.graphs is None
+            and target.prefill_observer is None
+            and not target.anatomy.is_recurrent
+            and not any(layer.is_sliding for layer in layers)
+            and not is_tensor_parallel(model)
+            and inputs.input_ids.device.type in ("cpu", "cuda")  # elsewhere it may stop a step late
+        )
+
+    def run(self, ids: torch.Tensor, cache: DynamicCache, steps: int, watch: Watch) -> None:
+        """Goes on after ``ids`` ``[b, s]`` with the keys and values of all but the last; see :data:`Watch`."""
+        config = copy.copy(self.config)
+        config.return_dict_in_generate = False
+        kwargs = dict(self.inputs.arguments)
+        if kwargs.get("attention_mask") is None:
+            if hasattr(config, "_mask_length"):  # newer versions drop a mask of ones, and keep its length
+                config._mask_length = ids.shape[1]
+            else:
+                kwargs["attention_mask"] = torch.ones_like(self.inputs.input_ids)
+        added = ids.shape[1] - self.inputs.input_ids.shape[1]
+        kwargs = self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=added)  # type: ignore[arg-type]
+        watched = _Watched(self.criteria, watch, steps)
+        output = type(self.model)._sample(
+            self.model,
+            ids,
+            logits_processor=self.processors,
+            stopping_criteria=watched,
+            generation_config=config,
+            streamer=None if self.streamer is None else _Unended(self.streamer),
+            **kwargs | {cache_name(self.model): cache},
+        )
+        if watched.ended:
+            watched.tell(output)
+        self.seconds = watched.total
+
+
+class _Watched(StoppingCriteriaList):
+    """The criteria of a call, and where the loop ends for now."""
+
+    def __init__(self, criteria: StoppingCriteriaList, watch: Watch, steps: int) -> None:
+        super().__init__(criteria)
+        self._watch, self._steps = watch, steps
+        self._since: float | None = None
+        self.ended, self._seconds, self.total = list[torch.Tensor](), list[float](), 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        ended = super().__call__(input_ids, scores, **kwargs)
+        if self._since is not None:  # the first step prepares the loop
+            self._seconds.append(perf_counter() - self._since)
+        self.ended.append(ended)
+        if len(self.ended) >= self._steps and not self.tell(input_ids):
+            return torch.ones_like(ended)
+        self._since = perf_counter()
+        return ended
+
+    def tell(self, ids: torch.Tensor) -> int:
+        self.total += sum(self._seconds) / max(len(self._seconds), 1) * len(self.ended)
+        self._steps = self._watch(ids, self.ended, self._seconds)
+        self.ended, self._seconds = [], []
+        return self._steps
+
+
+class _Unended(BaseStreamer):
+    """Shows tokens, of which none is drafted, and leaves the end to the call."""
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self._streamer: Any = streamer
+
+    def put(self, value: torch.Tensor) -> None:
+        if hasattr(self._streamer, "from_draft"):
+            self._streamer.from_draft = [False] * len(value)
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Nothing ends yet."""

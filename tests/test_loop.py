@@ -1,0 +1,118 @@
+"""Parts of a call that transformers' own loop generates: ids, streams, processors' states and the cache are plain's."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from helpers.calls import ROW
+from helpers.models import ragged_batch
+from hf_selfspec import SelfSpec
+from hf_selfspec.draft.controlled import ControlledDrafter
+from hf_selfspec.loop import Loop
+from hf_selfspec.model.prompt import CACHE_NAME
+
+pytestmark = pytest.mark.times_decide
+# Rounds of ours and steps of transformers' own loop take turns, three at a time.
+TURNS = (3, 3, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Lets rounds without a draft and the loop take turns; returns the lengths of the text before and after each."""
+    turns, found, run = itertools.cycle(TURNS), list[tuple[int, int]](), Loop.run
+
+    def watched(loop: Loop, ids: torch.Tensor, cache: DynamicCache, *args: Any) -> None:
+        run(loop, ids, cache, *args)
+        found.append((ids.shape[1], cache.get_seq_length()))
+
+    monkeypatch.setattr(ControlledDrafter, "loop_steps", lambda drafter, left: next(turns) if left > 3 else 0)
+    monkeypatch.setattr(Loop, "run", watched)
+    return found
+
+
+class EveryThird(LogitsProcessor):
+    """Forbids the likeliest token at every third call, by its own count."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        best = scores.argmax(-1, keepdim=True)
+        return scores.scatter(1, best, -torch.inf) if self.calls % 3 == 0 else scores
+
+
+class Heard(BaseStreamer):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.found.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.found.append("end")
+
+
+ROWS = ragged_batch()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options"),
+    [
+        (ROW, {}),
+        (ROWS, {}),
+        (ROWS, {"eos_token_id": [67, 62], "pad_token_id": 0}),
+        (ROW, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 20}),
+        (ROW, {"logits_processor": EveryThird}),
+        (ROW, {"stopping_criteria": [lambda ids, scores, **_: ids[:, -1] % 11 == 0], "eos_token_id": None}),
+    ],
+    ids=["one row", "ragged rows", "ends", "penalties", "a processor that counts", "a criterion"],
+)
+def test_ids(llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], options: dict[str, Any]) -> None:
+    found = []
+    for assistant in (None, SelfSpec.lookup()):
+        given = options | {name: [EveryThird()] for name in options if name == "logits_processor"}
+        streamer = Heard() if inputs is ROW else None
+        ids = llama.generate(
+            **inputs, max_new_tokens=40, do_sample=False, streamer=streamer, assistant=assistant, **given
+        )
+        found.append((ids.tolist(), streamer and streamer.found))
+    assert found[0] == found[1]
+    assert runs
+    stats = assistant.stats
+    assert sum(map(len, stats.from_draft)) == stats.tokens
+    assert (stats.mean_generated_length - 1) * stats.rounds == pytest.approx(stats.accepted)
+
+
+def test_cache(llama: LlamaForCausalLM, runs: list[Any]) -> None:
+    """What is handed back is as plain's, also where rows have ended in the loop, and so is the next turn."""
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    plain = llama.generate(**ROWS, **options)
+    ours = llama.generate(**ROWS, **options, assistant=SelfSpec.lookup())
+    assert runs
+    assert torch.equal(ours.sequences, plain.sequences)
+    for mine, theirs in zip(ours[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys)
+        torch.testing.assert_close(mine.values, theirs.values)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options"),
+    [
+        (ROW, {"return_dict_in_generate": True, "output_scores": True}),
+        (ROW, {CACHE_NAME: DynamicCache}),
+        (ROWS, {"logits_processor": EveryThird}),
+    ],
+    ids=["scores are returned", "a cache of the user's", "rows that advance together"],
+)
+def test_where_it_is_not_possible(
+    llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], options: dict[str, Any]
+) -> None:
+    given = {name: value() if isinstance(value, type) else value for name, value in options.items()}
+    given |= {"logits_processor": [given["logits_processor"]]} if "logits_processor" in given else {}
+    llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=SelfSpec.lookup(), **given)
+    assert not runs
