@@ -325,7 +325,7 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
     for criterion in call.stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
             criterion(ids[:, :-1], None)  # transformers' warning that the text is longer than the model was made for
-    return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
+    return decoder.output.returned(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:

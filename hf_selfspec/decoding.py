@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from .batch import Draft, Text, Verdict, by_step
+from .batch import Draft, Text, Verdict
 from .draft.source import FixedDrafter
 from .errors import UnsupportedOptionError, brief, warn_once
 from .loop import Loop
@@ -24,9 +23,9 @@ from .model.logits import Logits, Tops
 from .model.modules import is_tensor_parallel
 from .model.partial import ForwardPass
 from .model.prefill import prefill
-from .model.prompt import CACHE_NAME
 from .model.target import Target
 from .model.transfer import is_out_of_memory, moment, seconds_between
+from .output import Output
 from .stats import GenerationStats
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
@@ -62,28 +61,19 @@ class Decoder:
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
-        b = self.text.batch_size
-        self._ended: list[int | None] = [None] * b
-        self._done = [False] * b  # rows that get no more tokens
-        self._tokens: list[list[int]] = [[] for _ in range(b)]  # generated, as the host knows them
-        self._streamed, self._ran_out = 0, False
+        b, self._ran_out = self.text.batch_size, False
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
         self._in_step, self._keeps_states = bool(stateful), self.keeps_rows and self.target.anatomy.is_recurrent
         # States and windows of rows that go on for others cannot be taken back to where those end.
         is_lost = self.keeps_rows and (self._keeps_states or self.target.cache.window is not None)
         goes_on = is_lost and b > 1 and self.stopper.reads_text and not self.stopper.has_eos
         self._together = self._in_step or self.target.padding is not None or goes_on
-        returned = self.config.return_dict_in_generate
-        scores, logits = returned and self.config.output_scores, returned and self.config.output_logits
-        # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
-        self._scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self._in_step else None
-        self._steps: list[torch.Tensor] | None = [] if scores and self._in_step else None
-        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
+        rest = self.config, self.pad_token, self.streamer, self.stats, self._in_step
+        self.output = Output(self.text, self.stopper, *rest)
         # Whether tokens are a plain argmax of the logits.
-        self._is_greedy = self.scorer.is_greedy and not stateful and self._scores is None
+        self._is_greedy = self.scorer.is_greedy and not stateful and self.output.scores is None
         if b > 1:
             self.stats.together_for = ", ".join(stateful)
-        self.stats.from_draft = [[] for _ in range(b)]
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
@@ -102,17 +92,16 @@ class Decoder:
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
             while self._is_needed():
-                if self._is_finished():
+                if self.output.is_finished:
                     self._run_out()
                     continue
                 self._round()
                 self.stats.timeline.append((self.stats.tokens, perf_counter() - started))
             if self.streamer is not None:
                 self.streamer.end()
-            ids = self._output_ids()
+            ids = self.output.ids()
             ended = perf_counter()
-            last = ids.shape[1] - self.text.prompt_width - 1  # which processors do not get to see
-            seen = [known[: min(self.generated(row), last)] for row, known in enumerate(self._tokens)]
+            seen = self.output.seen(ids.shape[1] - self.text.prompt_width - 1)  # processors do not get the last one
             with self._surviving():
                 for grammar in self.scorer.grammars:
                     grammar.finish(seen)
@@ -134,7 +123,7 @@ class Decoder:
             yield
         except Exception as error:  # drafters are the user's, too
             goes_on = is_out_of_memory(error) and self.is_lossless and not is_tensor_parallel(self.target.model)
-            if not (self._is_finished() or goes_on):
+            if not (self.output.is_finished or goes_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
             self.draft = FixedDrafter()
@@ -143,22 +132,15 @@ class Decoder:
 
     def _is_needed(self) -> bool:
         """Whether there is another forward, for this process or for others that are unfinished."""
-        unfinished = not self._is_finished()
+        unfinished = not self.output.is_finished
         if self.waits_for is None:
             return unfinished
-        return self.waits_for(unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_out))
-
-    def _is_finished(self) -> bool:
-        return all(self._done)
-
-    def _end_unevenly(self) -> bool:
-        """Whether a row's text is shorter than the others', so that the cache to hand back needs a forward over it."""
-        counts = [self.generated(row) for row in range(self.text.batch_size)]
-        return min(self.text.lengths) < self.text.prompt_width + max(counts)
+        return self.waits_for(unfinished or (self.keeps_rows and self.output.ends_unevenly() and not self._ran_out))
 
     def _round(self) -> None:
-        pads = self._together and self._keeps_states and any(self._done)  # which states take in, a token at a time
-        max_new = [0 if done or pads else self._max_new(row) for row, done in enumerate(self._done)]
+        done = self.output.done
+        pads = self._together and self._keeps_states and any(done)  # which states take in, a token at a time
+        max_new = [0 if is_done or pads else self._max_new(row) for row, is_done in enumerate(done)]
         begun = moment(device := self.text.ids.device)
         draft, along = Draft.none(self.text), None
         with self._surviving():
@@ -187,8 +169,9 @@ class Decoder:
         """Steps of transformers' own loop until it is looked whether that should go on, 0 for a round of ours: there,
         rows have to be at the same length, none ended, and what is copied should be small beside the model."""
         target, lengths = self.target, self.text.lengths
-        is_level = min(lengths) == max(lengths) and not any(self._done) and not (self._together and len(lengths) > 1)
-        if self.loop is None or not is_level or not (steps := self.draft.loop_steps(min(max_new))):
+        goes_together = self._together and len(lengths) > 1
+        is_level = min(lengths) == max(lengths) and not any(self.output.done)
+        if self.loop is None or goes_together or not is_level or not (steps := self.draft.loop_steps(min(max_new))):
             return 0
         if not self.loop.is_possible(target):
             self.loop = None
@@ -217,6 +200,7 @@ class Decoder:
             places = places.masked_fill(places < 0, length).argsort(dim=1, stable=True)[:, : max(roots)]
         target.cache.seek(roots, 1)  # room
         take_in(target.cache, cache, places, [])
+        target.cache.put_back = None
         seconds = perf_counter() - begun
         self.stats.verify_seconds += seconds
         self.draft.came_back(seconds - self.loop.seconds)
@@ -230,7 +214,7 @@ class Decoder:
             count = ends.index(True) + 1 if True in ends else len(tokens)
             verdicts.append(Verdict(tokens[:count], [-1] * count, True in ends, [0] * count))
         added = sum(len(verdict.tokens) for verdict in verdicts)
-        self._streamed += len(ended)
+        self.output.streamed += len(ended)
         self.stats.verify_passes += len(ended)
         self.stats.rounds += added
         self.stats.accepted_lengths[0] += added - len(verdicts)  # the others are counted next
@@ -238,9 +222,9 @@ class Decoder:
         self._commit(verdicts, Logits(ids[:, :0]))
         steps = 0
         with self._surviving():
-            max_new = [0 if done else self._max_new(row) for row, done in enumerate(self._done)]
+            max_new = [0 if done else self._max_new(row) for row, done in enumerate(self.output.done)]
             steps = self.draft.follow(self.text, verdicts, max_new, seconds)
-        return 0 if any(self._done) else steps
+        return 0 if any(self.output.done) else steps
 
     def _verify_pass(self, draft: Draft) -> Logits:
         """The full model's logits at each row's last token and at each drafted one."""
@@ -281,24 +265,25 @@ class Decoder:
         return Logits(found, target.active_rows, step.best)
 
     def _judge(self, draft: Draft, logits: Logits, along: Tops | None = None) -> list[Verdict]:
-        rest = self.scorer, self.stopper, self._done
+        rest = self.scorer, self.stopper, self.output.done
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
         whose = self.target.anatomy.model_name if checks else None
         if self._in_step:
             if whose is not None:
                 check_highest(logits.of_all.amax(-1).flatten().tolist(), whose)
-            return verify_in_step(self.text, draft, logits.of_all, *rest, self._steps, self.pad_token)
-        return verify(self.text, draft, logits, *rest, self._scores, whose, along)
+            return verify_in_step(self.text, draft, logits.of_all, *rest, self.output.steps, self.pad_token)
+        return verify(self.text, draft, logits, *rest, self.output.scores, whose, along)
 
     def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
         # again, so this is exact too.
-        open_rows = [verdict for verdict, done in zip(verdicts, self._done, strict=True) if not done]
+        done = self.output.done
+        open_rows = [verdict for verdict, is_done in zip(verdicts, done, strict=True) if not is_done]
         shortest = min((len(verdict.tokens) for verdict in open_rows), default=0)
         moves, new = list[tuple[int, int, int]](), [list[int]() for _ in verdicts]
         roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
-            if self._done[row]:
+            if done[row]:
                 if self._together:
                     new[row] = [self.pad_token] * shortest
                 continue
@@ -306,57 +291,20 @@ class Decoder:
             for depth, node in enumerate(verdict.nodes[:count], start=1):
                 if node > depth:
                     moves.append((row, roots[row] + node, roots[row] + depth))
-            accepted = [node >= 0 for node in verdict.nodes[:count]]
-            new[row] = verdict.tokens[:count]
-            self.stats.from_draft[row] += accepted
-            self.stats.tokens += count
-            self.stats.accepted += sum(accepted)
-            if self.stats.verify_passes:
-                self.stats.accepted_lengths[sum(accepted)] += 1
-            if verdict.stopped and count == len(verdict.tokens) and self._ended[row] is None:
-                self._ended[row] = self.text.lengths[row] + count - self.text.prompt_width
-            self._keep(row, verdict, count, logits)
-        self.text.append(new)
-        for known, tokens in zip(self._tokens, new, strict=True):
-            known += tokens
-        self._done = [self._is_done(row) for row in range(len(verdicts))]
+            new[row] = self.output.take(row, verdict, count, logits)
+        self.output.append(new)
         self.target.commit(self.text.last_slots(), moves)
-        self._stream()
+        self.output.stream()
         keeps = self.keeps_rows or self._in_step or self.draft.needs_ended_rows
         if not keeps:
-            self.target.leave(self._done)
-
-    def _keep(self, row: int, verdict: Verdict, count: int, logits: Logits) -> None:
-        if self._logits is not None:
-            self._logits[row] += [
-                logits.of_all[row, node].to(torch.float32, copy=True) for node in verdict.sources[:count]
-            ]
-        if self._scores is not None:
-            self._scores[row] += verdict.scores[:count]
+            self.target.leave(self.output.done)
 
     def _count(self, draft: Draft, draft_seconds: float, verify_seconds: float) -> None:
         self.stats.draft_seconds += draft_seconds
         self.stats.verify_seconds += verify_seconds
         self.stats.verify_passes += 1
         self.stats.drafted += sum(draft.lengths)
-        self.stats.rounds += self._done.count(False)
-
-    def _target_length(self) -> int | None:
-        """Number of tokens of every row, if rows that end are not padded: plain ``generate`` keeps generating them."""
-        if self.stopper.has_eos or any(end is None for end in self._ended):
-            return None
-        return max(end for end in self._ended if end is not None)
-
-    def _is_done(self, row: int) -> bool:
-        end = self._ended[row]
-        if end is None:
-            return False
-        if self.stopper.has_eos:
-            return True
-        length = self._target_length()
-        generated = self.text.lengths[row] - self.text.prompt_width
-        at_most = self.stopper.max_length is not None and self.text.lengths[row] >= self.stopper.max_length
-        return at_most or (length is not None and generated >= length)
+        self.stats.rounds += self.output.done.count(False)
 
     def _max_new(self, row: int) -> int:
         """Tokens worth drafting: those that the row may still get, minus the one that verification adds."""
@@ -364,52 +312,12 @@ class Decoder:
         limit = self.target.anatomy.position_limit
         return count if limit is None else max(0, min(count, limit - 1 - self.target.roots[row]))
 
-    def generated(self, row: int) -> int:
-        """Tokens of ``row`` that the output shows (the rest is padding)."""
-        end, length = self._ended[row], self._target_length()
-        if length is not None:
-            return length
-        return self.text.lengths[row] - self.text.prompt_width if end is None else end
-
-    def _stream(self) -> None:
-        if self.streamer is None:
-            return
-        rows = range(self.text.batch_size)
-        open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._done[row]]
-        ready = min(open_rows) if open_rows else max(self.generated(row) for row in rows)
-        while (place := self._streamed) < ready:
-            if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
-                known = (drafted[place : place + 1] for drafted in self.stats.from_draft)
-                self.streamer.from_draft = [any(drafted) for drafted in known]
-            shown = [self._tokens[row][place] if place < self.generated(row) else self.pad_token for row in rows]
-            self.streamer.put(torch.tensor(shown, device="cpu"))
-            self._streamed += 1
-
-    def _output_ids(self) -> torch.Tensor:
-        text = self.text
-        counts = [self.generated(row) for row in range(text.batch_size)]
-        ids = text.ids[:, : text.prompt_width + max(counts)].clone()
-        for row, count in enumerate(counts):
-            ids[row, text.prompt_width + count :] = self.pad_token
-        return ids
-
-    def output(self, ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
-        """What ``generate(return_dict_in_generate=True)`` returns; steps after a row's end hold zeros."""
-        steps = ids.shape[1] - self.text.prompt_width
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,
-            scores=by_step(self._scores, steps) if self._steps is None else tuple(self._steps),
-            logits=by_step(self._logits, steps),
-            **{CACHE_NAME: cache},
-        )
-
     def _run_out(self) -> None:
         run_out(self.target, self.text.last_tokens(), self.text.last_slots(), self.text.lengths, self.pad_token)
         self._ran_out = True
 
     def hand_back(self, cache: Any) -> None:
         """Fills the cache that ``generate`` returns, with everything but the last token."""
-        if self._end_unevenly() and not self._ran_out:
+        if self.output.ends_unevenly() and not self._ran_out:
             self._run_out()
-        counts = [self.generated(row) for row in range(self.text.batch_size)]
-        hand_back(self.target.cache, cache, self.inputs.prompt, self.text.prompt_width, counts)
+        hand_back(self.target.cache, cache, self.inputs.prompt, self.text.prompt_width, self.output.counts())

@@ -89,16 +89,13 @@ class ControlledDrafter(FixedDrafter):
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def loop_steps(self, left: int) -> int:
-        can_miss = all(drafter.miss is not None for drafter in self.others.values())
-        return self.controller.loop_steps(left) if can_miss and self._asked is None else 0
+        needs_rounds = any(drafter.observe is not None for drafter in self.others.values())
+        return 0 if needs_rounds or self._asked is not None else self.controller.loop_steps(left)
 
     def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
         self.controller.record_loop(sum(len(verdict.tokens) for verdict in verdicts), seconds)
         if self.free is not None:
             self.free.learn(text, verdicts, None)
-        for drafter in self.others.values():
-            if drafter.miss is not None:
-                drafter.miss(text)
         rows = sum(count > 0 for count in max_new)
         self.controller.begin(rows, text.batch_size, max(text.lengths))
         promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}

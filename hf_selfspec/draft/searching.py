@@ -1,7 +1,6 @@
 """Searching for blocks to skip while the text is generated (SWIFT §4.1, CLaSp)."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -87,16 +86,6 @@ class SearchingDraft(LookingDraft):
         if self._waited < _RESTED and self._rests:
             return
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
-
-    @property
-    def miss(self) -> Callable[[Text], None] | None:  # type: ignore[override]  # None by default
-        return None if self.search.choice.drafts or self._budget.share >= 1.0 else self._miss
-
-    def _miss(self, text: Text) -> None:
-        self._lengths, self._behind = list(text.lengths), 0
-        self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
-        if self._last_logits is not None:
-            self._last_logits.forget()
 
     @property
     def _rests(self) -> bool:

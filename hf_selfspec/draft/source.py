@@ -79,7 +79,6 @@ class FixedDrafter(Drafter):
 
     Attributes:
         steps: see :class:`Drafter`.
-        miss: called as ``miss(text)`` after tokens that were added without a round; ``None`` if it needs all rounds.
         needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
             text; a cascade does not wait for them.
         knows_grammars: whether it drafts the tokens that grammars force as far as that pays, so that none are added.
@@ -93,7 +92,6 @@ class FixedDrafter(Drafter):
     """
 
     steps: int = 0
-    miss: Callable[[Text], None] | None = None
     needs_ended_rows: bool = False
     knows_grammars: bool = False
     expected_speedup: float | None = math.inf

@@ -76,6 +76,7 @@ def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
     with _begun(model, anatomy, _KNOWN) as (target, text, new):
         whole, tokens = target.full_plan, new[:, :_NEW].split(1, dim=1)
         plain(text)
+        target.obey()
         alone = [_results(ForwardPass(whole), partial(plain, token)) for token in tokens]
         expected = {layer: torch.cat([one[layer] for one in alone], dim=-2) for layer in alone[0]}
         some = _one_of_each(model, anatomy)

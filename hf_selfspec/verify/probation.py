@@ -332,7 +332,7 @@ def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) 
     decoder.target.keeps_all_rows = decoder.target.cache.is_private = True
     try:
         with decoder.target.prepared():
-            logits: tuple[torch.Tensor, ...] = decoder.output(decoder.run(), None).logits
+            logits: tuple[torch.Tensor, ...] = decoder.output.returned(decoder.run(), None).logits
     finally:
         decoder.target.cache.let_go()
     return logits
