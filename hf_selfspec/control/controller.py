@@ -16,6 +16,8 @@ LEAST_SPEEDUP = 1.02
 FREE, MATCHES = "free drafts", "matches"
 # The weight of the rounds before against the next one.
 _MEMORY = 0.98
+# What a source is taken to bring that was never timed: it is tried where free drafts are not surer than that.
+_HOPED = 2.0
 # Rounds after which results are trusted; those of free drafts come in bursts, and after these losses in plain rounds.
 _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
 # The share of the time that looks at sources that do not pay may cost, what a round of one loses at least, and what one
@@ -27,7 +29,7 @@ _TIMED, _LOOK = 5, 16
 # by an eighth; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 # In which older rounds count less.
-_SUMS = "weight", "gained", "spent", "accepted", "drafted"
+_SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
 
 
 @dataclass
@@ -40,6 +42,7 @@ class ArmStats:
     rounds: int = 0  # in which it drafted, since they were doubted last
     weight: float = 0.0  # number of rounds in the sums, in which older ones count less
     gained: float = 0.0  # tokens of a row
+    most: float = 0.0  # tokens of a row if all of them were right
     spent: float = 0.0  # times, in plain rounds
     accepted: float = 0.0  # of its own tokens
     drafted: float = 0.0
@@ -62,15 +65,17 @@ class ArmStats:
             return 0.0
         if self.is_trusted:
             return self.gained / self.spent
-        return math.inf if promised is None else promised
+        hoped = _HOPED if promised is None else promised
+        return min(hoped, self.most / self.spent) if self.weight else hoped
 
-    def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0) -> None:
+    def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0, rows: int = 1) -> None:
         self.waiting = 0
         self.rounds += 1
         if self.rounds == 1 and not self.weight:
             return  # the first round selects and warms up kernels
         self.lost += spent - gained
-        for name, value in zip(_SUMS, (1.0, gained, spent, accepted, drafted), strict=True):
+        most = max(gained, 1.0 + drafted / rows)
+        for name, value in zip(_SUMS, (1.0, gained, most, spent, accepted, drafted), strict=True):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
     def wait(self, pace: float, rounds: int = 1, switch: float = 0.0) -> None:
@@ -183,9 +188,17 @@ class Controller:
 
     @one_at_a_time
     def record(
-        self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
+        self,
+        name: str | None,
+        nodes: int,
+        tokens: int,
+        seconds: float,
+        accepted: int = 0,
+        drafted: int = 0,
+        gained: int | None = None,
     ) -> None:
-        """Records a round in which ``name`` drafted, or was asked in vain, or nobody was; all rows gain ``tokens``."""
+        """Records a round in which ``name`` drafted, or was asked in vain, or nobody was; all rows gain ``tokens``, of
+        which it has brought ``gained``, by default all."""
         if not self._rows:
             return
         curve = self.curve
@@ -201,7 +214,13 @@ class Controller:
             pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
             for stats in self.arms.values():
                 if stats is used:
-                    stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted)
+                    stats.add(
+                        (tokens if gained is None else gained) / self._rows,
+                        seconds / curve.plain,
+                        accepted,
+                        drafted,
+                        self._rows,
+                    )
                 else:
                     stats.wait(pace)
 

@@ -126,7 +126,9 @@ class ControlledDrafter(FixedDrafter):
         self._note()
         if self._used in self.others:
             accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
-            self.controller.record(self._asked, 0, new, seconds, accepted, self._drafted)
+            # Free tokens beside and after its draft are not what it is chosen for.
+            gained = min(new, accepted + sum(bool(verdict.tokens) for verdict in own))
+            self.controller.record(self._asked, 0, new, seconds, accepted, self._drafted, gained)
         else:
             nodes = logits.shape[1] - 1
             # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.

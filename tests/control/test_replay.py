@@ -110,6 +110,20 @@ def test_drafts_of_layers(
     assert ours >= 0.97 * drafting
 
 
+@pytest.mark.every_run("EPYC-repeats-(2.8|3.6)|bfloat16-(mixed-1.4|ends to repeat-3.6)")
+@pytest.mark.parametrize(("price", "right"), [(1.4, 0.6), (2.8, 0.93), (3.6, 0.95)], ids=["1.4", "2.8", "3.6"])
+@pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.parametrize("table", ["EPYC", "bfloat16"])
+def test_dear_drafts_take_nothing_from_free_ones(table: str, kind: str, price: float, right: float) -> None:
+    """Four tokens, as of a model whose head is most of its weights: they are not passed off for those beside them."""
+    streams = [stream(kind, 600, seed) for seed in range(3)]
+    seconds = []
+    for sources in ((), [("layers", 4, lambda place: right, price, None)]):
+        replay = Replay(table, sources=sources)
+        seconds.append(sum(1.0 / replay.play([one]) for one in streams))
+    assert seconds[1] <= seconds[0] / 0.975
+
+
 @pytest.mark.every_run("(EPYC|bfloat16)-repeats|(Xeon|flat)-mixed")
 @pytest.mark.parametrize("kind", ["repeats", "mixed"])
 @pytest.mark.parametrize("table", TABLES)
