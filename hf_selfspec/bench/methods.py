@@ -10,11 +10,14 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..cli.spec_text import read_spec
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
+from ..model.linear import is_served
 from ..modules.shipped import attached_mtp
 from ..selfspec import SelfSpec, begun_anew
 from .request import Batch
 
 PLAIN = "plain"
+# Plain generate with the linear layers that a ``SelfSpec`` chooses: what of a gain is not drafts.
+LAYERS = "plain-linears"
 # How tables group methods.
 PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
 _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
@@ -67,6 +70,7 @@ def _ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> M
 _COMPILING = CompileConfig(mode="default")
 _COMPILING._compile_all_devices = True  # on a CPU transformers compiles only when told to
 _STATIC = {"cache_implementation": "static", "compile_config": _COMPILING}
+_STATIC_LOOKUP = (f'{_lookup(2).call}, cache_implementation="static"', {**_lookup(2).options, **_STATIC})
 _FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"
 _ON_CPU = "it compiles, which transformers does on a CPU only when told to; name it in --methods to measure it"
 _ATTACHES = "it attaches the model's MTP layers, with which SelfSpec() drafts, too; name it in --methods to measure it"
@@ -87,7 +91,9 @@ KNOWN = {
     for method in (
         Method(PLAIN, PLAIN_GROUP, "(nothing)"),
         *_LOOKUPS,
+        Method(LAYERS, PLAIN_GROUP, "(plain with the linear layers of a SelfSpec, to compare with)"),
         Method("static-compiled", COMPILED_GROUP, 'cache_implementation="static"', _STATIC, is_static=True),
+        Method("prompt-lookup-compiled", COMPILED_GROUP, _STATIC_LOOKUP[0], _STATIC_LOOKUP[1], is_static=True),
         *(_ours(text, partial(read_spec, text), group) for text, group in _PRESETS.items()),
     )
 }
@@ -164,6 +170,9 @@ def fitting(
 def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
     if method.name == PLAIN:
         return ""
+    if method.name == LAYERS:
+        has_ways = model.device.type == "cpu" and any(is_served(module) for module in model.modules())
+        return "" if has_ways else "no linear layer has another way here: only large ones in float32 on a CPU do"
     given: dict[str, Any] = dict(method.options) if method.make is None else {"assistant": method.make()}
     if method.is_static:
         given["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count

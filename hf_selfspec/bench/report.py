@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..reports.plots import new_figure
 from ..reports.tables import as_text
-from .methods import COMPILED_GROUP, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP
+from .methods import COMPILED_GROUP, LAYERS, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP
 from .results import FEWEST, Json
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ def verdict(condition: Json) -> Verdict:
     for what, group in rivals.items():
         for first in [method for method in lossless if method["group"] == group != best["group"]][:1]:
             details.append(f"{what}, {first['name']}, runs at {_value(first):.2f} times the speed of plain generate.")
+    if best["group"] == OURS_GROUP and LAYERS in methods and (layers := _value(methods[LAYERS])):
+        alone = f"drafts alone {_value(best) / layers:.2f} and its linear layers, of plain generate too, {layers:.2f}"
+        details.append(f"Of that, {alone}.")
     low = None if plain else found["low"]
     close = [_told(one) for one in lossless if low is not None and one["name"] != PLAIN and _value(one) >= low]
     if close:

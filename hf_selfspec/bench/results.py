@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .methods import PLAIN, Method
+from .methods import LAYERS, PLAIN, Method
 from .stream import Call, Part, Stream
 
 SCHEMA_VERSION = 2
@@ -125,8 +125,8 @@ class _Condition:
 
 
 def fastest(methods: Sequence[Json]) -> str:
-    """The method whose whole calls are fastest, of those that write the model's own text."""
-    known = [method for method in methods if method["whole"] is not None and method["is_lossless"]]
+    """The method whose whole calls are fastest, of those that users can call and that write the model's own text."""
+    known = [one for one in methods if one["whole"] is not None and one["is_lossless"] and one["name"] != LAYERS]
     return str(max(known, key=lambda method: method["whole"]["ratio_of_means"]["value"])["name"])
 
 

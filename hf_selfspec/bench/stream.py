@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -18,10 +19,11 @@ from transformers.generation.streamers import BaseStreamer
 from ..auditing.differences import Difference, first_differences
 from ..errors import SettingError
 from ..learned.files import check_folder, read_text, reported
+from ..model.linear import few_token_linears
 from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
-from .methods import LOOKUP_GROUP, Method
+from .methods import LAYERS, LOOKUP_GROUP, Method
 from .request import Batch, Prompt, Settings
 
 FILE = "calls.jsonl"
@@ -234,7 +236,7 @@ class Stream:
         for index, (temperature, size) in enumerate(settings.conditions):
             starts = range(0, len(prompts) - size + 1, size)
             batches = [Batch.of(prompts[start : start + size], pad, model.device) for start in starts]
-            fitting = [one for one in methods if size == 1 or one.group != LOOKUP_GROUP]
+            fitting = [one for one in methods if size == 1 or "prompt_lookup_num_tokens" not in one.options]
             self.parts.append(Part(index, temperature, size, batches, fitting))
         self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
         self._called: set[str] = set()
@@ -271,9 +273,11 @@ class Stream:
         elif (part.number, method.name) not in self._warm:
             self._warm.add((part.number, method.name))
             few = options | {"max_new_tokens": _WARM_UP, "min_new_tokens": None}
-            self.model.generate(batch.ids, attention_mask=batch.mask, **few)
+            with _layers(self.model, method):
+                self.model.generate(batch.ids, attention_mask=batch.mask, **few)
         torch.manual_seed(self.settings.seed + place[-1])  # all methods begin a prompt with the same state of it
-        call = timed(self.model, method, batch, place, options, is_first=method.name not in self._called)
+        with _layers(self.model, method):
+            call = timed(self.model, method, batch, place, options, is_first=method.name not in self._called)
         self._called.add(method.name)
         self.journal.add(call)
         return call
@@ -289,6 +293,10 @@ class Stream:
             return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
 
         return first_differences(self.model, padded(plain.ids), padded(call.ids), batch.mask)
+
+
+def _layers(model: PreTrainedModel, method: Method) -> AbstractContextManager[None]:
+    return few_token_linears(model, lambda: True) if method.name == LAYERS else nullcontext()
 
 
 def _line(content: Any) -> str:

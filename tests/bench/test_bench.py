@@ -14,9 +14,10 @@ from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, compare
 from hf_selfspec.bench.compare import measured
-from hf_selfspec.bench.methods import Method, methods_of
+from hf_selfspec.bench.methods import LAYERS, OURS_GROUP, PLAIN, Method, methods_of
+from hf_selfspec.bench.report import verdict
 from hf_selfspec.bench.request import Prompt, Settings
-from hf_selfspec.bench.results import acceptance, ratios
+from hf_selfspec.bench.results import acceptance, fastest, ratios
 from hf_selfspec.bench.stream import Call, repetitions
 from hf_selfspec.draft import Drafter, Session
 from hf_selfspec.stats import GenerationStats
@@ -225,6 +226,29 @@ def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
     first, second, third, fourth = (call.rounds["rounds"] for call in calls if call.method == "free")
     assert first > 2 * second
     assert third > 2 * max(second, fourth)
+
+
+def test_plain_with_the_linear_layers_of_a_spec(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """They run in its calls alone, it is never the winner, and the verdict tells what drafts alone bring."""
+    head, seen = model.lm_head, set[bool]()
+    hook = head.register_forward_pre_hook(lambda *_: seen.add("forward" in vars(head)))
+    (condition,) = compare(model, tokenizer, TEXTS[:2], [LAYERS], max_new_tokens=8, progress=False).results[
+        "conditions"
+    ]
+    hook.remove()
+    assert seen == {True, False}
+    layers = condition["methods"][1]
+    assert layers["equal_ids"]["share"] == 1
+    layers["whole"]["ratio_of_means"]["value"] = 2.0
+    assert fastest(condition["methods"]) == PLAIN
+    ours = {
+        **layers,
+        "name": "SelfSpec()",
+        "group": OURS_GROUP,
+        "whole": {"ratio_of_means": {"value": 3.0, "low": None}},
+    }
+    told = verdict({**condition, "methods": [*condition["methods"], ours], "best": "SelfSpec()"}).details
+    assert "Of that, drafts alone 1.50 and its linear layers, of plain generate too, 2.00." in told
 
 
 @pytest.mark.slow
