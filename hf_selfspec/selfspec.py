@@ -128,8 +128,9 @@ class SelfSpec(Settings):
         rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = self._known(inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
-            observe(inner, known, rows)
+            known = self._known(inner)
+            observe(inner, known.of_all_kinds(NAME, lambda _: lookup.findings(size)), rows)
+            known.write(0.0)
             return
         for row in rows:
             ids = torch.tensor([row], device=inner.device)

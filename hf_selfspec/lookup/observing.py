@@ -36,4 +36,3 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
             with findings.lock:
                 findings.successors.see(list(pairwise(ids)), tokens, shares, findings.next_text())
             findings.end([ids])
-        findings.write()
