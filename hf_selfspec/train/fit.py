@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, cast, get_type_hints
 
 import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
 from torch.utils.data import StackDataset
-from transformers import EarlyStoppingCallback, TrainingArguments, default_data_collator
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
@@ -24,9 +24,8 @@ from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
 from ..validation import Option, StrPath, check_count, check_positive
 from .fit_trainer import (
-    GAIN,
-    FitTrainer,
-    SpeedupEvaluator,
+    AGREEMENT,
+    M,
     forget,
     last_checkpoint,
     resumable_arguments,
@@ -38,7 +37,6 @@ from .fit_trainer import (
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .texts import HELD_OUT, Tokenizer, divided, packed
 
-M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
 
 
@@ -108,6 +106,9 @@ def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Toke
 class TrainedFit(Fit[M]):
     """A fit that trains; the settings are described at :func:`fit_adapter`."""
 
+    # Metrics that do not depend on the module.
+    references: ClassVar[tuple[str, ...]] = ()
+
     block_size: Annotated[int, Option("Tokens of a row.")] = 256
     args: TrainingArguments | None = None
     cache_dir: Annotated[
@@ -115,7 +116,7 @@ class TrainedFit(Fit[M]):
     ] = None
     cache_bytes: int | None = None
     patience: Annotated[
-        int | None, Option("Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends.")
+        int | None, Option("Evaluations (every 100 steps, or tenth of a fit) without a gain, then it ends.")
     ] = None
 
     @abstractmethod
@@ -142,8 +143,8 @@ class TrainedFit(Fit[M]):
         return {"agreement_with_the_whole_model": agreeing}
 
     @abstractmethod
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:
-        """Returns a function from the module to what drafts with it, ``None`` if it cannot draft greedy text."""
+    def spec(self, module: M) -> SelfSpec | None:
+        """Returns what drafts with the fitted module, ``None`` if it cannot draft greedy text."""
 
     @abstractmethod
     def recipe(self, module: M) -> dict[str, Any]:
@@ -159,8 +160,6 @@ class TrainedFit(Fit[M]):
         check_count(f"{name}(block_size)", self.block_size)
         if self.patience is not None:
             check_count(f"{name}(patience)", self.patience)
-            if PartialState().num_processes > 1:
-                raise SettingError(f"{name}(patience={self.patience}): processes would not stop alike. Leave it out.")
         args: Any = self.args
         if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
@@ -176,10 +175,12 @@ class TrainedFit(Fit[M]):
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         name = self.function
         text = packed(tokenizer, dataset, self.block_size, name)
-        if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
+        evaluates = self.args is not None and self.args.eval_strategy != "no"
+        if len(text) < HELD_OUT and (evaluates or self.patience is not None):
+            setting = "args): eval_strategy" if self.patience is None else "patience)"
             raise SettingError(
-                f"{name}(args): eval_strategy={self.args.eval_strategy.value!r} needs held-out rows, and of "
-                f"{len(text)} rows none is held out. Give at least {HELD_OUT} rows, or eval_strategy='no'."
+                f"{name}({setting} needs held-out rows, and of {len(text)} rows none is held out. Give at least "
+                f"{HELD_OUT} rows, or leave it out."
             )
         return text
 
@@ -190,21 +191,15 @@ class TrainedFit(Fit[M]):
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
         with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
-        speedup = SpeedupEvaluator(model, held_out, self.spec_of(frozen, held_out))
-        if self.patience is not None and not speedup.has_text:
-            raise SettingError(
-                f"{self.function}(patience={self.patience}): there is no held-out text to continue greedily. Give more "
-                "rows, of at least 4 tokens, or leave patience out."
-            )
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
             chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
-            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience, GAIN)]
-            trained = FitModule(module, frozen, self, speedup)
+            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience)]
+            trained = FitModule(module, frozen, self)
             both: Any = rows, held_out
             data = [StackDataset(input_ids=some) for some in both]
-            trainer = FitTrainer(
+            trainer = Trainer(
                 trained, chosen, default_data_collator, *data, compute_metrics=trained.means, callbacks=stops
             )
             known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
@@ -224,12 +219,13 @@ class TrainedFit(Fit[M]):
             self.finish(module, frozen, held_out)
             with seeded(args):
                 measured = trainer.evaluate() if len(held_out) else {}
+                pace = speed_figures(module, model, held_out, self.spec)
         found = {name.removeprefix("eval_"): value for name, value in measured.items()}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
         figures |= {name.replace("_", " "): found[name] for name in trained.names if name in found}
         figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
-        saved(module, module.about | {"figures": figures | speed_figures(module, found)}, self.output_dir)
+        saved(module, module.about | {"figures": figures | pace}, self.output_dir)
         forget(args, self.output_dir)
         return module
 
@@ -247,11 +243,11 @@ class TrainedFit(Fit[M]):
 class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
-    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speed: SpeedupEvaluator) -> None:
+    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any]) -> None:
         super().__init__()
         self.part = module  # the name in checkpoints
         self.names: tuple[str, ...] = ()
-        self._fit, self._frozen, self.speedup = fit, frozen, speed
+        self._fit, self._frozen = fit, frozen
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
@@ -266,7 +262,9 @@ class FitModule(nn.Module):
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
         means = np.nanmean(evaluated.predictions, (0, 1))
-        return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
+        found = {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
+        judged = [mean for name, mean in zip(self.names, means, strict=True) if name not in self._fit.references]
+        return found | {AGREEMENT: round(float(np.mean(judged)), 4)}
 
 
 def check_length(name: str, block_size: object, config: Any) -> None:

@@ -2,9 +2,9 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated, Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_me
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
 from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
-from .fit_trainer import SpeedupEvaluator, speed_figures
+from .fit_trainer import speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greedily, packed
 
@@ -135,19 +135,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             for head, layer in enumerate(module.layers)
         }
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[ExitHeads], SelfSpec | None]:
-        @lru_cache
-        def texts() -> _Texts:  # in training, some of the text is enough
-            return _written(frozen, held_out[:AT_ONCE])
-
-        def spec(module: ExitHeads) -> SelfSpec | None:
-            if not module.about.get("calibration"):
-                found = calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)
-                module = copy.copy(module)
-                module.about = {"calibration": found}
-            return _dssd(module)
-
-        return spec
+    def spec(self, module: ExitHeads) -> SelfSpec | None:
+        return _dssd(module)
 
     def recipe(self, module: ExitHeads) -> dict[str, Any]:
         shape = {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
@@ -202,8 +191,7 @@ def calibrate_exit_heads(
     found = copy.deepcopy(given.on(frozen.device)).eval()
     with frozen.frozen():
         _calibrate(name, found, frozen, rows, epsilons, metric)
-        speeds = SpeedupEvaluator(inner, rows, _dssd).metrics(found)
-    figures = {**(found.about["figures"] or {}), **speed_figures(found, speeds)}
+        figures = {**(found.about["figures"] or {}), **speed_figures(found, inner, rows, _dssd)}
     return saved(found, found.about | {"figures": figures}, output_dir)
 
 

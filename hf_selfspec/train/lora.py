@@ -1,6 +1,6 @@
 """Fitting LoRA that is active only while the first layers draft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -48,6 +48,8 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
         UnsupportedModelError: the model's layers were not found, or do not draft after given keys and values.
     """
 
+    references = ("agreement_without_LoRA",)
+
     exit_layer: Annotated[int | None, Option("The exit layer; a quarter of the layers by default.")] = None
     rank: Annotated[int, Option("Rank of what is added to each linear layer.")] = 16
 
@@ -79,8 +81,8 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
         without = frozen.per_token(agreement, frozen.own_head, states[f"exits_{module.exit_layer}"], states)
         return super().metrics(module, frozen, states) | {"agreement_without_LoRA": without}
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[DraftLora], SelfSpec]:
-        return lambda lora: SelfSpec(EarlyExitLora(lora))
+    def spec(self, module: DraftLora) -> SelfSpec:
+        return SelfSpec(EarlyExitLora(module))
 
     def recipe(self, module: DraftLora) -> dict[str, Any]:
         return {"exit layer": module.exit_layer, "rank": self.rank, "tokens of a draft": _WINDOW}

@@ -1,6 +1,6 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -136,8 +136,8 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             found[f"agreement_at_step_{step}"] = F.pad(agreeing, (0, step), value=torch.nan)
         return found
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[MtpHead], SelfSpec]:
-        return lambda head: SelfSpec(MTP(head))
+    def spec(self, module: MtpHead) -> SelfSpec:
+        return SelfSpec(MTP(module))
 
     def recipe(self, module: MtpHead) -> dict[str, Any]:
         return {"steps one after another": self.steps, "tokens that can be drafted": len(self._tokens)}
