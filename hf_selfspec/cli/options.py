@@ -4,18 +4,19 @@ from typing import Annotated, Literal
 
 import typer
 
-Model = Annotated[str, typer.Option(help="Folder of the model, or its name on the Hub.")]
-Dtype = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32", "float64"], typer.Option(help="Data type of the model's weights.")
-]
+MODEL = "Folder of the model, or its name on the Hub."
+Model = Annotated[str, typer.Option(help=MODEL)]
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+DTYPE = "Data type of the model's weights."
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32", "float64"], typer.Option(help=DTYPE)]
 Device = Annotated[
     str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")]
-_DATA = typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")
-Data = Annotated[str, _DATA]
-OptionalData = Annotated[str | None, _DATA]
-Field = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
+DATA = "A .jsonl or .txt file, or a dataset of the Hub."
+Data = Annotated[str, typer.Option(help=DATA)]
+FIELD = "Column of the text, `text` by default."
+Field = Annotated[str | None, typer.Option(help=FIELD)]
 PROMPT_DATA = "A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub"
 PromptField = Annotated[
     str | None,

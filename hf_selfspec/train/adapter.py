@@ -3,15 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_exit
-from .fit import TrainedFit, as_function, words
+from ..validation import check_count, check_exit
+from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates
 
 
@@ -51,12 +51,10 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         UnsupportedModelError: the model's layers were not found, or nothing can be fitted to them.
     """
 
-    exit_layer: Annotated[int | None, Option("The exit layer; 2 by default, 3 from 40 layers on.")] = None
-    blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.", parse=words)] = (
-        "attention",
-    )
-    num_heads: Annotated[int | None, Option("Attention heads, the model's by default.", "heads")] = None
-    own_head: Annotated[bool, Option("Fit a head of its own as well.")] = False
+    exit_layer: int | None = None
+    blocks: Sequence[str] = ("attention",)
+    num_heads: int | None = None
+    own_head: bool = False
 
     def check(self) -> None:
         super().check()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, cast, get_type_hints
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, cast, get_type_hints
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import Option, StrPath, check_count, check_positive
+from ..validation import StrPath, check_count, check_positive
 from .fit_trainer import (
     AGREEMENT,
     M,
@@ -38,16 +38,6 @@ from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entr
 from .texts import HELD_OUT, Tokenizer, divided, packed
 
 P = ParamSpec("P")
-
-
-def words(text: str) -> tuple[str, ...]:
-    """The items of an option that are separated by commas."""
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
-def whole_numbers(text: str) -> list[int]:
-    """The whole numbers of an option that are separated by commas."""
-    return [int(word) for word in words(text)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +99,11 @@ class TrainedFit(Fit[M]):
     # Metrics that do not depend on the module.
     references: ClassVar[tuple[str, ...]] = ()
 
-    block_size: Annotated[int, Option("Tokens of a row.")] = 256
+    block_size: int = 256
     args: TrainingArguments | None = None
-    cache_dir: Annotated[
-        StrPath | None, Option("Folder that keeps the model's states for further epochs and fits.", "cache", str)
-    ] = None
+    cache_dir: StrPath | None = None
     cache_bytes: int | None = None
-    patience: Annotated[
-        int | None, Option("Evaluations (every 100 steps, or tenth of a fit) without a gain, then it ends.")
-    ] = None
+    patience: int | None = None
 
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
@@ -163,8 +149,15 @@ class TrainedFit(Fit[M]):
         args: Any = self.args
         if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-        if args is not None and args.max_steps <= 0:
-            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
+        if args is not None:
+            check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
+            check_positive(f"{name}(args): learning_rate", args.learning_rate)
+            if args.max_steps <= 0:
+                check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
+        if self.cache_bytes is not None:
+            check_count(f"{name}(cache_bytes)", self.cache_bytes)
+            if self.cache_dir is None:
+                raise SettingError(f"{name}(cache_bytes={self.cache_bytes}) has no effect without cache_dir.")
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)

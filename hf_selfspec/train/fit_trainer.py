@@ -50,27 +50,30 @@ _ROWS, _TOKENS, _FEW = 4, 32, 8
 AGREEMENT = "agreement"
 
 
-def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
-    """One epoch of AdamW at 1e-3 with 8 rows a batch, unless ``changed``."""
-    usual: dict[str, Any] = {
-        "output_dir": folder,
+def usual_arguments(is_kept: bool = False) -> dict[str, Any]:
+    """One epoch of AdamW at 1e-3 with 8 rows a batch; with checkpoints, of which the last stays, if ``is_kept``."""
+    kept = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
+    return {
         "per_device_train_batch_size": 8,
         "learning_rate": 1e-3,
         "num_train_epochs": 1,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 20,
         "logging_steps": 50,
-        "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": device.type == "cpu",
+        **(kept if is_kept else {"save_strategy": "no"}),
     }
+
+
+def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
+    """The usual arguments, unless ``changed``."""
+    usual = {**usual_arguments(), "output_dir": folder, "use_cpu": device.type == "cpu"}
     return TrainingArguments(**usual | changed)
 
 
-def resumable_arguments(output_dir: StrPath, device: torch.device, **changed: Any) -> TrainingArguments:
-    """The same with checkpoints beside ``output_dir``, of which the last one is kept."""
-    kept = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
-    return training_arguments(checkpoints_of(output_dir), device, **kept, **changed)
+def resumable_arguments(output_dir: StrPath, device: torch.device) -> TrainingArguments:
+    """The same with checkpoints beside ``output_dir``."""
+    return training_arguments(checkpoints_of(output_dir), device, **usual_arguments(is_kept=True))
 
 
 def stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:

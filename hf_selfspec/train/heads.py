@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -17,8 +17,8 @@ from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
 from ..selfspec import SelfSpec
-from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
-from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
+from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
+from .fit import TrainedFit, as_function, check_length, saved
 from .fit_trainer import speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greedily, packed
@@ -63,15 +63,12 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             hold any out.
     """
 
-    layers: Annotated[
-        Sequence[int] | None,
-        Option("Exit layers separated by commas, spread over the depth by default.", parse=whole_numbers),
-    ] = None
-    num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
-    rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None
-    copied: Annotated[bool, Option("Start with copies of the model's own head.")] = False
+    layers: Sequence[int] | None = None
+    num_heads: int = _USUAL_HEADS
+    rank: int | None = None
+    copied: bool = False
     labels: float = 0.0
-    metric: Annotated[str | None, Option("Metric of confidence; by default the best one.")] = None
+    metric: str | None = None
     epsilons: Sequence[float] = _EPSILONS
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -19,7 +19,7 @@ from ..model.plan import LayerPlan
 from ..model.prompt import cache_name
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_exit
+from ..validation import check_count, check_exit
 from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement
 
@@ -50,8 +50,8 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
 
     references = ("agreement_without_LoRA",)
 
-    exit_layer: Annotated[int | None, Option("The exit layer; a quarter of the layers by default.")] = None
-    rank: Annotated[int, Option("Rank of what is added to each linear layer.")] = 16
+    exit_layer: int | None = None
+    rank: int = 16
 
     def check(self) -> None:
         super().check()

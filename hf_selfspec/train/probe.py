@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..errors import SettingError
 from ..modules.probe import LinearProbe
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_exit, check_flag, check_positive, check_share
+from ..validation import check_count, check_exit, check_flag, check_positive, check_share
 from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates, agreement
 
@@ -39,11 +39,11 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
 
     references = ("accepted",)
 
-    exit_layer: Annotated[int, Option("The layer whose states the probe reads.")]
-    do_sample: Annotated[bool, Option("Fit it for sampling instead of greedy decoding.", "sample")] = False
-    temperature: Annotated[float, Option("Temperature of sampling.")] = 1.0
-    top_k: Annotated[int | None, Option("Top-k of sampling.")] = None
-    top_p: Annotated[float | None, Option("Top-p of sampling.")] = None
+    exit_layer: int
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
 
     def check(self) -> None:
         super().check()

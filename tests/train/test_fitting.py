@@ -226,7 +226,7 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
         file.write_bytes(file.read_bytes()[:100])
     assert fit("whole") == FEW
     assert not list(tmp_path.rglob("*.tmp"))
-    with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
+    with pytest.raises(SettingError, match=r"cache_bytes=9\) has no effect without cache_dir"):
         fit(None, 9)
 
 
