@@ -148,7 +148,7 @@ def bench(
         stream = repeated(stream)
     about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
     found = measured(named.model(dtype, place), tokenizer, stream, settings, wanted, path_of(out), about)
-    print(f"{found}\n\nThe whole report is {out}/report.html.")
+    print(f"{found}\n\nThe whole report is {out}/report.md.")
 
 
 def exit_report(
