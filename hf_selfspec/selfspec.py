@@ -183,8 +183,8 @@ class SelfSpec(Settings):
     def export_draft(self, folder: StrPath, model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
-        That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of
-        a search or a probe, it is what was chosen for the model. The folder's README.md has the command for each
+        That part is an early exit, or the model without skipped blocks; of a search or a probe, it is what was chosen
+        for the model. The folder's README.md has the command for each
         engine. The checkpoint's logits are compared with the draft's before anything is written; the model stays as it
         is, and its tensors are not copied. MTP layers are written as ``model-mtp.safetensors``, under the names that
         checkpoints of a model that ships with such layers have.

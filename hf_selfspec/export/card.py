@@ -12,18 +12,19 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import PreTrainedModel
 
-from ..draft.source import DraftBlocks, DraftSource
+from ..draft.source import DraftSource
 from ..learned.knowledge import KnowledgeOfCall
+from ..model.plan import LayerPlan
 
 # The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
 
 
 def card_of(
-    source: DraftSource, tokens: int, folder: Path, known: KnowledgeOfCall, blocks: DraftBlocks, draft: PreTrainedModel
+    source: DraftSource, tokens: int, folder: Path, known: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
 ) -> str:
     """The card of a draft in a folder, as Markdown."""
-    picture, layers = blocks.plan.picture(), draft.config.num_hidden_layers
+    picture, layers = plan.picture(), draft.config.num_hidden_layers
     is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
     environment = Environment(
         loader=PackageLoader("hf_selfspec.export"), undefined=StrictUndefined, keep_trailing_newline=True
@@ -39,21 +40,19 @@ def card_of(
         draft=repr(source),
         picture=picture,
         fingerprint=known.fingerprint().name,
-        notes=_notes(blocks, draft),
+        notes=_notes(plan, draft),
         tokens=tokens,
         vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),
     )
 
 
-def _notes(blocks: DraftBlocks, draft: PreTrainedModel) -> list[str]:
+def _notes(plan: LayerPlan, draft: PreTrainedModel) -> list[str]:
     notes = []
-    if alone := blocks.plan.skipped_attention ^ blocks.plan.skipped_mlp:
+    if alone := plan.skipped_attention ^ plan.skipped_mlp:
         notes.append(
             f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
             "still compute: leave out whole layers where that costs too much"
         )
-    if blocks.adapter is not None:
-        notes.append(f"layer {draft.config.num_hidden_layers - 1} is an adapter (Kangaroo), with an MLP of zeros")
     if len(set(getattr(draft.config, "layer_types", None) or [])) > 1:
         notes.append(
             "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
