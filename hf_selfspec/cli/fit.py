@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 import typer
 
-from . import options
+from . import commands
 
 if TYPE_CHECKING:
     from ..train.fit import Fit
@@ -45,11 +45,11 @@ def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
             raise SettingError(f"{message}. See `{self.prog} --help`.")
 
     hints, own = get_type_hints(kind), argparse.ArgumentParser(add_help=False)
-    own.add_argument("--model", required=True, help=options.MODEL)
-    own.add_argument("--data", required="prompts" not in hints, help=options.DATA)
+    own.add_argument("--model", required=True, help=commands.MODEL)
+    own.add_argument("--data", required="prompts" not in hints, help=commands.DATA)
     own.add_argument("--out", required=True, help="Folder for the fitted module.")
-    own.add_argument("--field", help=options.FIELD)
-    own.add_argument("--dtype", choices=options.DTYPES, default="auto", help=options.DTYPE)
+    own.add_argument("--field", help=commands.FIELD)
+    own.add_argument("--dtype", choices=commands.DTYPES, default="auto", help=commands.DTYPE)
     for setting in fields(kind):
         if setting.name != "output_dir" and (how := _read_as(setting.name, hints[setting.name])):
             how |= {"required": True} if setting.default is MISSING else {"default": setting.default}

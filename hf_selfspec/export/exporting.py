@@ -1,6 +1,7 @@
 """Drafts for other engines: the part of a model that drafts, as a checkpoint of its own."""
 
 import copy
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -27,7 +29,6 @@ from ..modules.mtp import MtpHead
 from ..modules.shipped import FIRST, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
-from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
 
 # Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
@@ -35,6 +36,8 @@ USUAL_TOKENS = 5
 
 _C = TypeVar("_C", bound=Choice)
 _README, _MTP = "README.md", "model-mtp.safetensors"
+# The tag by which a card written here is recognised.
+TAG = "hf_selfspec-draft"
 # Files that show that a folder holds a model.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
@@ -207,3 +210,50 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     else:
         return
     raise UnsupportedModelError(f"{name}: {which} cannot be exported, since {why}. {what}.")
+
+
+def card_of(
+    source: DraftSource, tokens: int, folder: Path, known: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
+) -> str:
+    """The card of a draft in a folder, as Markdown.
+
+    The commands are from the engines' own documentation in November 2026: vLLM's "Draft Models"
+    (features/speculative_decoding/draft_model), SGLang's "Standalone Speculative Decoding"
+    (advanced_features/speculative_decoding), TensorRT-LLM's "Speculative Decoding" (features/speculative-decoding,
+    Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
+    """
+    picture, layers = plan.picture(), draft.config.num_hidden_layers
+    is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
+    environment = Environment(
+        loader=PackageLoader("hf_selfspec.export"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["repr"] = repr
+    return environment.get_template("card.md.jinja").render(
+        tag=TAG,
+        model=known.model.config.name_or_path or type(known.model).__name__,
+        folder=str(folder),
+        what="The first layers and the output head" if is_exit else "Some of its blocks",
+        layers=f"{layers} layer{'s' if layers > 1 else ''}",
+        parameters=draft.num_parameters(),
+        draft=repr(source),
+        picture=picture,
+        fingerprint=known.fingerprint().name,
+        notes=_notes(plan, draft),
+        tokens=tokens,
+        vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),
+    )
+
+
+def _notes(plan: LayerPlan, draft: PreTrainedModel) -> list[str]:
+    notes = []
+    if alone := plan.skipped_attention ^ plan.skipped_mlp:
+        notes.append(
+            f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
+            "still compute: leave out whole layers where that costs too much"
+        )
+    if len(set(getattr(draft.config, "layer_types", None) or [])) > 1:
+        notes.append(
+            "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
+            "(llama.cpp for some families) can use this draft only where that gives the same kinds"
+        )
+    return notes
