@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..reports import as_text
 from ..reports.plots import new_figure
-from ..reports.tables import as_text
 from .methods import COMPILED_GROUP, LAYERS, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP
 from .results import FEWEST, Json
 

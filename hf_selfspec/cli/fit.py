@@ -38,6 +38,7 @@ def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
     from transformers import HfArgumentParser, TrainingArguments
 
     from .. import SettingError
+    from ..train.adapter import AdapterFit
     from ..train.fit_trainer import usual_arguments
 
     class Parser(HfArgumentParser):
@@ -55,9 +56,12 @@ def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
             how |= {"required": True} if setting.default is MISSING else {"default": setting.default}
             names = {f"--{setting.name.replace('_', '-')}", _SHORT.get(setting.name, f"--{setting.name}")}
             own.add_argument(*sorted(names), dest=setting.name, help="see above", **how)
-    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": kind.__doc__}
+    about, shared = str(kind.__doc__).partition("    Returns:")[0], str(AdapterFit.__doc__)
+    if "args" in hints and kind is not AdapterFit:  # whose documentation the others refer to
+        about += shared[shared.index("        block_size:") : shared.index("        output_dir:")]
+    layout = {"usage": "%(prog)s [options]", "formatter_class": argparse.RawDescriptionHelpFormatter}
     make = partial(
-        Parser, prog=f"hf-selfspec fit {name}", parents=[own], allow_abbrev=False, usage="%(prog)s", **layout
+        Parser, prog=f"hf-selfspec fit {name}", description=about, parents=[own], allow_abbrev=False, **layout
     )
     if "args" not in hints:
         return make()
@@ -65,7 +69,8 @@ def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
     parser = make(TrainingArguments)
     for short, (sets, read) in _OF_TRAINING.items():
         parser.add_argument(short, dest=sets, type=read, default=argparse.SUPPRESS, help=sets)
-    parser.set_defaults(**usual_arguments(is_kept=True), use_cpu=torch.accelerator.current_accelerator() is None)
+    has_none = torch.accelerator.current_accelerator() is None
+    parser.set_defaults(output_dir="", use_cpu=has_none, **usual_arguments(is_kept=True))
     return parser
 
 
@@ -119,7 +124,7 @@ def _run(context: typer.Context) -> None:
     except (ValueError, ImportError) as error:  # of TrainingArguments
         raise hf_selfspec.SettingError(str(error)) from error
     for args in training:
-        args.output_dir = checkpoints_of(given.out)
+        args.output_dir = args.output_dir or checkpoints_of(given.out)
     chosen = {one.name: getattr(given, one.name) for one in fields(kind) if hasattr(given, one.name)}
     fit = kind(**chosen, output_dir=given.out, **dict(zip(["args"], training, strict=False)))
     fit.check()

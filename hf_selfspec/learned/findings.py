@@ -1,6 +1,5 @@
 """What a draft source learns about a model and keeps from call to call, and a file in which processes share it."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,17 +40,11 @@ class Findings:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
 
-
-class TextFindings(Findings):
-    """Findings that hold users' texts: they can be forgotten, and processes that share a file merge them."""
-
-    def forget(self) -> None:
-        """Drops the texts and what follows from them."""
-        raise NotImplementedError
-
     def merge(self, state: dict[str, Any]) -> None:
         """Adds what another process knows, as :meth:`state` returned it there; raises what :meth:`restore` does."""
-        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops users' texts, if there are any, and what follows from them."""
 
 
 @contextmanager
@@ -82,25 +75,27 @@ class CacheFile:
     def __init__(self, path: Path, has_texts: bool) -> None:
         self.path = path
         self.has_texts = has_texts
-        self.news = threading.Event()  # whether there is something new to write
+        self.has_news = False  # whether there is something new to write
         self.kept: dict[Key, dict[str, Any]] = {}  # what it held, also for kinds of calls that were not made since
         self._text_id = ""
         self._version: tuple[int, int] | None = None
-        self._last, self._pause = -WRITTEN, WRITTEN
+        self._last_write, self._pause = -WRITTEN, WRITTEN
+
+    def add_news(self) -> None:
+        self.has_news = True
 
     @property
     def is_due(self) -> bool:
-        return self.news.is_set() and (not self.has_texts or monotonic() - self._last >= self._pause)
+        return self.has_news and (not self.has_texts or monotonic() - self._last_write >= self._pause)
 
-    def tried(self, is_done: bool) -> None:
+    def count_write(self, is_done: bool) -> None:
         """Called after a write; what was not possible is due again later and later."""
-        self._last, self._pause = monotonic(), WRITTEN if is_done else min(2 * self._pause, _MOST_WAITED)
-        if not is_done:
-            self.news.set()
+        self._last_write, self._pause = monotonic(), WRITTEN if is_done else min(2 * self._pause, _MOST_WAITED)
+        self.has_news |= not is_done
 
     def read(self) -> Saved | None:
         """Reads it; ``None`` with a warning for one that cannot be used. Files are replaced as a whole: no lock."""
-        version, saved = self._seen(), None
+        version, saved = self._present_version(), None
         if version is not None:
             with begins_anew():
                 saved = saving.read(self.path)
@@ -119,30 +114,30 @@ class CacheFile:
     ) -> None:
         """Writes findings together with what others have written since."""
         with locked(self.path, patience):
-            mine, version = self._text_id, self._seen()
-            saved = self.read() if version != self._version else None
-            for key, found in findings.items():
-                if isinstance(found, TextFindings):
-                    if mine and self._text_id != mine:
-                        found.forget()
-                    if saved is not None and key in saved.findings:
-                        with begins_anew(), saving.reading(self.path):
-                            found.merge(saved.findings[key])
+            text_id, of_others = self._text_id, None
+            if self._present_version() != self._version:
+                of_others = self.read()
+            for key, of_key in findings.items():
+                if text_id and self._text_id != text_id:
+                    of_key.forget()
+                if of_others is not None and key in of_others.findings:
+                    with begins_anew(), saving.reading(self.path):
+                        of_key.merge(of_others.findings[key])
             self._text_id = self._text_id or uuid4().hex
-            states = self.kept | {key: found.state() for key, found in findings.items()}
+            states = self.kept | {key: of_key.state() for key, of_key in findings.items()}
             saving.write(Saved(dict(settings), fingerprint, states, self.path, self._text_id))
-            self._version = self._seen()
+            self._version = self._present_version()
 
-    def forget(self) -> None:
-        """Begins a new one, after its texts were dropped."""
+    def begin(self) -> None:
+        """The next write is the first one: texts were dropped."""
         self._text_id, self._version = "", None
 
-    def _seen(self) -> tuple[int, int] | None:
+    def _present_version(self) -> tuple[int, int] | None:
         try:
-            found = self.path.stat()
+            file = self.path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino
+        return file.st_mtime_ns, file.st_ino
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ..stop.rules import Memory
 from ..validation import StrPath
 from . import saving
 from .files import path_of, reported, unfinished
-from .findings import PATIENCE, CacheFile, Findings, TextFindings, begins_anew, locked
+from .findings import PATIENCE, CacheFile, Findings, begins_anew, locked
 from .saving import Key, Kind, Saved
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
@@ -145,11 +145,9 @@ class Knowledge:
             with self.lock:
                 for record in self._records.values():
                     for found in record.findings.values():
-                        if isinstance(found, TextFindings):
-                            found.forget()
-                    for path in held:
-                        if path in record.files:
-                            record.files[path].forget()
+                        found.forget()
+                    for path in record.files.keys() & set(held):
+                        record.files[path].begin()
                 if self.saved is not None:
                     # Texts are in findings for all kinds of calls.
                     kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
@@ -233,9 +231,9 @@ class KnowledgeOfCall:
             with self.knowledge.lock:
                 files = list(self._record.files.values())
             for file in files:
-                if file.is_due or (patience is not None and file.news.is_set()):
+                if file.is_due or (patience is not None and file.has_news):
                     self._write(file, patience or 0.0)
-            if any(file.news.is_set() for file in files):
+            if any(file.has_news for file in files):
                 unwritten[self.model] = replace(self, model=cast(Any, None))
                 _unwritten.add(self.knowledge)
             else:
@@ -244,14 +242,15 @@ class KnowledgeOfCall:
     def _write(self, file: CacheFile, patience: float) -> None:
         """Writes a file; reports what fails, but not that another process holds it for now."""
         is_done = False
-        file.news.clear()
+        file.has_news = False
         try:
             with reported(file.path):
                 fingerprint = Fingerprint.of_decoder(self.model)
                 if fingerprint == self.fingerprint():
                     with self.knowledge.lock:
-                        known = {key: found for key, found in self._record.findings.items() if self._file(key) is file}
-                    file.write(known, self.settings(), fingerprint, patience)
+                        in_file = [key for key in self._record.findings if self._file(key) is file]
+                        findings = {key: self._record.findings[key] for key in in_file}
+                    file.write(findings, self.settings(), fingerprint, patience)
                 else:
                     warn_once(
                         f"the weights of {type(self.model).__name__} have changed since this SelfSpec began, and files "
@@ -264,52 +263,53 @@ class KnowledgeOfCall:
                 told = str(error) if isinstance(error, SettingError) else brief(repr(error))
                 warn_once(f"findings are not kept on disk: {told}")
         finally:
-            file.tried(is_done)
+            file.count_write(is_done)
 
     def _file(self, key: Key) -> CacheFile | None:
         """The file that holds findings."""
         if self.cache_dir is None or is_tensor_parallel(self.model):
             return None  # the processes of one model may have different folders, and would then draft differently
-        described = json.dumps([saving.FORMAT, self.settings()], sort_keys=True).encode()
+        settings = json.dumps([saving.FORMAT, self.settings()], sort_keys=True).encode()
         ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
-        name = f"{self.task}-{hashlib.sha256(described).hexdigest()[:12]}{ending}.json"
+        name = f"{self.task}-{hashlib.sha256(settings).hexdigest()[:12]}{ending}.json"
         path = path_of(self.cache_dir) / self.fingerprint().name / name
         with self.knowledge.lock:
             return self._record.files.setdefault(path, CacheFile(path, has_texts=key.kind is None))
 
     def _used(self, key: Key, make: Callable[[Any], _F]) -> _F:
         with self.knowledge.lock:
-            known = self._record.findings
-            if key not in known:
-                other = next((found for one, found in known.items() if one.source == key.source), None)
-                known[key] = self._begun(key, make, other)
-            found = known[key] = known.pop(key)  # the last one in use
-            return found
+            findings = self._record.findings
+            if key not in findings:
+                of_source = (findings[other] for other in findings if other.source == key.source)
+                findings[key] = self._begun(key, make, next(of_source, None))
+            findings[key] = findings.pop(key)  # the last one in use
+            return cast(_F, findings[key])
 
     def _begun(self, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
         """New findings, which begin with what a file holds and are written to it."""
-        saved, file = self.knowledge.saved, self._file(key)
-        found = make(other) if saved is None else _restored(saved, key, make, other)
-        if file is None:
-            return found
-        if saved is None and (read := file.read()) is not None:
+        saved, file, findings = self.knowledge.saved, self._file(key), make(other)
+        if saved is not None:
+            findings = _restored(saved, key, make, other)
+        elif file is not None and (saved := file.read()) is not None:
             with begins_anew():
-                found = _restored(read, key, make, other)
-        if file.has_texts:
-            self.knowledge.text_paths.add(file.path)
-        found.changed = file.news.set
-        return found
+                findings = _restored(saved, key, make, other)
+        if file is not None:
+            findings.changed = file.add_news
+            if file.has_texts:
+                self.knowledge.text_paths.add(file.path)
+        return findings
 
 
 def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
     """New findings as the file has them, or begun with those for another kind of call."""
-    found, states = make(other), saved.states(key.source)
+    findings = make(other)
+    states = {of_key.kind: state for of_key, state in saved.findings.items() if of_key.source == key.source}
     with saving.reading(saved.path):
         if key.kind in states:
-            found.restore(states[key.kind])
+            findings.restore(states[key.kind])
         elif states and other is None:
             # What another kind of call has found is a better start than nothing.
             first = make(None)
             first.restore(next(iter(states.values())))
             return make(first)
-    return found
+    return findings

@@ -50,9 +50,6 @@ class Saved:
     path: Path
     text_id: str = ""  # see CacheFile
 
-    def states(self, source: str) -> dict[Kind | None, dict[str, Any]]:
-        return {key.kind: state for key, state in self.findings.items() if key.source == source}
-
 
 def register(*places: Place) -> Callable[[_T], _T]:
     """Lets a frozen dataclass of settings be saved and loaded by its name.

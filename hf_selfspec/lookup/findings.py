@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..forks import new_lock
-from ..learned.findings import TextFindings
+from ..learned.findings import Findings
 from .rates import Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
@@ -22,7 +22,7 @@ _PAIRS, _STORED = 65_536, 65_536
 _PIECE = 4_096
 
 
-class LookupFindings(TextFindings):
+class LookupFindings(Findings):
     """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
 
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:

@@ -26,9 +26,9 @@ from ..validation import StrPath, check_count, check_positive
 from .fit_trainer import (
     AGREEMENT,
     M,
+    checkpoints_of,
     forget,
     last_checkpoint,
-    resumable_arguments,
     seeded,
     speed_figures,
     stopping_early,
@@ -224,9 +224,10 @@ class TrainedFit(Fit[M]):
 
     def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
         """The user's arguments, or the usual ones, which keep checkpoints beside the module's folder."""
-        if self.args is None and self.output_dir is None:
-            return training_arguments(folder, device)
-        args = self.args or resumable_arguments(cast(str, self.output_dir), device)
+        if self.args is None:
+            out = self.output_dir
+            return training_arguments(folder if out is None else checkpoints_of(out), device, is_kept=out is not None)
+        args = self.args
         if args.n_gpu > 1:
             args = copy.copy(args)  # the user's
             args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them

@@ -65,15 +65,10 @@ def usual_arguments(is_kept: bool = False) -> dict[str, Any]:
     }
 
 
-def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
+def training_arguments(folder: str, device: torch.device, is_kept: bool = False, **changed: Any) -> TrainingArguments:
     """The usual arguments, unless ``changed``."""
-    usual = {**usual_arguments(), "output_dir": folder, "use_cpu": device.type == "cpu"}
+    usual = {**usual_arguments(is_kept), "output_dir": folder, "use_cpu": device.type == "cpu"}
     return TrainingArguments(**usual | changed)
-
-
-def resumable_arguments(output_dir: StrPath, device: torch.device) -> TrainingArguments:
-    """The same with checkpoints beside ``output_dir``."""
-    return training_arguments(checkpoints_of(output_dir), device, **usual_arguments(is_kept=True))
 
 
 def stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
