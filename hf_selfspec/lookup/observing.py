@@ -10,7 +10,7 @@ from ..errors import UnsupportedModelError
 from ..model.logits import Logits, Tops
 from ..model.patching import evaluating
 from ..model.prompt import cache_name
-from .findings import LookupFindings
+from .kept_texts import LookupFindings
 
 # Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256

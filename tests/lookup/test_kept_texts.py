@@ -26,7 +26,7 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned import findings as files_shared
 from hf_selfspec.learned import knowledge as all_findings
 from hf_selfspec.learned.files import written_whole
-from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.machine("verification_is_free")
