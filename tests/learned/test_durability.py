@@ -145,10 +145,11 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
 
 
 def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """A process that makes one kind of call leaves what another has found for others."""
-    for rows in (1, 2, 1):
-        spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
-        generate(llama, prompt(rows), 40, assistant=spec)
+    """A process that makes one kind of call leaves what another finds for others, before or meanwhile."""
+    specs = [fresh(SEARCHES["clasp, over"], cache_dir=tmp_path) for _ in range(3)]
+    for tokens in (2, 40):
+        for spec, rows in zip(specs, (1, 2, 1), strict=True):
+            generate(llama, prompt(rows), tokens, assistant=spec)
     (file,) = tmp_path.rglob("*.json")
     assert sorted(one["several_rows"] for one in json.loads(file.read_text())["findings"]) == [False, True]
 
