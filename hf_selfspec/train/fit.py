@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from torch.utils.data import StackDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
@@ -199,7 +200,7 @@ class TrainedFit(Fit[M]):
             last, begun = last_checkpoint(args, known, rows), perf_counter()
             trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
-            module.eval()
+            broadcast(module.eval().state_dict())  # the best weights, which the first process has kept
             wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
             if wrong:
                 forget(args, self.output_dir)
