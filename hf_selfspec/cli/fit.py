@@ -15,16 +15,6 @@ from . import commands
 if TYPE_CHECKING:
     from ..train.fit import Fit
 
-app = typer.Typer(help="Fit a small module to a frozen model.")
-
-_FITS = {
-    "adapter": "An adapter behind a shallow exit (Kangaroo).",
-    "head": "The most frequent tokens, of which drafts then consist (FR-Spec).",
-    "heads": "Exit heads with calibrated thresholds (DSSD).",
-    "lora": "LoRA that is active only while the first layers draft.",
-    "mtp": "An MTP layer that reads the model's last states.",
-    "probe": "A probe that predicts whether a drafted token is accepted (AdaSPEED).",
-}
 # Shorter names of options, by what they set.
 _SHORT = {"cache_dir": "--cache", "do_sample": "--sample", "num_heads": "--heads"}
 _OF_TRAINING = {"--batch": ("per_device_train_batch_size", int), "--epochs": ("num_train_epochs", float)}
@@ -102,48 +92,64 @@ def _gib(text: str) -> int:
     return max(1, round(float(text) * 2**30))
 
 
-def _run(context: typer.Context) -> None:
+def fit(context: typer.Context) -> None:
+    """Fit a small module to a frozen model."""
+    from .. import SettingError
+
+    kinds = fits()
+    name, *words = context.args or [""]
+    if name == "--help":
+        told = "\n".join(f"  {name:<10} {str(kind.__doc__).partition(chr(10))[0]}" for name, kind in kinds.items())
+        print(
+            f"usage: hf-selfspec fit COMMAND [options]\n\n{told}\n\nhf-selfspec fit COMMAND --help shows the options."
+        )
+        return
+    if name not in kinds:
+        what = f"No such command {name!r}" if name else "Missing command"
+        raise SettingError(f"{what}. See `hf-selfspec fit --help`.")
+    _fit(name, kinds[name], words)
+
+
+def fits() -> dict[str, type[Fit[Any]]]:
+    """The settings of all fits, by the names of their commands."""
+    import hf_selfspec
+
+    functions = [getattr(hf_selfspec, name) for name in hf_selfspec.__all__ if name.startswith("fit_")]
+    return {vars(function)["kind"].command: vars(function)["kind"] for function in functions}
+
+
+def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
     """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
     import torch
 
-    import hf_selfspec
-
+    from .. import SettingError
     from ..data.loading import NamedModel
     from ..data.texts import texts
     from ..learned.files import check_folder
     from ..modules.draft_module import FILES
     from ..train.fit_trainer import checkpoints_of
 
-    name = str(context.info_name)
-    functions = [getattr(hf_selfspec, name) for name in hf_selfspec.__all__ if name.startswith("fit_")]
-    kind = next(vars(function)["kind"] for function in functions if vars(function)["kind"].command == name)
     try:
-        *training, given = parser_of(name, kind).parse_args_into_dataclasses(context.args, look_for_args_file=False)
+        *training, given = parser_of(name, kind).parse_args_into_dataclasses(words, look_for_args_file=False)
     except SystemExit as end:  # of --help
         raise typer.Exit(int(end.code or 0)) from end
     except (ValueError, ImportError) as error:  # of TrainingArguments
-        raise hf_selfspec.SettingError(str(error)) from error
+        raise SettingError(str(error)) from error
     for args in training:
         args.output_dir = args.output_dir or checkpoints_of(given.out)
     chosen = {one.name: getattr(given, one.name) for one in fields(kind) if hasattr(given, one.name)}
-    fit = kind(**chosen, output_dir=given.out, **dict(zip(["args"], training, strict=False)))
-    fit.check()
+    settings: Any = kind(**chosen, output_dir=given.out, **dict(zip(["args"], training, strict=False)))
+    settings.check()
     check_folder("--out", given.out, FILES)
     if chosen.get("cache_dir") is not None:
         check_folder("--cache", given.cache_dir)
     dataset, named = [] if given.data is None else texts(given.data, given.field), NamedModel(given.model)
     config = named.config.get_text_config(decoder=True)
     if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
-        fit.check_config(config)
-    text = fit.read(named.tokenizer(), dataset)
+        settings.check_config(config)
+    text = settings.read(named.tokenizer(), dataset)
     device = next((args.device for args in training), torch.device("cpu"))
-    module = fit.fit(named.model(given.dtype, device), text)
+    module = settings.fit(named.model(given.dtype, device), text)
     for about, value in {**module.about["recipe"], **module.about["figures"]}.items():
         print(f"{about:<32} {value}")
     print(f"{module.kind} of {module.num_parameters:,} parameters in {given.out}")
-
-
-for _name, _about in _FITS.items():
-    # Its options are only known once the package is imported.
-    _passed = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(_name, help=_about, add_help_option=False, context_settings=_passed)(_run)

@@ -18,7 +18,7 @@ from helpers.processes import DEMO_MODEL, python, told_in_one_line
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.request import texts_of
 from hf_selfspec.cli import app, main
-from hf_selfspec.cli.fit import parser_of
+from hf_selfspec.cli.fit import fits, parser_of
 from hf_selfspec.data import loading
 from hf_selfspec.data.loading import NamedModel
 from hf_selfspec.data.texts import read_prompts
@@ -34,14 +34,9 @@ pytestmark = [
 
 def commands() -> dict[str, list[str]]:
     found = dict(typer.main.get_command(app).commands)
-    fits = {f"fit {name}": parser_of(name, fit_of(name))._option_string_actions for name in found.pop("fit").commands}
+    del found["fit"]
     told = {name: [option for one in command.params for option in one.opts] for name, command in found.items()}
-    return told | {name: list(options) for name, options in fits.items()}
-
-
-def fit_of(name: str) -> Any:
-    fits = [vars(getattr(hf_selfspec, one))["kind"] for one in hf_selfspec.__all__ if one.startswith("fit_")]
-    return next(kind for kind in fits if kind.command == name)
+    return told | {f"fit {name}": list(parser_of(name, kind)._option_string_actions) for name, kind in fits().items()}
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -258,6 +258,16 @@ def test_damaged_models(damage: str, files: dict[str, Path], tmp_path: Path, cap
     assert len(line) < 600 or damage != "kind"
 
 
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each fit; of one its settings, and those of every training."""
+    assert main(["fit", "--help"]) == 0
+    assert "  probe      Fits AdaSPEED's probe (§II.B)" in capsys.readouterr().out
+    assert main(["fit", "probe", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("temperature, top_k, top_p: settings of sampling.", "--top-k", "--bf16"))
+    assert "patience: ends the fit when the agreement" in told
+
+
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["fit"], ["fit", "wings"], ["train"]):
         assert "See `hf-selfspec" in told_in_one_line(words, 2, capsys)
