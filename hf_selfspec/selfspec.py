@@ -128,8 +128,9 @@ class SelfSpec(Settings):
         rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = self._known(inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
-            observe(inner, known, rows)
+            known = self._known(inner)
+            observe(inner, known.of_all_kinds(NAME, lambda _: lookup.findings(size)), rows)
+            known.write(0.0)
             return
         for row in rows:
             ids = torch.tensor([row], device=inner.device)
@@ -182,8 +183,8 @@ class SelfSpec(Settings):
     def export_draft(self, folder: StrPath, model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
-        That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of
-        a search or a probe, it is what was chosen for the model. The folder's README.md has the command for each
+        That part is an early exit, or the model without skipped blocks; of a search or a probe, it is what was chosen
+        for the model. The folder's README.md has the command for each
         engine. The checkpoint's logits are compared with the draft's before anything is written; the model stays as it
         is, and its tensors are not copied. MTP layers are written as ``model-mtp.safetensors``, under the names that
         checkpoints of a model that ships with such layers have.

@@ -2,9 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from .errors import SettingError, SettingTypeError
 
@@ -22,15 +19,6 @@ MOST_WIDTH = 2**22
 MOST_WINDOW = 4096
 # Maximum number of candidates at one depth of a tree; the whole model runs over each. SWIFT's tree has at most 10.
 MOST_CANDIDATES = 256
-
-
-@dataclass(frozen=True)
-class Option:
-    """How the command line takes a setting, in its annotation; settings without one are for Python alone."""
-
-    help: str
-    name: str | None = None  # by default the setting's
-    parse: Callable[[str], Any] | None = None  # makes the setting of the option's text, where it is no text or number
 
 
 def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -> None:

@@ -13,7 +13,7 @@ from ..data.prompts import Prompt, checked_texts, encoded
 from ..errors import SettingTypeError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.invariance import differing_part, price_of
-from ..reports.tables import as_text
+from ..reports import as_text
 from ..selfspec import SelfSpec
 from ..streaming import sampling
 from ..validation import check_count, check_positive

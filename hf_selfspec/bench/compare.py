@@ -26,7 +26,7 @@ from ..model.patching import evaluating
 from ..reports.plots import saved
 from ..validation import StrPath
 from .methods import Method, Methods, fitting, methods_of
-from .report import as_svg, html, main_table, markdown, speedups, title, verdict
+from .report import main_table, markdown, speedups, title, verdict
 from .request import KIND, Batch, Clock, Encoder, Prompt, Settings
 from .results import Json, results
 from .stream import Journal, Stream
@@ -75,7 +75,7 @@ class Comparison:
         return saved("Comparison.plot", speedups(self.results["conditions"][0]), path)
 
     def save(self, folder: StrPath) -> None:
-        """Writes ``results.json``, ``report.md``, ``report.html`` and, with matplotlib, pictures.
+        """Writes ``results.json``, and ``report.md`` with pictures where there is matplotlib.
 
         Raises:
             SettingError: the folder cannot be written.
@@ -83,19 +83,18 @@ class Comparison:
         check_folder("the folder of results", folder)
         place, found = path_of(folder), dict(self.results)
         try:
-            figures = {f"speed-up-{index}": speedups(one) for index, one in enumerate(found["conditions"])}
+            figures = {f"speed-up-{index}.png": speedups(one) for index, one in enumerate(found["conditions"])}
         except SettingError:  # there is no matplotlib
             figures = {}
         files = {
             "results.json": json.dumps(found, indent=1, allow_nan=False) + "\n",
-            "report.md": markdown(found),
-            "report.html": html(found, {name: as_svg(figure) for name, figure in figures.items()}),
+            "report.md": markdown(found, list(figures)),
         }
         for name, content in files.items():
             with reported(place / name), written_whole(place / name) as beside:
                 beside.write_text(content, encoding="utf-8")
         for name, figure in figures.items():
-            saved("Comparison.save", figure, place / f"{name}.png")
+            saved("Comparison.save", figure, place / name)
 
 
 def compare(

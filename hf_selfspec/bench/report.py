@@ -1,17 +1,13 @@
-"""The report: conclusions and tables of what was measured, as text, Markdown and one HTML page with plots in it."""
+"""The report: conclusions and tables of what was measured, as text and as Markdown with pictures."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from ..reports import as_text
 from ..reports.plots import new_figure
-from ..reports.tables import as_text
 from .methods import COMPILED_GROUP, LAYERS, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP
 from .results import FEWEST, Json
 
@@ -247,29 +243,18 @@ def _shown(value: Any) -> str:
     return _NOTHING if value is None else str(value)
 
 
-def markdown(results: Json) -> str:
-    """Returns the whole report as Markdown."""
+def markdown(results: Json, pictures: Sequence[str] = ()) -> str:
+    """Returns the whole report as Markdown, with the names of a picture for each condition."""
     parts = [f"# {_TITLE}", _subject(results)]
-    for condition in results["conditions"]:
+    for index, condition in enumerate(results["conditions"]):
         found = verdict(condition)
         parts += [f"## {title(condition)}", f"**{found.headline}**", *found.details]
         parts += [f"```python\n{found.call}\n```"] if found.call else []
+        parts += [f"![Speed of each method, plain generate = 1]({name})" for name in pictures[index : index + 1]]
         parts += [f"### {table.title}\n\n{table.note}\n\n{table.markdown()}" for table in condition_tables(condition)]
     parts += [f"### {table.title}\n\n{table.markdown()}" for table in last_tables(results)]
+    parts += [] if pictures else ['Plots need matplotlib: pip install "hf_selfspec[plot]".']
     return "\n\n".join(parts) + "\n"
-
-
-def html(results: Json, pictures: Mapping[str, bytes]) -> str:
-    """Returns one HTML page with the plots in it, SVG files by name, which loads nothing."""
-    loader = PackageLoader("hf_selfspec.bench")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template("report.html.jinja").render(
-        title=_TITLE,
-        subject=_subject(results),
-        conditions=[(title(one), verdict(one), condition_tables(one)) for one in results["conditions"]],
-        last=last_tables(results),
-        pictures={name: base64.b64encode(data).decode() for name, data in pictures.items()},
-    )
 
 
 def _subject(results: Json) -> str:
@@ -305,10 +290,3 @@ def speedups(condition: Json) -> Figure:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def as_svg(figure: Figure) -> bytes:
-    """Returns the plot as an SVG file."""
-    written = io.BytesIO()
-    figure.savefig(written, format="svg", metadata={"Date": None})
-    return written.getvalue()

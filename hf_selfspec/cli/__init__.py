@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
-from . import fit
 from .commands import audit, bench, exit_report, generate, inspect, tune
+from .fit import fit
 
 __all__ = ["main"]
 
@@ -28,7 +28,8 @@ app = typer.Typer(
 )
 for _command in (audit, bench, exit_report, generate, inspect, tune):
     app.command()(_command)
-app.add_typer(fit.app, name="fit")
+# Its options are only known once the package is imported.
+app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

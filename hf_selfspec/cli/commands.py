@@ -1,4 +1,4 @@
-"""The commands, but for those that fit: each wraps a function of the package."""
+"""The commands, but for those that fit, which wrap functions of the package, and the options that they share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,45 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from . import options
-
 if TYPE_CHECKING:
     from .. import Piece
+
+# Options that several commands take.
+MODEL = "Folder of the model, or its name on the Hub."
+Model = Annotated[str, typer.Option(help=MODEL)]
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+DTYPE = "Data type of the model's weights."
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32", "float64"], typer.Option(help=DTYPE)]
+Device = Annotated[
+    str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")]
+DATA = "A .jsonl or .txt file, or a dataset of the Hub."
+Data = Annotated[str, typer.Option(help=DATA)]
+FIELD = "Column of the text, `text` by default."
+Field = Annotated[str | None, typer.Option(help=FIELD)]
+PROMPT_DATA = "A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub"
+PromptField = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the prompt, a text or a chat; by default messages, prompt, text, question or instruction, the "
+        "first one that is there."
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Whether a prompt is a chat message or a text to continue; by default a chat message if the model has a "
+        "chat template.",
+    ),
+]
+Prompts = Annotated[int, typer.Option(min=1, help="The number of texts to take, from the beginning of the data.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
+MaxPromptTokens = Annotated[
+    int, typer.Option(min=1, help="The most tokens of a prompt; the rest is cut off, except of chats.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling.")]
 
 # Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
 _OF_ONE_KIND, _OF_EACH_KIND = 20, 5
@@ -23,29 +58,29 @@ _ASK = "> "
 
 
 def audit(
-    model: options.Model,
-    data: Annotated[str, typer.Option(help=f"{options.PROMPT_DATA}.")],
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    field: options.PromptField = None,
-    prompts: options.Prompts = 8,
-    chat: options.Chat = None,
+    model: Model,
+    data: Annotated[str, typer.Option(help=f"{PROMPT_DATA}.")],
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    field: PromptField = None,
+    prompts: Prompts = 8,
+    chat: Chat = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
             help="As generate's --spec; several separated by commas or by repeating the option; selfspec by default."
         ),
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 64,
-    max_prompt_tokens: options.MaxPromptTokens = 512,
+    max_new_tokens: MaxNewTokens = 64,
+    max_prompt_tokens: MaxPromptTokens = 512,
     sample: Annotated[
         bool, typer.Option("--sample", help="Test the distribution of the first sampled tokens, on short prompts.")
     ] = False,
     temperature: Annotated[float | None, typer.Option(help="Temperature of sampling, 1.0 by default.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
     draws: Annotated[int | None, typer.Option(min=1, help="Samples for each prompt, 1000 by default.")] = None,
-    seed: options.Seed = 0,
+    seed: Seed = 0,
 ) -> None:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     import torch
@@ -79,15 +114,15 @@ def audit(
 
 
 def bench(
-    model: options.Model,
+    model: Model,
     data: Annotated[
-        list[str], typer.Option(help=f"{options.PROMPT_DATA}; repeat it for more. A column `kind` groups prompts.")
+        list[str], typer.Option(help=f"{PROMPT_DATA}; repeat it for more. A column `kind` groups prompts.")
     ],
     out: Annotated[str, typer.Option(help="Folder for the report. The same command resumes from it.")],
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    field: options.PromptField = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    field: PromptField = None,
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, separated by commas.")] = None,
     prompts: Annotated[
         int | None,
@@ -148,17 +183,17 @@ def bench(
         stream = repeated(stream)
     about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
     found = measured(named.model(dtype, place), tokenizer, stream, settings, wanted, path_of(out), about)
-    print(f"{found}\n\nThe whole report is {out}/report.html.")
+    print(f"{found}\n\nThe whole report is {out}/report.md.")
 
 
 def exit_report(
-    model: options.Model,
-    data: options.Data,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    field: options.Field = None,
-    prompts: options.Prompts = 8,
+    model: Model,
+    data: Data,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    field: Field = None,
+    prompts: Prompts = 8,
     max_length: Annotated[int, typer.Option(min=2, help="The most tokens of a text; the rest is cut off.")] = 512,
     plot: Annotated[str | None, typer.Option(help="File for a plot, e.g. exits.png; needs matplotlib.")] = None,
 ) -> None:
@@ -176,13 +211,13 @@ def exit_report(
 
 
 def generate(
-    model: options.Model,
+    model: Model,
     prompt: Annotated[str | None, typer.Option(help="The prompt to answer or to continue.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file with the prompt.")] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    chat: options.Chat = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    chat: Chat = None,
     spec: Annotated[
         str,
         typer.Option(
@@ -190,10 +225,10 @@ def generate(
             'or an expression such as "SelfSpec.layerskip(8)".'
         ),
     ] = "selfspec",
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0 for greedy decoding.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
-    seed: options.Seed = 0,
+    seed: Seed = 0,
 ) -> None:
     """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
     import torch
@@ -257,7 +292,7 @@ def _asked() -> Iterator[str]:
             yield text
 
 
-def inspect(model: options.Model) -> None:
+def inspect(model: Model) -> None:
     """Show what a model is made of and what is supported with it; no weights are loaded."""
     from .. import inspect_model
     from ..data.loading import NamedModel
@@ -266,20 +301,20 @@ def inspect(model: options.Model) -> None:
 
 
 def tune(
-    model: options.Model,
-    data: options.Data,
+    model: Model,
+    data: Data,
     out: Annotated[
         str, typer.Option(help="Folder for the result, and for the steps from which a stopped search resumes.")
     ],
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    field: options.Field = None,
-    prompts: options.Prompts = 8,
-    max_prompt_tokens: options.MaxPromptTokens = 256,
-    max_new_tokens: options.MaxNewTokens = 64,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    field: Field = None,
+    prompts: Prompts = 8,
+    max_prompt_tokens: MaxPromptTokens = 256,
+    max_new_tokens: MaxNewTokens = 64,
     steps: Annotated[int, typer.Option(min=1, help="Sets of blocks to time.")] = 100,
-    seed: options.Seed = 0,
+    seed: Seed = 0,
 ) -> None:
     """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from .. import OfflineSearch, tune

@@ -1,180 +1,155 @@
-"""``hf-selfspec fit``: one command for each fit of the package, made of its settings."""
+"""``hf-selfspec fit``: a command for each fit, with its settings and transformers' ``TrainingArguments`` as options."""
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 import typer
-from typer.core import TyperGroup
 
-import hf_selfspec
-
-from . import options
+from . import commands
 
 if TYPE_CHECKING:
     from ..train.fit import Fit
-    from ..validation import Option
 
+# Shorter names of options, by what they set.
+_SHORT = {"cache_dir": "--cache", "do_sample": "--sample", "num_heads": "--heads"}
+_OF_TRAINING = {"--batch": ("per_device_train_batch_size", int), "--epochs": ("num_train_epochs", float)}
 # What the config of every causal LM has, by these names or by those that it maps to them.
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-@functools.cache
-def _commands() -> dict[str, Any]:
-    made = typer.Typer()
-    for name in hf_selfspec.__all__:
-        if name.startswith("fit_"):
-            kind = vars(getattr(hf_selfspec, name))["kind"]
-            made.command(kind.command, help=str(kind.__doc__).split("\n")[0])(_command(kind))
-    return dict(vars(typer.main.get_command(made))["commands"])
-
-
-class _Fits(TyperGroup):
-    """The commands of all fits. Their options are those of the package's settings, which is only imported for them."""
-
-    @property
-    def commands(self) -> dict[str, Any]:
-        return _commands()
-
-    @commands.setter
-    def commands(self, given: object) -> None:
-        """There are no others."""
-
-
-app = typer.Typer(cls=_Fits)
-
-
-@app.callback()
-def fit() -> None:
-    """Fit a small module to a frozen model."""
-
-
-def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
-    """The command of a fit: an option for each of its settings that has one."""
-    from ..train.fit import TrainedFit
-    from ..validation import Option
-
-    hints, parameters = get_type_hints(kind, include_extras=True), signature(kind).parameters
-    settings = {name: one for name in parameters for one in get_args(hints[name])[1:] if isinstance(one, Option)}
-    names = {name: f"--{option.name or name.replace('_', '-')}" for name, option in settings.items()}
-
-    def command(
-        model: options.Model,
-        data: options.Data,
-        out: Annotated[str, typer.Option(help="Folder for the fitted module.")],
-        field: options.Field = None,
-        dtype: options.Dtype = "auto",
-        **given: Any,
-    ) -> None:
-        found = {name: _value(names[name], given.pop(name), option) for name, option in settings.items()}
-        if given:
-            found |= _training(out, found["cache_dir"], **given)
-        with _named_as(names, kind):
-            _fit(kind(output_dir=out, **found), model, data, out, field, dtype)
-
-    own = list(signature(command, eval_str=True).parameters.values())[:-1]
-    if "prompts" in settings:  # in place of data
-        own[1] = own[1].replace(default=None, annotation=options.OptionalData)
-    if issubclass(kind, TrainedFit):
-        own += list(signature(_training, eval_str=True).parameters.values())[2:]
-    own += [_parameter(names[name], parameters[name], hints[name], option) for name, option in settings.items()]
-    vars(command)["__signature__"] = Signature([one.replace(kind=Parameter.KEYWORD_ONLY) for one in own])
-    command.__annotations__ = {one.name: one.annotation for one in own}
-    return command
-
-
-def _parameter(name: str, setting: Parameter, hint: Any, option: Option) -> Parameter:
-    kind, default = get_args(hint)[0], setting.default
-    if option.parse is not None:
-        kind, default = str | None, ",".join(default) if isinstance(default, tuple) else default
-    return setting.replace(default=default, annotation=Annotated[kind, typer.Option(name, help=option.help)])
-
-
-def _value(name: str, value: Any, option: Option) -> Any:
-    from .. import SettingError
-
-    if option.parse is None or value is None:
-        return value
-    try:
-        return option.parse(value)
-    except ValueError as error:
-        raise SettingError(f"{name} {value}: give whole numbers separated by commas, e.g. 3,6,12.") from error
-
-
-def _training(
-    out: str,
-    cache_dir: str | None,
-    batch: Annotated[int, typer.Option(help="Rows in a step, on each device.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3,
-    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 1.0,
-    cache_gib: Annotated[float | None, typer.Option(help="The most that the cache may hold, in GiB.")] = None,
-) -> dict[str, Any]:
-    """The settings of a fit that trains, of the options that all such fits have."""
+def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
+    """The options of a command: the model and the text, the fit's settings, and what its ``Trainer`` takes."""
     import torch
+    from transformers import HfArgumentParser, TrainingArguments
 
     from .. import SettingError
-    from ..learned.files import check_folder
-    from ..train.fit_trainer import resumable_arguments
-    from ..validation import check_count, check_positive
+    from ..train.adapter import AdapterFit
+    from ..train.fit_trainer import usual_arguments
 
-    check_count("--batch", batch)
-    check_positive("--learning-rate", learning_rate)
-    check_positive("--epochs", epochs)
-    if cache_dir is not None:
-        check_folder("--cache", cache_dir)
-    room = None
-    if cache_gib is not None:
-        check_positive("--cache-gib", cache_gib)
-        room = max(1, round(cache_gib * 2**30))
-        if cache_dir is None:
-            raise SettingError(f"--cache-gib {cache_gib} has no effect without --cache: leave it out.")
-    chosen = {"per_device_train_batch_size": batch, "learning_rate": learning_rate, "num_train_epochs": epochs}
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return {"args": resumable_arguments(out, device, **chosen), "cache_bytes": room}
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise SettingError(f"{message}. See `{self.prog} --help`.")
+
+    hints, own = get_type_hints(kind), argparse.ArgumentParser(add_help=False)
+    own.add_argument("--model", required=True, help=commands.MODEL)
+    own.add_argument("--data", required="prompts" not in hints, help=commands.DATA)
+    own.add_argument("--out", required=True, help="Folder for the fitted module.")
+    own.add_argument("--field", help=commands.FIELD)
+    own.add_argument("--dtype", choices=commands.DTYPES, default="auto", help=commands.DTYPE)
+    for setting in fields(kind):
+        if setting.name != "output_dir" and (how := _read_as(setting.name, hints[setting.name])):
+            how |= {"required": True} if setting.default is MISSING else {"default": setting.default}
+            names = {f"--{setting.name.replace('_', '-')}", _SHORT.get(setting.name, f"--{setting.name}")}
+            own.add_argument(*sorted(names), dest=setting.name, help="see above", **how)
+    about, shared = str(kind.__doc__).partition("    Returns:")[0], str(AdapterFit.__doc__)
+    if "args" in hints and kind is not AdapterFit:  # whose documentation the others refer to
+        about += shared[shared.index("        block_size:") : shared.index("        output_dir:")]
+    layout = {"usage": "%(prog)s [options]", "formatter_class": argparse.RawDescriptionHelpFormatter}
+    make = partial(
+        Parser, prog=f"hf-selfspec fit {name}", description=about, parents=[own], allow_abbrev=False, **layout
+    )
+    if "args" not in hints:
+        return make()
+    own.add_argument("--cache-gib", dest="cache_bytes", type=_gib, help="cache_bytes in GiB")
+    parser = make(TrainingArguments)
+    for short, (sets, read) in _OF_TRAINING.items():
+        parser.add_argument(short, dest=sets, type=read, default=argparse.SUPPRESS, help=sets)
+    has_none = torch.accelerator.current_accelerator() is None
+    parser.set_defaults(output_dir="", use_cpu=has_none, **usual_arguments(is_kept=True))
+    return parser
 
 
-def _fit(settings: Fit[Any], model: str, data: str | None, out: str, field: str | None, dtype: str) -> None:
+def _read_as(name: str, hint: Any) -> dict[str, Any]:
+    """How the command line reads a setting of that type, not at all where that is empty."""
+    from ..train.mtp import read_prompts_file
+
+    if name == "prompts":
+        return {"type": read_prompts_file}
+    if hint is bool:
+        return {"action": "store_true"}
+    for item in (int, float, str):
+        if hint in (Sequence[item], Sequence[item] | None):  # type: ignore[valid-type]
+            return {"type": _list_of(item)}
+        if item in (hint, *get_args(hint)):
+            return {"type": item}
+    return {}
+
+
+def _list_of(kind: type) -> Callable[[str], list[Any]]:
+    def read(text: str) -> list[Any]:
+        return [kind(item.strip()) for item in text.split(",") if item.strip()]
+
+    read.__name__ = f"list of {kind.__name__}, separated by commas,"  # which messages name
+    return read
+
+
+def _gib(text: str) -> int:
+    return max(1, round(float(text) * 2**30))
+
+
+def fit(context: typer.Context) -> None:
+    """Fit a small module to a frozen model."""
+    from .. import SettingError
+
+    kinds = fits()
+    name, *words = context.args or [""]
+    if name == "--help":
+        told = "\n".join(f"  {name:<10} {str(kind.__doc__).partition(chr(10))[0]}" for name, kind in kinds.items())
+        print(
+            f"usage: hf-selfspec fit COMMAND [options]\n\n{told}\n\nhf-selfspec fit COMMAND --help shows the options."
+        )
+        return
+    if name not in kinds:
+        what = f"No such command {name!r}" if name else "Missing command"
+        raise SettingError(f"{what}. See `hf-selfspec fit --help`.")
+    _fit(name, kinds[name], words)
+
+
+def fits() -> dict[str, type[Fit[Any]]]:
+    """The settings of all fits, by the names of their commands."""
+    import hf_selfspec
+
+    functions = [getattr(hf_selfspec, name) for name in hf_selfspec.__all__ if name.startswith("fit_")]
+    return {vars(function)["kind"].command: vars(function)["kind"] for function in functions}
+
+
+def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
     """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
     import torch
 
+    from .. import SettingError
     from ..data.loading import NamedModel
     from ..data.texts import texts
     from ..learned.files import check_folder
     from ..modules.draft_module import FILES
+    from ..train.fit_trainer import checkpoints_of
 
+    try:
+        *training, given = parser_of(name, kind).parse_args_into_dataclasses(words, look_for_args_file=False)
+    except SystemExit as end:  # of --help
+        raise typer.Exit(int(end.code or 0)) from end
+    except (ValueError, ImportError) as error:  # of TrainingArguments
+        raise SettingError(str(error)) from error
+    for args in training:
+        args.output_dir = args.output_dir or checkpoints_of(given.out)
+    chosen = {one.name: getattr(given, one.name) for one in fields(kind) if hasattr(given, one.name)}
+    settings: Any = kind(**chosen, output_dir=given.out, **dict(zip(["args"], training, strict=False)))
     settings.check()
-    check_folder("--out", out, FILES)
-    given, named = [] if data is None else texts(data, field), NamedModel(model)
+    check_folder("--out", given.out, FILES)
+    if chosen.get("cache_dir") is not None:
+        check_folder("--cache", given.cache_dir)
+    dataset, named = [] if given.data is None else texts(given.data, given.field), NamedModel(given.model)
     config = named.config.get_text_config(decoder=True)
     if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
         settings.check_config(config)
-    text = settings.read(named.tokenizer(), given)
-    device = settings.args.device if hasattr(settings, "args") else torch.device("cpu")
-    module = settings.fit(named.model(dtype, device), text)
-    for name, value in {**module.about["recipe"], **module.about["figures"]}.items():
-        print(f"{name:<32} {value}")
-    print(f"{module.kind} of {module.num_parameters:,} parameters in {out}")
-
-
-@contextmanager
-def _named_as(names: dict[str, str], kind: type[Fit[Any]]) -> Iterator[None]:
-    """Has messages name options in the place of settings: `--heads 3`, not `fit_adapter(num_heads=3)`."""
-    from .. import SettingError, SettingTypeError
-
-    def named(found: re.Match[str]) -> str:
-        given = [setting.split("=") for setting in found[1].split(", ")]
-        if any(name not in names for name, *_ in given):
-            return found[0]
-        return " ".join(" ".join([names[name], *(of for of in value if of != "True")]) for name, *value in given)
-
-    module = get_args(kind.__orig_bases__[0])[0].__name__  # type: ignore[attr-defined]  # of a generic class
-    try:
-        yield
-    except (SettingError, SettingTypeError) as error:
-        message = re.sub(rf"(?:{kind.function}|{module})\((.*?)\)", named, str(error))
-        raise type(error)(message.replace(kind.function, f"fit {kind.command}")) from error
+    text = settings.read(named.tokenizer(), dataset)
+    device = next((args.device for args in training), torch.device("cpu"))
+    module = settings.fit(named.model(given.dtype, device), text)
+    for about, value in {**module.about["recipe"], **module.about["figures"]}.items():
+        print(f"{about:<32} {value}")
+    print(f"{module.kind} of {module.num_parameters:,} parameters in {given.out}")

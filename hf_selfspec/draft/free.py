@@ -9,7 +9,7 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
-from ..lookup.findings import LookupFindings
+from ..lookup.kept_texts import LookupFindings
 from ..lookup.row import LookupRow
 from ..lookup.tree import TokenTree, grow
 from ..model.logits import Tops

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..learned.saving import register
-from ..lookup.findings import LookupFindings
+from ..lookup.kept_texts import LookupFindings
 from ..validation import check_count
 from .controlled import ControlledDrafter, controller_of
 from .free import FreeDrafts

@@ -316,7 +316,7 @@ class DraftSource:
         """
         raise UnsupportedOptionError(
             f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
-            "nothing else. Export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
+            "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
         )
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:

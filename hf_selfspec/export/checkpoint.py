@@ -33,8 +33,8 @@ _PLAIN = (bool, int, float, str, type(None))
 _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
-def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int], changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a model that consists of the ``kept`` layers, with further ``changes``."""
+def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig:
+    """The config of a model that consists of the ``kept`` layers."""
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
     depth_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -42,7 +42,7 @@ def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int], changes: Ma
         dense = values.get("mlp_only_layers") or ()
         named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
         chosen |= {"decoder_sparse_step": 1, "mlp_only_layers": named}
-    chosen |= {depth_name: len(kept), **changes}
+    chosen[depth_name] = len(kept)
     if "attention_types" in chosen:  # GPT-Neo's config holds the kinds of attention twice
         chosen["attention_types"] = [[list(chosen["attention_layers"]), 1]]
     if _FURTHER in chosen:
@@ -104,12 +104,11 @@ def model_of_layers(
     kept: Sequence[int],
     prefix: str,
     replaced: Mapping[str, torch.Tensor],
-    settings: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """A model with the ``kept`` layers' own tensors, others ``replaced`` by their new names, and changed settings."""
+    """A model with the ``kept`` layers' own tensors, but for those that are ``replaced``, by their new names."""
     try:
         with torch.device("meta"):
-            draft = type(model)(_config_of_layers(model.config, kept, settings))
+            draft = type(model)(_config_of_layers(model.config, kept))
     except _REFUSALS as error:
         raise UnsupportedModelError(
             f"no model of some of its layers can be made from the config of a {model.config.model_type} "
@@ -155,14 +154,12 @@ def model_of_layers(
     return draft.eval()
 
 
-def check_same_layers(
-    model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str, but: Sequence[str] = ()
-) -> None:
+def check_same_layers(model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
     """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index."""
     for place, layer in enumerate(kept):
         old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")
         numbers = (layer, place)
-        for difference in _differences(old, new, numbers, but):
+        for difference in _differences(old, new, numbers):
             raise UnsupportedModelError(
                 f"layer {layer} of {type(model).__name__} would differ as layer {place} of a checkpoint "
                 f"({difference}): its config cannot express what depends on a layer's index. Export an early exit, "
@@ -170,7 +167,7 @@ def check_same_layers(
             )
 
 
-def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: Sequence[str]) -> Iterator[str]:
+def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int]) -> Iterator[str]:
     modules = dict(old.named_modules())
     for name, module in new.named_modules():
         twin = modules.pop(name, None)
@@ -184,7 +181,7 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: 
         for attribute in was.keys() | now.keys():
             pair = was.get(attribute), now.get(attribute)
             # A layer's own index is expected to change.
-            if attribute not in but and pair[0] != pair[1] and pair != numbers:
+            if pair[0] != pair[1] and pair != numbers:
                 yield f"its {name}.{attribute} is {pair[0]!r} and would be {pair[1]!r}"
     if modules:
         yield f"it would have no {next(iter(modules))}"

@@ -1,6 +1,7 @@
 """Drafts for other engines: the part of a model that drafts, as a checkpoint of its own."""
 
 import copy
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -8,12 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..draft.source import DraftBlocks, DraftSource
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..draft.source import DraftSource
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
@@ -27,8 +29,6 @@ from ..modules.mtp import MtpHead
 from ..modules.shipped import FIRST, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
-from .adapter_layer import adapter_layer
-from .card import TAG, card_of
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
 
 # Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
@@ -36,11 +36,11 @@ USUAL_TOKENS = 5
 
 _C = TypeVar("_C", bound=Choice)
 _README, _MTP = "README.md", "model-mtp.safetensors"
+# The tag by which a card written here is recognised.
+TAG = "hf_selfspec-draft"
 # Files that show that a folder holds a model.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
-# Attributes in which an attention block differs once each head has keys and values of its own.
-_WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
 
 # Tokens of the text on which the two are compared.
 _TOKENS = 16
@@ -73,10 +73,13 @@ def export_draft(
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
         )
     if blocks.adapter is not None:
-        blocks.adapter.check(known.fingerprint)
-    draft = draft_model(inner, anatomy, blocks)
-    _check_agreement(inner, anatomy, blocks, draft)
-    card = card_of(source, tokens, at, known, blocks, draft)
+        raise UnsupportedOptionError(
+            f"{name}: an adapter is no layer of {anatomy.model_name}, so no checkpoint of it holds one. Export "
+            "EarlyExit(layer), or use the adapter with generate(assistant=SelfSpec.kangaroo(...))."
+        )
+    draft = draft_model(inner, anatomy, blocks.plan)
+    _check_agreement(inner, anatomy, blocks.plan, draft)
+    card = card_of(source, tokens, at, known, blocks.plan, draft)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:
@@ -89,32 +92,28 @@ def export_draft(
             file.unlink()
 
 
-def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -> PreTrainedModel:
+def draft_model(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan) -> PreTrainedModel:
     """Returns the blocks as an ordinary model with the same tensors; the whole model stays as it is."""
-    kept, prefix = kept_layers(blocks.plan), layers_name(model, anatomy)
+    kept, prefix = kept_layers(plan), layers_name(model, anatomy)
     if anatomy.kv_sources and len(kept) < anatomy.num_layers:
         raise UnsupportedModelError(
             f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
             "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
         )
-    replaced, settings = zeroed_projections(blocks.plan, anatomy, prefix), dict[str, Any]()
-    if blocks.adapter is not None:
-        twin, layer, settings = adapter_layer(model, anatomy, blocks.adapter, prefix)
-        kept, replaced = [*kept, twin], replaced | layer
-    draft = model_of_layers(model, kept, prefix, replaced, settings)
-    check_same_layers(model, draft, kept, prefix, _WRITTEN_OUT if "num_key_value_heads" in settings else ())
+    draft = model_of_layers(model, kept, prefix, zeroed_projections(plan, anatomy, prefix))
+    check_same_layers(model, draft, kept, prefix)
     draft.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(draft.generation_config, "assistant"):
         del draft.generation_config.assistant
     return draft
 
 
-def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, draft: PreTrainedModel) -> None:
+def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, draft: PreTrainedModel) -> None:
     """Compares the logits of the draft with those of the model's blocks on a text of a few tokens."""
     vocabulary = model.get_input_embeddings().weight
     ids = torch.arange(1, _TOKENS + 1, device=vocabulary.device)[None] * 7919 % len(vocabulary)  # spread over all
     with torch.no_grad(), evaluating(model):
-        expected = partial_logits(model, anatomy, blocks, ids).float()
+        expected = partial_logits(model, anatomy, plan, ids).float()
         found = draft(input_ids=ids, use_cache=False).logits.float()
     apart = (found - expected).abs().max().item()
     allowed = _TOLERANCE.get(model.dtype, 0.0) * max(1.0, expected.abs().max().item())
@@ -127,23 +126,14 @@ def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBloc
         )
 
 
-def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, ids: torch.Tensor) -> torch.Tensor:
+def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, ids: torch.Tensor) -> torch.Tensor:
     """Logits ``[1, s, v]`` of the blocks when they run inside the whole model."""
-    adapter = blocks.adapter
-    current = ForwardPass(blocks.plan)
-    if adapter is not None and adapter.head is None:
-        current.head_input_fn = lambda states: adapter.on(states.device)(states).to(states.dtype)
     with partial_forwards(model, anatomy):
-        if blocks.plan.skipped_attention != blocks.plan.skipped_mlp:
+        if plan.skipped_attention != plan.skipped_mlp:
             with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # records what blocks return besides states
                 model(input_ids=ids, use_cache=False)
-        with obeying(current):
-            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    if adapter is None or adapter.head is None:
-        return logits
-    assert current.exit_state is not None
-    part: Any = adapter.on(logits.device)
-    return cast(torch.Tensor, part.head(part(current.exit_state)))
+        with obeying(ForwardPass(plan)):
+            return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
 
 def _in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
@@ -220,3 +210,50 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     else:
         return
     raise UnsupportedModelError(f"{name}: {which} cannot be exported, since {why}. {what}.")
+
+
+def card_of(
+    source: DraftSource, tokens: int, folder: Path, known: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
+) -> str:
+    """The card of a draft in a folder, as Markdown.
+
+    The commands are from the engines' own documentation in November 2026: vLLM's "Draft Models"
+    (features/speculative_decoding/draft_model), SGLang's "Standalone Speculative Decoding"
+    (advanced_features/speculative_decoding), TensorRT-LLM's "Speculative Decoding" (features/speculative-decoding,
+    Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
+    """
+    picture, layers = plan.picture(), draft.config.num_hidden_layers
+    is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
+    environment = Environment(
+        loader=PackageLoader("hf_selfspec.export"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["repr"] = repr
+    return environment.get_template("card.md.jinja").render(
+        tag=TAG,
+        model=known.model.config.name_or_path or type(known.model).__name__,
+        folder=str(folder),
+        what="The first layers and the output head" if is_exit else "Some of its blocks",
+        layers=f"{layers} layer{'s' if layers > 1 else ''}",
+        parameters=draft.num_parameters(),
+        draft=repr(source),
+        picture=picture,
+        fingerprint=known.fingerprint().name,
+        notes=_notes(plan, draft),
+        tokens=tokens,
+        vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),
+    )
+
+
+def _notes(plan: LayerPlan, draft: PreTrainedModel) -> list[str]:
+    notes = []
+    if alone := plan.skipped_attention ^ plan.skipped_mlp:
+        notes.append(
+            f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
+            "still compute: leave out whole layers where that costs too much"
+        )
+    if len(set(getattr(draft.config, "layer_types", None) or [])) > 1:
+        notes.append(
+            "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
+            "(llama.cpp for some families) can use this draft only where that gives the same kinds"
+        )
+    return notes

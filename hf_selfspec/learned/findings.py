@@ -1,13 +1,14 @@
-"""What a draft source learns about a model and keeps from call to call, and the file in which processes share texts."""
+"""What a draft source learns about a model and keeps from call to call, and a file in which processes share it."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
 from ..errors import SettingError, warn_once
+from ..model.fingerprint import Fingerprint
 from ..stats import GenerationStats
 from . import saving
 from .saving import Key, Saved
@@ -15,6 +16,8 @@ from .saving import Key, Saved
 # Seconds to wait while another process holds a file, at the end of a process and where texts are to be forgotten; calls
 # do not wait.
 PATIENCE = 10.0
+# Seconds between two writes of texts, doubled after each that was not possible, and the most.
+WRITTEN, _MOST_WAITED = 10.0, 640.0
 
 
 class Findings:
@@ -37,20 +40,11 @@ class Findings:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
 
-
-class TextFindings(Findings):
-    """Findings that hold users' texts: they can be forgotten, and processes that share a file merge them."""
-
-    # Writes them, and waits so many seconds for a file that another process holds; returns whether that is done.
-    save: Callable[[float], bool] | None = None
-
-    def forget(self) -> None:
-        """Drops the texts and what follows from them."""
-        raise NotImplementedError
-
     def merge(self, state: dict[str, Any]) -> None:
         """Adds what another process knows, as :meth:`state` returned it there; raises what :meth:`restore` does."""
-        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops users' texts, if there are any, and what follows from them."""
 
 
 @contextmanager
@@ -71,70 +65,85 @@ def locked(path: Path, patience: float) -> Iterator[None]:
         lock.release()
 
 
-class TextFile:
-    """The link of a file and one model's findings, which are dropped if their ``id`` is not that of the file."""
+class CacheFile:
+    """A file of ``cache_dir``: one model's findings, either those of one source with texts or all others.
 
-    def __init__(self, path: Path) -> None:
+    Texts that are forgotten take the file with them, so texts that began with a file of another ``text_id`` are dropped
+    as well.
+    """
+
+    def __init__(self, path: Path, has_texts: bool) -> None:
         self.path = path
-        self.id: str | None = None
+        self.has_texts = has_texts
+        self.has_news = False  # whether there is something new to write
+        self.kept: dict[Key, dict[str, Any]] = {}  # what it held, also for kinds of calls that were not made since
+        self._text_id = ""
         self._version: tuple[int, int] | None = None
+        self._last_write, self._pause = -WRITTEN, WRITTEN
+
+    def add_news(self) -> None:
+        self.has_news = True
+
+    @property
+    def is_due(self) -> bool:
+        return self.has_news and (not self.has_texts or monotonic() - self._last_write >= self._pause)
+
+    def count_write(self, is_done: bool) -> None:
+        """Called after a write; what was not possible is due again later and later."""
+        self._last_write, self._pause = monotonic(), WRITTEN if is_done else min(2 * self._pause, _MOST_WAITED)
+        self.has_news |= not is_done
 
     def read(self) -> Saved | None:
-        """Reads the file, ``None`` if there is none; findings that start from it belong to the file. Files are replaced
-        as a whole, so that needs no lock."""
-        try:
-            self._version = self._seen()
-            saved = saving.read(self.path)
-        except (OSError, SettingError):
-            if self.path.exists():
-                raise
-            return None
-        self.id = saved.text_id
+        """Reads it; ``None`` with a warning for one that cannot be used. Files are replaced as a whole: no lock."""
+        version, saved = self._present_version(), None
+        if version is not None:
+            with begins_anew():
+                saved = saving.read(self.path)
+        self._version = version
+        if version is None or saved is not None:  # of one that cannot be used nobody has dropped texts
+            self._text_id = "" if saved is None else saved.text_id
+        self.kept = {} if saved is None or self.has_texts else saved.findings
         return saved
 
-    @contextmanager
-    def merged(self, found: Findings, key: Key, patience: float) -> Iterator[None]:
-        """Merges what others have written since into the findings; what the block writes is the file from then on."""
+    def write(
+        self,
+        findings: Mapping[Key, Findings],
+        settings: Mapping[str, Any],
+        fingerprint: Fingerprint,
+        patience: float,
+    ) -> None:
+        """Writes findings together with what others have written since."""
         with locked(self.path, patience):
-            if isinstance(found, TextFindings):
-                with beginning_anew(self.path):
-                    self._merge(found, key)
-            yield
-            self._version = self._seen()
+            text_id, of_others = self._text_id, None
+            if self._present_version() != self._version:
+                of_others = self.read()
+            for key, of_key in findings.items():
+                if text_id and self._text_id != text_id:
+                    of_key.forget()
+                if of_others is not None and key in of_others.findings:
+                    with begins_anew(), saving.reading(self.path):
+                        of_key.merge(of_others.findings[key])
+            self._text_id = self._text_id or uuid4().hex
+            states = self.kept | {key: of_key.state() for key, of_key in findings.items()}
+            saving.write(Saved(dict(settings), fingerprint, states, self.path, self._text_id))
+            self._version = self._present_version()
 
-    def _merge(self, found: TextFindings, key: Key) -> None:
-        mine, version = self.id, self._version
-        if not self.path.exists():
-            if mine is not None:
-                found.forget()
-            self.id = uuid4().hex
-        elif self._seen() != version and (saved := self.read()) is not None:
-            if mine not in (None, self.id):
-                found.forget()
-            if (state := saved.states(key.source).get(key.kind)) is not None:
-                with saving.reading(self.path):
-                    found.merge(state)
+    def begin(self) -> None:
+        """The next write is the first one: texts were dropped."""
+        self._text_id, self._version = "", None
 
-    def _seen(self) -> tuple[int, int]:
-        found = self.path.stat()
-        return found.st_mtime_ns, found.st_ino
+    def _present_version(self) -> tuple[int, int] | None:
+        try:
+            file = self.path.stat()
+        except OSError:
+            return None
+        return file.st_mtime_ns, file.st_ino
 
 
 @contextmanager
-def beginning_anew(path: Path) -> Iterator[None]:
-    """Warns of a file of ``cache_dir`` that cannot be used, and moves it aside unless it could only not be read now."""
+def begins_anew() -> Iterator[None]:
+    """Warns of a file of ``cache_dir`` that cannot be used; the next write takes its place."""
     try:
         yield
     except (SettingError, OSError) as error:
-        kept, cause = path, error.__cause__
-        if not any(isinstance(one, OSError) for one in (error, cause, getattr(cause, "__cause__", None))):
-            # In a folder that cannot be written it stays.
-            with suppress(OSError):
-                os.replace(path, aside(path))
-                kept = aside(path)
-        warn_once(f"findings begin anew, since their file, which is kept as {kept}, cannot be used: {error}")
-
-
-def aside(path: Path) -> Path:
-    """Where a file is kept that cannot be used."""
-    return path.with_name(f"{path.name}.aside")
+        warn_once(f"findings begin anew, since their file cannot be used: {error}")

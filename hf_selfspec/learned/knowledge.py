@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ from ..stop.rules import Memory
 from ..validation import StrPath
 from . import saving
 from .files import path_of, reported, unfinished
-from .findings import PATIENCE, Findings, TextFile, TextFindings, aside, beginning_anew, locked
+from .findings import PATIENCE, CacheFile, Findings, begins_anew, locked
 from .saving import Key, Kind, Saved
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
@@ -39,9 +39,10 @@ _unwritten: weakref.WeakSet[Knowledge] = weakref.WeakSet()
 
 @atexit.register
 def _write_rest() -> None:
+    until = monotonic() + PATIENCE
     for knowledge in list(_unwritten):
-        for write in list(knowledge.unwritten.values()):
-            write(PATIENCE)
+        for model, of_model in list(knowledge.unwritten.items()):
+            replace(of_model, model=model).write(max(until - monotonic(), 0.1))
 
 
 @dataclass
@@ -52,9 +53,7 @@ class ModelRecord:
     memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
     measurements: dict[Kind, Measurements] = field(default_factory=dict)  # found again in each process
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
-    read: Saved | None = None  # what the file of cache_dir held, also for kinds of calls that were not made since
-    # Whether that file has to be written at the end of the call: a search has something new with each trial.
-    news: threading.Event = field(default_factory=threading.Event)
+    files: dict[Path, CacheFile] = field(default_factory=dict)  # of cache_dir
 
 
 class Knowledge:
@@ -66,8 +65,8 @@ class Knowledge:
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.text_paths: set[Path] = set()  # used by this process, also for models that no longer exist
         self.lock = new_lock()  # held while anything here is read or changed, never while a file is waited for
-        self.writing = new_lock()  # held while findings that are not texts are written
-        self.unwritten: dict[Path, Callable[[float], bool]] = {}  # by files that could not be written, what tries again
+        # What has something new to write, by models, which it does not hold.
+        self.unwritten: weakref.WeakKeyDictionary[PreTrainedModel, KnowledgeOfCall] = weakref.WeakKeyDictionary()
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -116,33 +115,19 @@ class Knowledge:
                 f"{saved.path} was saved for {difference}. Use it with that model, or make a new SelfSpec for this one."
             )
 
-    def content(
-        self,
-        path: Path,
-        model: PreTrainedModel | None,
-        settings: Mapping[str, Any],
-        wanted: Callable[[Key], bool] = lambda key: True,
-        text_id: str = "",
-        fingerprint: Fingerprint | None = None,
-    ) -> Saved:
-        """Settings and what is known of ``model``, or the ``wanted`` part, for its present weights: what a file is to
-        hold, which is written without the lock."""
+    def content(self, path: Path, model: PreTrainedModel | None, settings: Mapping[str, Any]) -> Saved:
+        """Settings and what is known of ``model``, for its present weights: what a file is to hold."""
         with self.lock:
-            saved = self.saved or (None if model is None else self.record(model).read)
-            # What was read but not used yet is kept.
-            findings = {} if saved is None else dict(saved.findings)
-            if model is None:
-                fingerprint = None if saved is None else saved.fingerprint
-            else:
+            saved, findings, fingerprint = self.saved, dict[Key, dict[str, Any]](), None
+            if saved is not None:  # what was not used yet is kept
+                findings, fingerprint = dict(saved.findings), saved.fingerprint
+            if model is not None:
                 self.check(model)
-                fingerprint = fingerprint or Fingerprint.of_decoder(model)
-                known = self.record(model).findings
-                used = {key.source for key in known}
-                # Files of earlier versions do not name the source, of which they have only one.
-                findings = {key: state for key, state in findings.items() if key.source or not used}
-                findings.update({key: found.state() for key, found in known.items() if wanted(key)})
-            chosen = {key: state for key, state in findings.items() if wanted(key)}
-            return Saved(dict(settings), fingerprint, chosen, path, text_id)
+                record, fingerprint = self.record(model), Fingerprint.of_decoder(model)
+                for file in record.files.values():
+                    findings |= file.kept
+                findings |= {key: found.state() for key, found in record.findings.items()}
+            return Saved(dict(settings), fingerprint, findings, path)
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, also from the files in which they are kept."""
@@ -158,25 +143,23 @@ class Knowledge:
                 except SettingError as error:
                     problems.append(error)
             with self.lock:
-                found = [one for record in self._records.values() for one in record.findings.values()]
-                with_texts = [one for one in found if isinstance(one, TextFindings)]
-                for one in with_texts:
-                    one.forget()
+                for record in self._records.values():
+                    for found in record.findings.values():
+                        found.forget()
+                    for path in record.files.keys() & set(held):
+                        record.files[path].begin()
                 if self.saved is not None:
                     # Texts are in findings for all kinds of calls.
                     kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
                     self.saved = replace(self.saved, findings=kept)
-                for path in held:
-                    try:
-                        with reported(path):
-                            for file in (path, aside(path), *unfinished(path)):
-                                if not file.is_dir():
-                                    file.unlink(missing_ok=True)
-                    except SettingError as error:
-                        problems.append(error)
-        for one in with_texts:
-            if one.save is not None:
-                one.save(0.0)
+            for path in held:
+                try:
+                    with reported(path):
+                        for file in (path, *unfinished(path)):
+                            if not file.is_dir():
+                                file.unlink(missing_ok=True)
+                except SettingError as error:
+                    problems.append(error)
         if problems:
             raise problems[0]
 
@@ -234,117 +217,99 @@ class KnowledgeOfCall:
         if self.knowledge.saved is not None:
             self.knowledge.check(self.model)
             return self.knowledge.saved
-        path = self._file(Key(self.kind, ""))
-        return saving.read(path) if path is not None and path.exists() else None
+        file = self._file(Key(self.kind, ""))
+        return saving.read(file.path) if file is not None and file.path.exists() else None
 
-    def write(self, patience: float = 0.0) -> bool:
-        """Writes what calls have found since the last time, where it is kept on disk, and returns whether that is done.
-        Otherwise the next call tries it again, and the end of the process."""
-        knowledge, news = self.knowledge, self._record.news
+    def write(self, patience: float | None = None) -> None:
+        """Writes what calls have found since the last time, where it is kept on disk.
+
+        A call gives no ``patience``: it leaves what is not due, or held by another process, to later ones and to the
+        end of the process. Neither a file nor its lock is waited for with the lock of all findings.
+        """
+        unwritten = self.knowledge.unwritten
         with only_warned("keeping findings on disk"):
-            if not news.is_set() or (path := self._file(Key(self.kind, ""))) is None:
-                return True
-            done = False
-            if knowledge.writing.acquire(timeout=patience):  # or another thread is at it
-                try:
-                    news.clear()
-                    done = self._keep(path, patience)
-                finally:
-                    if not done:
-                        news.set()
-                    knowledge.writing.release()
-            if done:
-                knowledge.unwritten.pop(path, None)
+            with self.knowledge.lock:
+                files = list(self._record.files.values())
+            for file in files:
+                if file.is_due or (patience is not None and file.has_news):
+                    self._write(file, patience or 0.0)
+            if any(file.has_news for file in files):
+                unwritten[self.model] = replace(self, model=cast(Any, None))
+                _unwritten.add(self.knowledge)
             else:
-                knowledge.unwritten[path] = self._later(KnowledgeOfCall.write)
-                _unwritten.add(knowledge)
-            return done
-        return False
+                unwritten.pop(self.model, None)
 
-    def _keep(self, path: Path, patience: float, texts: TextFile | None = None, key: Key | None = None) -> bool:
-        """Writes a file, and returns whether that is done; reports what fails, but not that another process holds it
-        for now. Neither the file nor its lock is waited for with the lock of all findings."""
-        knowledge, model, settings = self.knowledge, self.model, self.settings()
+    def _write(self, file: CacheFile, patience: float) -> None:
+        """Writes a file; reports what fails, but not that another process holds it for now."""
+        is_done = False
+        file.has_news = False
         try:
-            with reported(path):
-                now = Fingerprint.of_decoder(model)
-                if now != self.fingerprint():
+            with reported(file.path):
+                fingerprint = Fingerprint.of_decoder(self.model)
+                if fingerprint == self.fingerprint():
+                    with self.knowledge.lock:
+                        in_file = [key for key in self._record.findings if self._file(key) is file]
+                        findings = {key: self._record.findings[key] for key in in_file}
+                    file.write(findings, self.settings(), fingerprint, patience)
+                else:
                     warn_once(
-                        f"the weights of {type(model).__name__} have changed since this SelfSpec began, and files of "
-                        "cache_dir are for one model: findings from now on stay in memory. Use `save_pretrained` "
+                        f"the weights of {type(self.model).__name__} have changed since this SelfSpec began, and files "
+                        "of cache_dir are for one model: findings from now on stay in memory. Use `save_pretrained` "
                         "next to the model's checkpoints, or a new SelfSpec when the weights are final."
                     )
-                elif texts is None or key is None:
-                    saving.write(knowledge.content(path, model, settings, lambda one: one.kind is not None, "", now))
-                else:
-                    with knowledge.lock:
-                        found = self._record.findings[key]
-                    with texts.merged(found, key, patience):
-                        known = knowledge.content(path, model, settings, lambda one: one == key, texts.id or "", now)
-                        saving.write(known)
-            return True
+            is_done = True
         except Exception as error:  # learning loses no text
             if patience or not isinstance(error.__cause__, TimeoutError):
                 told = str(error) if isinstance(error, SettingError) else brief(repr(error))
                 warn_once(f"findings are not kept on disk: {told}")
-            return False
+        finally:
+            file.count_write(is_done)
 
-    def _file(self, key: Key) -> Path | None:
+    def _file(self, key: Key) -> CacheFile | None:
+        """The file that holds findings."""
         if self.cache_dir is None or is_tensor_parallel(self.model):
             return None  # the processes of one model may have different folders, and would then draft differently
-        digest = hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()[:12]
+        settings = json.dumps([saving.FORMAT, self.settings()], sort_keys=True).encode()
         ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
-        return path_of(self.cache_dir) / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"
+        name = f"{self.task}-{hashlib.sha256(settings).hexdigest()[:12]}{ending}.json"
+        path = path_of(self.cache_dir) / self.fingerprint().name / name
+        with self.knowledge.lock:
+            return self._record.files.setdefault(path, CacheFile(path, has_texts=key.kind is None))
 
     def _used(self, key: Key, make: Callable[[Any], _F]) -> _F:
         with self.knowledge.lock:
-            known = self._record.findings
-            if key not in known:
-                other = next((found for one, found in known.items() if one.source == key.source), None)
-                known[key] = self._begun(key, make, other)
-            found = known[key] = known.pop(key)  # the last one in use
-            return found
+            findings = self._record.findings
+            if key not in findings:
+                of_source = (findings[other] for other in findings if other.source == key.source)
+                findings[key] = self._begun(key, make, next(of_source, None))
+            findings[key] = findings.pop(key)  # the last one in use
+            return cast(_F, findings[key])
 
     def _begun(self, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
         """New findings, which begin with what a file holds and are written to it."""
-        saved, path = self.knowledge.saved, self._file(key)
-        found = make(other) if saved is None else _restored(saved, key, make, other)
-        if path is None:
-            return found
-        texts = TextFile(path) if key.kind is None else None
-        if saved is None:
-            with beginning_anew(path):
-                read = texts.read() if texts is not None else saving.read(path) if path.exists() else None
-                found = found if read is None else _restored(read, key, make, other)
-                self._record.read = self._record.read if texts is not None else read
-        if texts is None:
-            found.changed = self._record.news.set
-        else:
-            self.knowledge.text_paths.add(path)
-            assert isinstance(found, TextFindings), "what all kinds of calls share is texts"
-            found.save = self._later(lambda known, patience: known._keep(path, patience, texts, key))
-        return found
-
-    def _later(self, write: Callable[[KnowledgeOfCall, float], bool]) -> Callable[[float], bool]:
-        """``write`` for later, as long as the model exists."""
-        alive, without_model = weakref.ref(self.model), replace(self, model=cast(Any, None))
-
-        def later(patience: float) -> bool:
-            model = alive()
-            return model is None or write(replace(without_model, model=model), patience)
-
-        return later
+        saved, file, findings = self.knowledge.saved, self._file(key), make(other)
+        if saved is not None:
+            findings = _restored(saved, key, make, other)
+        elif file is not None and (saved := file.read()) is not None:
+            with begins_anew():
+                findings = _restored(saved, key, make, other)
+        if file is not None:
+            findings.changed = file.add_news
+            if file.has_texts:
+                self.knowledge.text_paths.add(file.path)
+        return findings
 
 
 def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
     """New findings as the file has them, or begun with those for another kind of call."""
-    found, states = make(other), saved.states(key.source)
+    findings = make(other)
+    states = {of_key.kind: state for of_key, state in saved.findings.items() if of_key.source == key.source}
     with saving.reading(saved.path):
         if key.kind in states:
-            found.restore(states[key.kind])
+            findings.restore(states[key.kind])
         elif states and other is None:
             # What another kind of call has found is a better start than nothing.
             first = make(None)
             first.restore(next(iter(states.values())))
             return make(first)
-    return found
+    return findings

@@ -14,7 +14,7 @@ from ..model.fingerprint import Fingerprint
 from .files import is_name, read_json, write_json
 
 FILE_NAME = "selfspec.json"
-_FORMAT = 1
+FORMAT = 1
 # The settings in a file; classes that they may hold are registered. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft", "exact")
@@ -37,7 +37,7 @@ class Key(NamedTuple):
     """What findings are about: a kind of calls, and the draft source that keeps them."""
 
     kind: Kind | None  # None for all
-    source: str  # empty in files of earlier versions
+    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,7 @@ class Saved:
     fingerprint: Fingerprint | None  # of the model to which all this belongs, None for any
     findings: dict[Key, dict[str, Any]]  # states, see Findings.state
     path: Path
-    text_id: str = ""  # see TextFile
-
-    def states(self, source: str) -> dict[Kind | None, dict[str, Any]]:
-        return {key.kind: state for key, state in self.findings.items() if key.source in (source, "")}
+    text_id: str = ""  # see CacheFile
 
 
 def register(*places: Place) -> Callable[[_T], _T]:
@@ -167,7 +164,7 @@ def _check_place(name: str, value: Any, only_here: bool) -> None:
 def write(saved: Saved) -> None:
     """Writes a file, whole or not at all."""
     content = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "settings": saved.settings,
         "fingerprint": None if saved.fingerprint is None else dataclasses.asdict(saved.fingerprint),
         "findings": [
@@ -186,9 +183,9 @@ def read(path: Path) -> Saved:
         if not path.exists():
             raise SettingError("it does not exist. Give the folder that `spec.save_pretrained(folder)` has written.")
         content = read_json(path)
-        if content["format"] != _FORMAT:
+        if content["format"] != FORMAT:
             raise SettingError(
-                f"it has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. "
+                f"it has format {content['format']!r}, but this version of hf_selfspec reads format {FORMAT}. "
                 "Save it again with this version, or install the one it was saved with."
             )
         kept = content["fingerprint"]
@@ -197,7 +194,7 @@ def read(path: Path) -> Saved:
             fingerprint=None if kept is None else Fingerprint.read(kept, "fingerprint"),
             findings={_key(one): dict(one["state"]) for one in content["findings"]},
             path=path,
-            text_id=str(content.get("text_id", "")),
+            text_id=str(content["text_id"]),
         )
 
 
@@ -216,7 +213,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _key(one: dict[str, Any]) -> Key:
-    kind, source = (one["do_sample"], one["several_rows"]), one.get("source", "")
+    kind, source = (one["do_sample"], one["several_rows"]), one["source"]
     if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
         raise TypeError(f"{kind!r}, {source!r} is not a kind of call and a source")
     return Key(None if kind[0] is None else kind, source)

@@ -10,7 +10,7 @@ from ..errors import UnsupportedModelError
 from ..model.logits import Logits, Tops
 from ..model.patching import evaluating
 from ..model.prompt import cache_name
-from .findings import LookupFindings
+from .kept_texts import LookupFindings
 
 # Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256
@@ -36,4 +36,3 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
             with findings.lock:
                 findings.successors.see(list(pairwise(ids)), tokens, shares, findings.next_text())
             findings.end([ids])
-        findings.write()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .findings import LookupFindings
+from .kept_texts import LookupFindings
 from .rates import Offer
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
 from .tree import Sources, TokenTree, matched

@@ -16,8 +16,8 @@ from ..model.anatomy import causal_lm
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import evaluating
 from ..validation import StrPath, check_count
+from . import as_text
 from .plots import new_figure, saved
-from .tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

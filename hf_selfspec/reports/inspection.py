@@ -19,7 +19,7 @@ from ..model.unseen import Unseen, why_plain
 from ..model.window import Window
 from ..search.proposers import SkipSpace
 from ..verify.probation import outcomes_of
-from .tables import as_text
+from . import as_text
 
 _MIB = 2**20
 

@@ -1,17 +1,17 @@
 """Fitting an adapter behind a shallow exit (Kangaroo §3.1)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_exit
-from .fit import TrainedFit, as_function, words
+from ..validation import check_count, check_exit
+from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates
 
 
@@ -31,15 +31,15 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         block_size: tokens of a row.
         args: arguments of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by
             default. With a ``save_strategy``, a fit that was stopped resumes from its last checkpoint in their
-            ``output_dir``. With an ``eval_strategy``, the loss, the agreement with the whole model and the speed-up
-            on the held-out rows are logged.
+            ``output_dir``. With an ``eval_strategy``, the loss and the agreement with the whole model on the held-out
+            rows are logged.
         cache_dir: folder that keeps the model's states for further epochs, and fits at the same exit layers, which then
             run no layer (those of a draft LoRA run the layers that it changes).
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
             epoch.
-        patience: ends the fit when the speed of generation on held-out text has not risen in so many measurements in a
-            row, and keeps the fastest weights. It is measured every 100 steps (every tenth of a shorter fit, or every
-            ``args.eval_steps``). ``None`` for all steps.
+        patience: ends the fit when the agreement with the whole model on held-out text has not risen in so many
+            evaluations in a row, and keeps the best weights. They come every 100 steps (every tenth of a shorter fit,
+            or every ``args.eval_steps``). ``None`` for all steps.
         output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are kept
             beside it while the fit runs, and after it was stopped, the same call resumes from them.
 
@@ -51,12 +51,10 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         UnsupportedModelError: the model's layers were not found, or nothing can be fitted to them.
     """
 
-    exit_layer: Annotated[int | None, Option("The exit layer; 2 by default, 3 from 40 layers on.")] = None
-    blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.", parse=words)] = (
-        "attention",
-    )
-    num_heads: Annotated[int | None, Option("Attention heads, the model's by default.", "heads")] = None
-    own_head: Annotated[bool, Option("Fit a head of its own as well.")] = False
+    exit_layer: int | None = None
+    blocks: Sequence[str] = ("attention",)
+    num_heads: int | None = None
+    own_head: bool = False
 
     def check(self) -> None:
         super().check()
@@ -86,8 +84,8 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         hidden = module(states[f"states_{module.exit_layer}"])
         return (frozen.own_head, hidden.to(states["final"].dtype)) if module.head is None else (module.head, hidden)
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[Adapter], SelfSpec]:
-        return SelfSpec.kangaroo
+    def spec(self, module: Adapter) -> SelfSpec:
+        return SelfSpec.kangaroo(module)
 
     def recipe(self, module: Adapter) -> dict[str, Any]:
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}

@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, cast, get_type_hints
 
 import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from torch.utils.data import StackDataset
-from transformers import EarlyStoppingCallback, TrainingArguments, default_data_collator
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
 from ..errors import SettingError, SettingTypeError
@@ -22,14 +23,13 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import Option, StrPath, check_count, check_positive
+from ..validation import StrPath, check_count, check_positive
 from .fit_trainer import (
-    GAIN,
-    FitTrainer,
-    SpeedupEvaluator,
+    AGREEMENT,
+    M,
+    checkpoints_of,
     forget,
     last_checkpoint,
-    resumable_arguments,
     seeded,
     speed_figures,
     stopping_early,
@@ -38,18 +38,7 @@ from .fit_trainer import (
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .texts import HELD_OUT, Tokenizer, divided, packed
 
-M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
-
-
-def words(text: str) -> tuple[str, ...]:
-    """The items of an option that are separated by commas."""
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
-def whole_numbers(text: str) -> list[int]:
-    """The whole numbers of an option that are separated by commas."""
-    return [int(word) for word in words(text)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +97,14 @@ def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Toke
 class TrainedFit(Fit[M]):
     """A fit that trains; the settings are described at :func:`fit_adapter`."""
 
-    block_size: Annotated[int, Option("Tokens of a row.")] = 256
+    # Metrics that do not depend on the module.
+    references: ClassVar[tuple[str, ...]] = ()
+
+    block_size: int = 256
     args: TrainingArguments | None = None
-    cache_dir: Annotated[
-        StrPath | None, Option("Folder that keeps the model's states for further epochs and fits.", "cache", str)
-    ] = None
+    cache_dir: StrPath | None = None
     cache_bytes: int | None = None
-    patience: Annotated[
-        int | None, Option("Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends.")
-    ] = None
+    patience: int | None = None
 
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
@@ -142,8 +130,8 @@ class TrainedFit(Fit[M]):
         return {"agreement_with_the_whole_model": agreeing}
 
     @abstractmethod
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:
-        """Returns a function from the module to what drafts with it, ``None`` if it cannot draft greedy text."""
+    def spec(self, module: M) -> SelfSpec | None:
+        """Returns what drafts with the fitted module, ``None`` if it cannot draft greedy text."""
 
     @abstractmethod
     def recipe(self, module: M) -> dict[str, Any]:
@@ -159,13 +147,18 @@ class TrainedFit(Fit[M]):
         check_count(f"{name}(block_size)", self.block_size)
         if self.patience is not None:
             check_count(f"{name}(patience)", self.patience)
-            if PartialState().num_processes > 1:
-                raise SettingError(f"{name}(patience={self.patience}): processes would not stop alike. Leave it out.")
         args: Any = self.args
         if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-        if args is not None and args.max_steps <= 0:
-            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
+        if args is not None:
+            check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
+            check_positive(f"{name}(args): learning_rate", args.learning_rate)
+            if args.max_steps <= 0:
+                check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
+        if self.cache_bytes is not None:
+            check_count(f"{name}(cache_bytes)", self.cache_bytes)
+            if self.cache_dir is None:
+                raise SettingError(f"{name}(cache_bytes={self.cache_bytes}) has no effect without cache_dir.")
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
@@ -176,10 +169,12 @@ class TrainedFit(Fit[M]):
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         name = self.function
         text = packed(tokenizer, dataset, self.block_size, name)
-        if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
+        evaluates = self.args is not None and self.args.eval_strategy != "no"
+        if len(text) < HELD_OUT and (evaluates or self.patience is not None):
+            setting = "args): eval_strategy" if self.patience is None else "patience)"
             raise SettingError(
-                f"{name}(args): eval_strategy={self.args.eval_strategy.value!r} needs held-out rows, and of "
-                f"{len(text)} rows none is held out. Give at least {HELD_OUT} rows, or eval_strategy='no'."
+                f"{name}({setting} needs held-out rows, and of {len(text)} rows none is held out. Give at least "
+                f"{HELD_OUT} rows, or leave it out."
             )
         return text
 
@@ -190,28 +185,22 @@ class TrainedFit(Fit[M]):
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
         with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
-        speedup = SpeedupEvaluator(model, held_out, self.spec_of(frozen, held_out))
-        if self.patience is not None and not speedup.has_text:
-            raise SettingError(
-                f"{self.function}(patience={self.patience}): there is no held-out text to continue greedily. Give more "
-                "rows, of at least 4 tokens, or leave patience out."
-            )
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
             chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
-            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience, GAIN)]
-            trained = FitModule(module, frozen, self, speedup)
+            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience)]
+            trained = FitModule(module, frozen, self)
             both: Any = rows, held_out
             data = [StackDataset(input_ids=some) for some in both]
-            trainer = FitTrainer(
+            trainer = Trainer(
                 trained, chosen, default_data_collator, *data, compute_metrics=trained.means, callbacks=stops
             )
             known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
             last, begun = last_checkpoint(args, known, rows), perf_counter()
             trainer.train(resume_from_checkpoint=last)
             seconds = perf_counter() - begun
-            module.eval()
+            broadcast(module.eval().state_dict())  # the best weights, which the first process has kept
             wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
             if wrong:
                 forget(args, self.output_dir)
@@ -224,20 +213,22 @@ class TrainedFit(Fit[M]):
             self.finish(module, frozen, held_out)
             with seeded(args):
                 measured = trainer.evaluate() if len(held_out) else {}
+                pace = speed_figures(module, model, held_out, self.spec)
         found = {name.removeprefix("eval_"): value for name, value in measured.items()}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
         figures |= {name.replace("_", " "): found[name] for name in trained.names if name in found}
         figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
-        saved(module, module.about | {"figures": figures | speed_figures(module, found)}, self.output_dir)
+        saved(module, module.about | {"figures": figures | pace}, self.output_dir)
         forget(args, self.output_dir)
         return module
 
     def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
         """The user's arguments, or the usual ones, which keep checkpoints beside the module's folder."""
-        if self.args is None and self.output_dir is None:
-            return training_arguments(folder, device)
-        args = self.args or resumable_arguments(cast(str, self.output_dir), device)
+        if self.args is None:
+            out = self.output_dir
+            return training_arguments(folder if out is None else checkpoints_of(out), device, is_kept=out is not None)
+        args = self.args
         if args.n_gpu > 1:
             args = copy.copy(args)  # the user's
             args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
@@ -247,11 +238,11 @@ class TrainedFit(Fit[M]):
 class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
-    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any], speed: SpeedupEvaluator) -> None:
+    def __init__(self, module: DraftModule, frozen: FrozenModel, fit: TrainedFit[Any]) -> None:
         super().__init__()
         self.part = module  # the name in checkpoints
         self.names: tuple[str, ...] = ()
-        self._fit, self._frozen, self.speedup = fit, frozen, speed
+        self._fit, self._frozen = fit, frozen
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
@@ -266,7 +257,9 @@ class FitModule(nn.Module):
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
         means = np.nanmean(evaluated.predictions, (0, 1))
-        return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
+        found = {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
+        judged = [mean for name, mean in zip(self.names, means, strict=True) if name not in self._fit.references]
+        return found | {AGREEMENT: round(float(np.mean(judged)), 4)}
 
 
 def check_length(name: str, block_size: object, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The stock ``transformers.Trainer`` for a small module beside a frozen model."""
+"""What a fit gives to the stock ``transformers.Trainer``, how it resumes, and how fast its result is."""
 
 import copy
 import hashlib
@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
@@ -31,6 +31,8 @@ from ..selfspec import SelfSpec
 from ..validation import StrPath
 from .texts import greedily
 
+M = TypeVar("M", bound=DraftModule)
+
 # Which fit the checkpoints in a folder belong to, as long as it has not ended.
 _RECORD = "fit.json"
 # Arguments of the Trainer that decide what is fitted.
@@ -40,65 +42,47 @@ _DECIDING = (
 )  # fmt: skip
 # Steps between two checkpoints of a fit with the usual arguments.
 SAVE_STEPS = 100
-# Steps between two measurements with `patience`, unless the Trainer's arguments say, and their least number.
+# Steps between two evaluations with `patience`, unless the Trainer's arguments say, and their least number.
 _EVERY, _LOOKS = 100, 10
-# A smaller gain in speed may be chance.
-GAIN = 0.02
 # Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
 _ROWS, _TOKENS, _FEW = 4, 32, 8
-# Speeds in times of plain generate's: with the module, with free drafts, and with both.
-_SPEEDS = ("speedup", "speedup_of_free_drafts", "speedup_with_free_drafts")
+# What ``patience`` goes by: the share of held-out tokens for which the module is right.
+AGREEMENT = "agreement"
 
 
-class FitTrainer(Trainer):
-    """The stock Trainer with ``eval_speedup``, the speed-up over plain ``generate``, by which ``patience`` decides."""
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        speeds = self.model.speedup.metrics(self.model.part, in_training=self.is_in_train)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in speeds.items()})
-        return output
-
-    def _load_best_model(self) -> None:
-        if self.state.best_metric:  # as long as the module cannot draft, the newest weights are the best
-            super()._load_best_model()
-
-
-def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
-    """One epoch of AdamW at 1e-3 with 8 rows a batch, unless ``changed``."""
-    usual: dict[str, Any] = {
-        "output_dir": folder,
+def usual_arguments(is_kept: bool = False) -> dict[str, Any]:
+    """One epoch of AdamW at 1e-3 with 8 rows a batch; with checkpoints, of which the last stays, if ``is_kept``."""
+    kept = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
+    return {
         "per_device_train_batch_size": 8,
         "learning_rate": 1e-3,
         "num_train_epochs": 1,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 20,
         "logging_steps": 50,
-        "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": device.type == "cpu",
+        **(kept if is_kept else {"save_strategy": "no"}),
     }
+
+
+def training_arguments(folder: str, device: torch.device, is_kept: bool = False, **changed: Any) -> TrainingArguments:
+    """The usual arguments, unless ``changed``."""
+    usual = {**usual_arguments(is_kept), "output_dir": folder, "use_cpu": device.type == "cpu"}
     return TrainingArguments(**usual | changed)
 
 
-def resumable_arguments(output_dir: StrPath, device: torch.device, **changed: Any) -> TrainingArguments:
-    """The same with checkpoints beside ``output_dir``, of which the last one is kept."""
-    kept = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
-    return training_arguments(checkpoints_of(output_dir), device, **kept, **changed)
-
-
 def stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
-    """The same arguments with an evaluation and a checkpoint from time to time, and the fastest weights at the end."""
+    """The same arguments with an evaluation and a checkpoint from time to time, and the best weights at the end."""
     batch = given.train_batch_size * given.gradient_accumulation_steps * given.world_size
     steps = given.max_steps if given.max_steps > 0 else math.ceil(math.ceil(rows / batch) * given.num_train_epochs)
     args = copy.copy(given)
     if args.save_strategy == SaveStrategy.NO:
         args.output_dir, args.save_only_model, args.save_total_limit = folder, True, 1
     elif args.save_total_limit == 1:
-        args.save_total_limit = 2  # the fastest and the last
+        args.save_total_limit = 2  # the best and the last
     args.eval_strategy, args.save_strategy = IntervalStrategy.STEPS, SaveStrategy.STEPS
     args.eval_steps = args.save_steps = given.eval_steps or min(_EVERY, max(1, steps // _LOOKS))
-    args.metric_for_best_model, args.greater_is_better, args.load_best_model_at_end = "speedup", True, True
+    args.metric_for_best_model, args.greater_is_better, args.load_best_model_at_end = AGREEMENT, True, True
     args.restore_callback_states_from_checkpoint = True
     return args
 
@@ -150,60 +134,28 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     return None if last is record else str(last.parent)
 
 
-class SpeedupEvaluator:
-    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``."""
+def speed_figures(
+    module: M, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[M], SelfSpec | None]
+) -> dict[str, float]:
+    """Speeds with a module in times of plain ``generate``'s, on the first few of held-out rows ``[n, s]``.
 
-    def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[Any], SelfSpec | None]) -> None:
-        self._model, self._spec_of = model, spec_of
-        self._prompts = rows[:_ROWS, : rows.shape[1] // 2]
-        self._new = min(_TOKENS, rows.shape[1] - self._prompts.shape[1])
-
-    @property
-    def has_text(self) -> bool:
-        return bool(self._prompts.numel()) and self._new > 1
-
-    def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
-        """Speeds in times of plain ``generate``'s; in training only that with the module, 0 if it cannot draft yet."""
-        if not self.has_text:
-            return {}
-        found = {"speedup": 0.0} if in_training else {}
-        try:
-            with evaluating(module):
-                if (alone := self._spec_of(module)) is not None:
-                    others = [SelfSpec.lookup(), replace(alone, draft=Cascade((Lookup(), alone.draft)))]
-                    specs = [alone] if in_training else [alone, *others]
-                    found = dict(zip(_SPEEDS, self.measured(specs), strict=False))
-        except Exception as error:  # whatever it is, hours of fitting are not lost to it
-            warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
-        finally:
-            module.forget_copies()  # which do not follow the weights
-        return found
-
-    @torch.no_grad()
-    def measured(self, specs: list[SelfSpec]) -> list[float]:
-        methods: list[dict[str, Any]] = [{"assistant": spec} for spec in (False, *specs)]  # plain first
-        with greedily(self._model, self._new):
-            for method in methods:
-                # A text in reverse, since free drafts would know the beginning of one that is measured.
-                self._seconds(self._prompts[:1].flip(1), {"max_new_tokens": min(_FEW, self._new), **method})
-            # In turn, and the median, since machines are not always equally fast.
-            found = [[self._seconds(prompt, method) for method in methods] for prompt in self._prompts.split(1)]
-        return [median(row[0] / row[place] for row in found) for place in range(1, len(methods))]
-
-    def _seconds(self, prompt: torch.Tensor, options: dict[str, Any]) -> float:
-        """Seconds per token."""
-        prompt = prompt.to(self._model.get_input_embeddings().weight.device)
-        begun = perf_counter()
-        ids = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        ids.tolist()  # a GPU has them now
-        return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])
-
-
-def speed_figures(module: DraftModule, metrics: dict[str, float]) -> dict[str, float]:
-    """The figures of a module's speed, none if it was not measured; warns if the module does not pay."""
-    if "speedup" not in metrics:
+    There are none if it does not draft greedily or there is too little text. Warns if the module does not pay.
+    """
+    prompts = rows[:_ROWS, : rows.shape[1] // 2]
+    new_tokens = min(_TOKENS, rows.shape[1] - prompts.shape[1])
+    if not prompts.numel() or new_tokens < 2:
         return {}
-    alone, free, both = (metrics[name] for name in _SPEEDS)
+    try:
+        with evaluating(module):
+            if (spec := spec_of(module)) is None:
+                return {}
+            both_drafts = replace(spec, draft=Cascade((Lookup(), spec.draft)))
+            alone, free, both = speeds(model, prompts, new_tokens, [spec, SelfSpec.lookup(), both_drafts])
+    except Exception as error:  # whatever it is, hours of fitting are not lost to it
+        warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
+        return {}
+    finally:
+        module.forget_copies()  # which do not follow the weights
     if max(alone, both) < max(1.0, free) and PartialState().is_main_process:
         warnings.warn(
             f"this {module.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "
@@ -214,3 +166,26 @@ def speed_figures(module: DraftModule, metrics: dict[str, float]) -> dict[str, f
         )
     found = {"speed over plain generate": alone, "speed with free drafts": both, "speed of free drafts alone": free}
     return {name: round(speed, 2) for name, speed in found.items()}
+
+
+@torch.no_grad()
+def speeds(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int, specs: list[SelfSpec]) -> list[float]:
+    """How many times as fast as plain ``generate`` each is."""
+
+    def seconds(prompt: torch.Tensor, assistant: SelfSpec | bool, count: int = new_tokens) -> float:
+        """Seconds per token."""
+        prompt = prompt.to(model.get_input_embeddings().weight.device)
+        options: dict[str, Any] = {"assistant": assistant, "max_new_tokens": count}
+        begun = perf_counter()
+        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        ids.tolist()  # a GPU has them now
+        return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])
+
+    assistants: list[SelfSpec | bool] = [False, *specs]
+    with greedily(model, new_tokens):
+        for assistant in assistants:
+            # A text in reverse, since free drafts would know the beginning of one that is measured.
+            seconds(prompts[:1].flip(1), assistant, min(_FEW, new_tokens))
+        # In turn, and the median, since machines are not always equally fast.
+        found = [[seconds(prompt, assistant) for assistant in assistants] for prompt in prompts.split(1)]
+    return [median(row[0] / row[place] for row in found) for place in range(1, len(assistants))]

@@ -21,7 +21,7 @@ from ..learned.files import path_of, reported, written_whole
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
-from ..validation import StrPath, check_count
+from ..validation import StrPath
 
 _SUFFIX = ".safetensors"
 # A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is
@@ -48,10 +48,6 @@ class FrozenModel:
         self.exits.check("fit", layers)
         self.anatomy = self.exits.anatomy
         self.own_head = self.exits.head
-        if cache_bytes is not None:
-            check_count("cache_bytes", cache_bytes)
-            if cache_dir is None:
-                raise SettingError(f"cache_bytes={cache_bytes} has no effect without cache_dir: leave it out.")
         self._folder: Path | None = None
         if cache_dir is not None:
             self._folder = path_of(cache_dir) / _name(model)

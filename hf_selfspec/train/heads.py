@@ -2,10 +2,10 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Annotated, Any, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -17,9 +17,9 @@ from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
 from ..selfspec import SelfSpec
-from ..validation import MOST_LAYERS, Option, StrPath, check_count, check_exit, check_flag, check_share
-from .fit import TrainedFit, as_function, check_length, saved, whole_numbers
-from .fit_trainer import SpeedupEvaluator, speed_figures
+from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
+from .fit import TrainedFit, as_function, check_length, saved
+from .fit_trainer import speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greedily, packed
 
@@ -63,15 +63,12 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             hold any out.
     """
 
-    layers: Annotated[
-        Sequence[int] | None,
-        Option("Exit layers separated by commas, spread over the depth by default.", parse=whole_numbers),
-    ] = None
-    num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
-    rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None
-    copied: Annotated[bool, Option("Start with copies of the model's own head.")] = False
+    layers: Sequence[int] | None = None
+    num_heads: int = _USUAL_HEADS
+    rank: int | None = None
+    copied: bool = False
     labels: float = 0.0
-    metric: Annotated[str | None, Option("Metric of confidence; by default the best one.")] = None
+    metric: str | None = None
     epsilons: Sequence[float] = _EPSILONS
 
     def check(self) -> None:
@@ -135,19 +132,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             for head, layer in enumerate(module.layers)
         }
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[ExitHeads], SelfSpec | None]:
-        @lru_cache
-        def texts() -> _Texts:  # in training, some of the text is enough
-            return _written(frozen, held_out[:AT_ONCE])
-
-        def spec(module: ExitHeads) -> SelfSpec | None:
-            if not module.about.get("calibration"):
-                found = calibrate(_predictions(frozen, module, texts()), self.epsilons, self.metric)
-                module = copy.copy(module)
-                module.about = {"calibration": found}
-            return _dssd(module)
-
-        return spec
+    def spec(self, module: ExitHeads) -> SelfSpec | None:
+        return _dssd(module)
 
     def recipe(self, module: ExitHeads) -> dict[str, Any]:
         shape = {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
@@ -202,8 +188,7 @@ def calibrate_exit_heads(
     found = copy.deepcopy(given.on(frozen.device)).eval()
     with frozen.frozen():
         _calibrate(name, found, frozen, rows, epsilons, metric)
-        speeds = SpeedupEvaluator(inner, rows, _dssd).metrics(found)
-    figures = {**(found.about["figures"] or {}), **speed_figures(found, speeds)}
+        figures = {**(found.about["figures"] or {}), **speed_figures(found, inner, rows, _dssd)}
     return saved(found, found.about | {"figures": figures}, output_dir)
 
 

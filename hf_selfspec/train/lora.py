@@ -1,8 +1,8 @@
 """Fitting LoRA that is active only while the first layers draft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -19,7 +19,7 @@ from ..model.plan import LayerPlan
 from ..model.prompt import cache_name
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_exit
+from ..validation import check_count, check_exit
 from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement
 
@@ -48,8 +48,10 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
         UnsupportedModelError: the model's layers were not found, or do not draft after given keys and values.
     """
 
-    exit_layer: Annotated[int | None, Option("The exit layer; a quarter of the layers by default.")] = None
-    rank: Annotated[int, Option("Rank of what is added to each linear layer.")] = 16
+    references = ("agreement_without_LoRA",)
+
+    exit_layer: int | None = None
+    rank: int = 16
 
     def check(self) -> None:
         super().check()
@@ -79,8 +81,8 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
         without = frozen.per_token(agreement, frozen.own_head, states[f"exits_{module.exit_layer}"], states)
         return super().metrics(module, frozen, states) | {"agreement_without_LoRA": without}
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[DraftLora], SelfSpec]:
-        return lambda lora: SelfSpec(EarlyExitLora(lora))
+    def spec(self, module: DraftLora) -> SelfSpec:
+        return SelfSpec(EarlyExitLora(module))
 
     def recipe(self, module: DraftLora) -> dict[str, Any]:
         return {"exit layer": module.exit_layer, "rank": self.rank, "tokens of a draft": _WINDOW}

@@ -1,8 +1,8 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from ..model.plan import LayerPlan
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count
-from .fit import TrainedFit, as_function, whole_numbers
+from ..validation import check_count
+from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .reduced_head import ReducedHeadFit
 from .texts import Tokenizer, answered, check_dataset
@@ -29,7 +29,8 @@ _DECAY = 0.8
 _MOST_STEPS = 8
 
 
-def _read_prompts(file: str) -> list[Prompt]:
+def read_prompts_file(file: str) -> list[Prompt]:
+    """The prompts that the command line names."""
     try:
         return read_prompts(file)
     except SettingError as error:
@@ -62,17 +63,12 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         UnsupportedModelError: the model's last layer cannot stand alone, or its head cannot be cut.
     """
 
-    prompts: Annotated[
-        Iterable[Prompt] | None, Option("A file with prompts that the model answers first.", parse=_read_prompts)
-    ] = None
-    answer_tokens: Annotated[int, Option("The most tokens of an answer to a prompt.")] = 256
-    steps: Annotated[int, Option("Tokens that are drafted one after another in the fit.")] = 3
-    head_rows: Annotated[int | ReducedHead, Option("How many tokens the head can draft.", parse=int)] = 8192
-    state_layers: Annotated[
-        Sequence[int],
-        Option("Layers whose entering states are read, by default the state behind the last.", parse=whole_numbers),
-    ] = ()
-    block_size: Annotated[int, Option("Tokens of a row.")] = 512
+    prompts: Iterable[Prompt] | None = None
+    answer_tokens: int = 256
+    steps: int = 3
+    head_rows: int | ReducedHead = 8192
+    state_layers: Sequence[int] = ()
+    block_size: int = 512
 
     def check(self) -> None:
         super().check()
@@ -136,8 +132,8 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             found[f"agreement_at_step_{step}"] = F.pad(agreeing, (0, step), value=torch.nan)
         return found
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[MtpHead], SelfSpec]:
-        return lambda head: SelfSpec(MTP(head))
+    def spec(self, module: MtpHead) -> SelfSpec:
+        return SelfSpec(MTP(module))
 
     def recipe(self, module: MtpHead) -> dict[str, Any]:
         return {"steps one after another": self.steps, "tokens that can be drafted": len(self._tokens)}

@@ -1,8 +1,8 @@
 """Fitting a probe of acceptance (AdaSPEED §II.B)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..errors import SettingError
 from ..modules.probe import LinearProbe
 from ..selfspec import SelfSpec
-from ..validation import Option, check_count, check_exit, check_flag, check_positive, check_share
+from ..validation import check_count, check_exit, check_flag, check_positive, check_share
 from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates, agreement
 
@@ -37,11 +37,13 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`.
     """
 
-    exit_layer: Annotated[int, Option("The layer whose states the probe reads.")]
-    do_sample: Annotated[bool, Option("Fit it for sampling instead of greedy decoding.", "sample")] = False
-    temperature: Annotated[float, Option("Temperature of sampling.")] = 1.0
-    top_k: Annotated[int | None, Option("Top-k of sampling.")] = None
-    top_p: Annotated[float | None, Option("Top-p of sampling.")] = None
+    references = ("accepted",)
+
+    exit_layer: int
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
 
     def check(self) -> None:
         super().check()
@@ -58,11 +60,6 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
                     f"fit_probe({name}={value}) has no effect without fit_probe(do_sample=True): add that, or leave "
                     "it out."
                 )
-        if self.do_sample and self.patience is not None:
-            raise SettingError(
-                f"fit_probe(do_sample=True, patience={self.patience}): speed is measured on greedy text, for which "
-                "this probe is not made. Leave patience out."
-            )
 
     def exit_layers(self, config: Any) -> Sequence[int]:
         check_exit(self.function, "exit_layer", self.exit_layer, config.num_hidden_layers)
@@ -80,8 +77,8 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
         sure = scores.sigmoid()
         return {"accuracy": (sure > 0.5) * label + (sure <= 0.5) * (1 - label), "accepted": label}
 
-    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[LinearProbe], SelfSpec | None]:
-        return lambda probe: None if self.do_sample else SelfSpec.adaspeed(probe=probe)
+    def spec(self, module: LinearProbe) -> SelfSpec | None:
+        return None if self.do_sample else SelfSpec.adaspeed(probe=module)
 
     def recipe(self, module: LinearProbe) -> dict[str, Any]:
         drawn = f"drawn, temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}"

@@ -1,7 +1,7 @@
 """Finding the tokens that drafts consist of (FR-Spec, arXiv 2502.14856 §3.2)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -9,7 +9,7 @@ from ..errors import SettingError, UnsupportedModelError
 from ..model.head import output_head
 from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
-from ..validation import Option, check_count
+from ..validation import check_count
 from .fit import Fit, as_function, saved
 from .texts import HELD_OUT, ends_of
 
@@ -34,7 +34,7 @@ class ReducedHeadFit(Fit[ReducedHead], command="head", function="fit_reduced_hea
         UnsupportedModelError: the model has no output head.
     """
 
-    size: Annotated[int, Option("How many tokens.")] = 8192
+    size: int = 8192
 
     def check(self) -> None:
         check_count("fit_reduced_head(size)", self.size)

@@ -18,6 +18,7 @@ from helpers.processes import DEMO_MODEL, python, told_in_one_line
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.request import texts_of
 from hf_selfspec.cli import app, main
+from hf_selfspec.cli.fit import fits, parser_of
 from hf_selfspec.data import loading
 from hf_selfspec.data.loading import NamedModel
 from hf_selfspec.data.texts import read_prompts
@@ -33,8 +34,9 @@ pytestmark = [
 
 def commands() -> dict[str, list[str]]:
     found = dict(typer.main.get_command(app).commands)
-    found |= {f"fit {name}": one for name, one in found.pop("fit").commands.items()}
-    return {name: [option for one in command.params for option in one.opts] for name, command in found.items()}
+    del found["fit"]
+    told = {name: [option for one in command.params for option in one.opts] for name, command in found.items()}
+    return told | {f"fit {name}": list(parser_of(name, kind)._option_string_actions) for name, kind in fits().items()}
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -75,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
     assert main(["inspect", "--model", str(DEMO_MODEL)]) == 0
     assert capsys.readouterr().out == f"{inspect_model(NamedModel(str(DEMO_MODEL)).config)}\n"
 
@@ -123,7 +125,7 @@ def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["exit", "loss", "above", "last", "accuracy", "agreement"]
     assert len(lines) == 2 + 6
-    assert (tmp_path / "exits.png").stat().st_size > 1000
+    assert (tmp_path / "exits.png").read_bytes().startswith(b"\x89PNG")
 
 
 PROMPT = "def read_text(path):"
@@ -236,10 +238,10 @@ NEEDED: dict[str, list[str]] = {
 }
 # By name: what is put in the place of what is needed, or added to it, and what the line says.
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "unknown option": (["--speed", "3"], "No such option"),
+    "unknown option": (["--speed", "3"], "--speed"),
     "no model": (["--model", "{}/none"], "--model {}/none: there is no such folder, and the Hub has no such model"),
     "damaged config": (["--model", "{}/damaged"], "--model {}/damaged: its config cannot be loaded"),
-    "bad dtype": (["--dtype", "foat32"], "'foat32' is not one of 'auto', 'bfloat16'"),
+    "bad dtype": (["--dtype", "foat32"], "'foat32'"),
     "bad device": (["--device", "toaster"], "--device toaster: there is no such device. Give one of cpu"),
     "absent device": (["--device", "cuda:7"], "--device cuda:7: this machine has none. Give one of cpu"),
     "missing data": (["--data", "{}/none.jsonl"], "--data {}/none.jsonl: there is no such file"),
@@ -286,7 +288,7 @@ def test_mistakes_are_told_in_one_line(
 ) -> None:
     """By every command that takes the option, before a model is loaded."""
     changed, words = MISTAKES[mistake]
-    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
     names = [name for name, options in commands().items() if changed[0] in (*options, "--speed")]
     names = [name for name in names if (name, changed[0]) != ("fit mtp", "--prompts")]  # a file there
     assert names

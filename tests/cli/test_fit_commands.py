@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from helpers.calls import check_lossless
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.processes import told_in_one_line
-from hf_selfspec import EarlyExit, EarlyExitLora, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
+from hf_selfspec import Adapter, EarlyExit, EarlyExitLora, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.cli import main
 from hf_selfspec.data.texts import texts
 
@@ -48,7 +48,12 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "options", "spec", "size"),
     [
-        ("adapter", "--exit-layer 2 --blocks mlp --own-head", SelfSpec.kangaroo, 2 * 64 + 8 * 64**2 + 64 * VOCABULARY),
+        (
+            "adapter",
+            "--exit-layer 2 --blocks mlp --own-head --max-steps 2 --seed 7 --bf16",
+            SelfSpec.kangaroo,
+            2 * 64 + 8 * 64**2 + 64 * VOCABULARY,
+        ),
         ("heads", "--layers 1,3 --rank 4 --metric margin", None, 2 * (64 + 4 * (64 + VOCABULARY))),
         ("lora", "--exit-layer 2 --rank 4", lambda out: SelfSpec(EarlyExitLora(out)), 2 * 4 * 1024),
         ("probe", "--exit-layer 3", lambda out: SelfSpec.adaspeed(probe=out), 65),
@@ -68,6 +73,8 @@ def test_command_line(
         assert (heads.layers, heads.metric) == ((1, 3), "margin")
     else:
         check_lossless(model, spec(files["out"]), 12)
+    if kind == "adapter":
+        assert Adapter.load(files["out"]).about["recipe"]["steps"] == 2
     if kind == "head":  # the same tokens as from Python
         tokenizer = AutoTokenizer.from_pretrained(files["model"])
         expected = fit_reduced_head(model, tokenizer, [TEXT] * 27, size=16)
@@ -86,7 +93,7 @@ def files(saved_model: Path, tmp_path: Path) -> dict[str, Path]:
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is wrong is found only after the weights were loaded."""
-    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
 
 
 def asked(kind: str, files: dict[str, Path], *words: object) -> list[str]:
@@ -102,7 +109,7 @@ DATA: list[tuple[str, bytes | None, str]] = [
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "abc \\ud800"}', "line 2: this text is not Unicode, so no tokenizer accepts"),
     ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
-    ("a.txt", b"a" * 31, "fit adapter was given 31 tokens, fewer than one row of block_size=32"),
+    ("a.txt", b"a" * 31, "fit_adapter was given 31 tokens, fewer than one row of block_size=32"),
     ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
     (".", None, "is a folder. Give a .txt file"),
     ("a b", None, "there is no such file, and it is not the name of a dataset"),
@@ -185,15 +192,22 @@ def test_datasets_that_cannot_be_used(
 
 OPTIONS = [
     ("adapter", "--exit-layer 6", "the model has 6 layers, so the exit layer must be between 1 and 5"),
-    ("adapter", "--block-size 513", "--block-size 513 is more than the 512 positions of the model"),
-    ("heads", "--block-size 1", "--block-size 1 leaves the model nothing to write: give at least 2"),
-    ("adapter", "--cache-gib 2", "--cache-gib 2.0 has no effect without --cache"),
-    ("adapter", "--heads 4 --blocks mlp", "--heads 4 has no effect with --blocks mlp"),
-    ("heads", "--layers 3,x", "--layers 3,x: give whole numbers separated by commas"),
-    ("heads", "--copied --rank 4", "--copied --rank 4: the model's own head has full rank"),
-    ("probe", "--temperature 0.7", "--temperature 0.7 has no effect without --sample"),
-    ("probe", "--sample --top-p 1.5", "--top-p must lie between 0 and 1"),
-    ("head", "--size 0", "--size must be at least 1, got 0"),
+    ("adapter", "--block-size 513", "fit_adapter(block_size=513) is more than the 512 positions of the model"),
+    ("heads", "--block-size 1", "(block_size=1) leaves the model nothing to write: give at least 2"),
+    ("adapter", "--cache-gib 2", f"(cache_bytes={2 << 30}) has no effect without cache_dir"),
+    ("adapter", "--heads 4 --blocks mlp", "(num_heads=4) has no effect with fit_adapter(blocks=mlp)"),
+    (
+        "heads",
+        "--layers 3,x",
+        "--layers: invalid list of int, separated by commas, value: '3,x'. See",
+    ),
+    ("heads", "--copied --rank 4", "(copied=True, rank=4): the model's own head has full rank"),
+    ("probe", "--temperature 0.7", "(temperature=0.7) has no effect without fit_probe(do_sample=True)"),
+    ("probe", "--sample --top-p 1.5", "fit_probe(top_p) must lie between 0 and 1"),
+    ("adapter", "--batch 0", "per_device_train_batch_size must be at least 1, got 0"),
+    ("adapter", "--bf16 --fp16", "At most one of fp16 and bf16 can be True"),
+    ("adapter", "--epoch 3", "--epoch"),
+    ("head", "--size 0", "(size) must be at least 1, got 0"),
     ("adapter", "--out FILE/a", "cannot be a folder (Not a directory)"),
     ("adapter", "--out OCCUPIED", "config.json is a folder there"),
     ("adapter", "--cache FILE", "FILE is a file. Name a folder"),
@@ -242,6 +256,16 @@ def test_damaged_models(damage: str, files: dict[str, Path], tmp_path: Path, cap
     assert line.startswith(f"hf-selfspec: --model {folder}: its ")
     assert "cannot be loaded" in line
     assert len(line) < 600 or damage != "kind"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each fit; of one its settings, and those of every training."""
+    assert main(["fit", "--help"]) == 0
+    assert "  probe      Fits AdaSPEED's probe (§II.B)" in capsys.readouterr().out
+    assert main(["fit", "probe", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("temperature, top_k, top_p: settings of sampling.", "--top-k", "--bf16"))
+    assert "patience: ends the fit when the agreement" in told
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:

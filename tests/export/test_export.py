@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, SHARING, STATEFUL, build
 from helpers.calls import random_skip_set
-from helpers.fitted import arguments, heads_of, rows
-from helpers.models import VOCABULARY, character_tokenizer, ragged_batch, tiny_llama
+from helpers.fitted import adapter_of, heads_of
+from helpers.models import character_tokenizer, ragged_batch, tiny_llama
 from helpers.multimodal import build as build_multimodal
 from helpers.processes import peft_calls_old_name, python
 from hf_selfspec import (
-    Adapter,
     Cascade,
     ClosestLayers,
     DraftSource,
@@ -39,14 +38,12 @@ from hf_selfspec import (
     SkipLayers,
     UnsupportedModelError,
     UnsupportedOptionError,
-    fit_adapter,
 )
 from hf_selfspec.draft.source import DraftBlocks
 from hf_selfspec.export import exporting
 from hf_selfspec.export.exporting import draft_model, partial_logits
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.train.adapter import usual_settings
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -56,12 +53,6 @@ CLOSE = 1e-5
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
 # A layer of these is another one at another place, or shares what it reads with others.
 NO_OTHER_PLACE, NO_EXIT = ("diffllama",), SHARING
-# Families whose layers can be an adapter, with the settings that are usual for them.
-WITH_ADAPTER: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("arcee", "gemma", "llama", "mistral", "qwen2", "seed_oss", "smollm3")},
-    **{name: ARCHITECTURES[name] for name in ("ministral", "qwen2_moe")},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
 
 
 def no_choice(kind: type) -> Any:
@@ -85,7 +76,7 @@ def exported(source: DraftSource, model: PreTrainedModel, folder: Path) -> PreTr
     SelfSpec(source).export_draft(folder, model)
     draft = loaded(folder, model)
     ids = TEXT["input_ids"]
-    expected = partial_logits(model, Anatomy.of(model), blocks_of(source, model), ids)
+    expected = partial_logits(model, Anatomy.of(model), blocks_of(source, model).plan, ids)
     assert (draft(input_ids=ids, use_cache=False).logits - expected).abs().max() <= CLOSE
     return draft
 
@@ -98,18 +89,6 @@ def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
         warnings.simplefilter("ignore")  # of transformers' own loop
         found = model.generate(**TEXT, **options, assistant_model=draft)
     assert torch.equal(found, model.generate(**TEXT, **options))
-
-
-def adapter_of(model: PreTrainedModel, own_head: bool = False, **settings: Any) -> Adapter:
-    """An adapter as ``fit_adapter`` would begin with for the model, which does something."""
-    config = model.config.get_text_config(decoder=True)
-    settings = usual_settings(config) | settings
-    vocabulary = VOCABULARY if own_head else None
-    torch.manual_seed(0)
-    adapter = Adapter(2, config.hidden_size, config.num_attention_heads, vocabulary=vocabulary, **settings)
-    for parameter in adapter.parameters():
-        parameter.add_(0.2 * torch.randn_like(parameter))
-    return adapter.eval()
 
 
 @pytest.mark.every_run(EVERY_RUN)
@@ -134,26 +113,13 @@ def test_ids_with_transformers_own_loop(name: str, kind: str, tmp_path: Path) ->
     assert_same_ids(model, exported(source, model, tmp_path))
 
 
-@pytest.mark.every_run("llama|gemma|qwen2_moe")
-@pytest.mark.parametrize("name", WITH_ADAPTER)
-def test_an_adapter_as_a_layer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, name, WITH_ADAPTER[name])
-    model = build(name)
-    if name in ("mistral", "mixtral"):
-        model.config.sliding_window = None  # as in their later versions
-    draft = exported(EarlyExitAdapter(adapter_of(model)), model, tmp_path / "adapter")
-    assert draft.config.num_hidden_layers == 3
-    exported(EarlyExitAdapter(adapter_of(model, own_head=True)), model, tmp_path / "own head")
-    assert_same_ids(model, draft)
-
-
 def test_what_goes_by_a_layers_place_is_found() -> None:
     model = build("diffllama")
     with pytest.raises(UnsupportedModelError, match=r"layer 2 of DiffLlamaForCausalLM .* layer 1 .*lambda_init"):
-        draft_model(model, Anatomy.of(model), blocks_of(SkipLayers([1], [1]), model))
+        draft_model(model, Anatomy.of(model), blocks_of(SkipLayers([1], [1]), model).plan)
     model = build("gemma3n_text")
     with pytest.raises(UnsupportedModelError, match="skips attention or MLP blocks, but no whole layer"):
-        draft_model(model, Anatomy.of(model), blocks_of(EarlyExit(2), model))
+        draft_model(model, Anatomy.of(model), blocks_of(EarlyExit(2), model).plan)
 
 
 def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +146,7 @@ def test_nothing_is_copied_and_the_model_stays_as_it_was(
     for layer in model.model.layers:
         layer.gradient_checkpointing = True
     anatomy = Anatomy.of(model)
-    draft = draft_model(model, anatomy, blocks_of(SkipLayers([1, 2], [1]), model))
+    draft = draft_model(model, anatomy, blocks_of(SkipLayers([1, 2], [1]), model).plan)
     whole = {value.data_ptr() for value in model.state_dict().values()}
     others = [name for name, value in draft.state_dict().items() if value.data_ptr() not in whole]
     assert others == ["model.layers.1.self_attn.o_proj.weight"]
@@ -319,17 +285,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
         "has 2 sources besides its free drafts",
     ),
     "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), UnsupportedOptionError, "a checkpoint has nothing else"),
-    "MLP": (
-        lambda model: EarlyExitAdapter(adapter_of(model, blocks=("attention", "mlp"))),
-        UnsupportedOptionError,
-        "only an adapter with attention alone",
-    ),
-    "positions": (lambda model: EarlyExitAdapter(adapter_of(model, rope_theta=5.0)), SettingError, "rope_theta=5, "),
-    "norm": (
-        lambda model: EarlyExitAdapter(adapter_of(model, norm_eps=1e-2)),
-        UnsupportedModelError,
-        "does not compute the same",
-    ),
+    "adapter": (lambda model: EarlyExitAdapter(adapter_of(model)), UnsupportedOptionError, "an adapter is no layer of"),
     "depth": (lambda model: EarlyExit(6), SettingError, "must be between 1 and 5"),
 }
 
@@ -373,15 +329,3 @@ def test_a_draft_that_predicts_something_else_is_not_written(
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
         SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
-
-
-def test_fitted_adapters_can_be_layers_of_the_model(tmp_path: Path) -> None:
-    config = tiny_llama().config
-    config.rope_parameters["rope_theta"], config.rms_norm_eps = 5e5, 1e-5
-    model = LlamaForCausalLM(config)
-    args = arguments(tmp_path / "fit", max_steps=2, learning_rate=1e-2)
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*pin_memory.*")
-        adapter = fit_adapter(model, None, rows(8), exit_layer=2, block_size=32, args=args)
-    assert (adapter.rope_theta, adapter.norm.eps) == (5e5, 1e-5)
-    exported(EarlyExitAdapter(adapter), model, tmp_path / "draft")

@@ -22,7 +22,7 @@ def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, Dr
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "adapter": (fit_adapter, {"exit_layer": EXIT}),
         "heads": (fit_exit_heads, {"num_heads": 2}),
-        "probe": (fit_probe, {"exit_layer": EXIT}),
+        "probe": (fit_probe, {"exit_layer": EXIT, "patience": 1}),
         "mtp": (fit_mtp, {"prompts": PROMPTS, "answer_tokens": 24, "steps": 2}),
     }
     found: dict[str, DraftModule] = {}

@@ -19,7 +19,7 @@ from hf_selfspec.control.controller import Controller, Measurements
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts
-from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.successors import Successors
 from hf_selfspec.model.logits import WIDTH, Logits
 

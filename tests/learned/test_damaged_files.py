@@ -22,7 +22,7 @@ SETTINGS = {"draft": {"class": "EarlyExit", "layer": 3}, "stop": None, "tree": N
 
 
 def written(folder: Path, **settings: Any) -> Path:
-    content = {"format": 1, "settings": SETTINGS | settings, "fingerprint": None, "findings": []}
+    content = {"format": 1, "settings": SETTINGS | settings, "fingerprint": None, "findings": [], "text_id": ""}
     (folder / FILE).write_text(json.dumps(content))
     return folder
 

@@ -6,8 +6,6 @@ import json
 import os
 import warnings
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_wit
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import python
 from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
-from hf_selfspec.learned import knowledge
-from hf_selfspec.lookup.findings import _write_rest
+from hf_selfspec.learned.findings import locked
+from hf_selfspec.learned.knowledge import _write_rest
+from hf_selfspec.learned.saving import Key
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
 
@@ -146,10 +145,11 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
 
 
 def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """A process that makes one kind of call leaves what another has found for others."""
-    for rows in (1, 2, 1):
-        spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
-        generate(llama, prompt(rows), 40, assistant=spec)
+    """A process that makes one kind of call leaves what another finds for others, before or meanwhile."""
+    specs = [fresh(SEARCHES["clasp, over"], cache_dir=tmp_path) for _ in range(3)]
+    for tokens in (2, 40):
+        for spec, rows in zip(specs, (1, 2, 1), strict=True):
+            generate(llama, prompt(rows), tokens, assistant=spec)
     (file,) = tmp_path.rglob("*.json")
     assert sorted(one["several_rows"] for one in json.loads(file.read_text())["findings"]) == [False, True]
 
@@ -160,42 +160,29 @@ def test_bad_task_names(task: Any, tmp_path: Path) -> None:
         SelfSpec(cache_dir=tmp_path, task=task)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_text(file.read_text().replace('"format": 1', '"format": 2')),
-        lambda file: [file.unlink(), file.mkdir()],
-    ],
-    ids=["newer", "folder"],
-)
 @pytest.mark.usefixtures("no_warnings_yet")
-def test_cache_files_that_cannot_be_used(damage: Callable[[Path], Any], llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Findings begin anew, those of searches and those of texts; the file is kept, and there is one warning for it."""
+def test_cache_files_that_cannot_be_used(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Findings begin anew, those of searches and those of texts, with one warning for each file, and take its place."""
     draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
 
-    def used() -> SelfSpec:
+    def used() -> list[str]:
         spec = SelfSpec(draft, cache_dir=tmp_path)
-        assert torch.equal(generate(llama, prompt(), 40, assistant=spec), generate(llama, prompt(), 40))
-        _write_rest()
-        return spec
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert torch.equal(generate(llama, prompt(), 40, assistant=spec), generate(llama, prompt(), 40))
+            _write_rest()
+        return [str(one.message) for one in told]
 
-    used()
+    assert used() == []
     files = sorted(tmp_path.rglob("*.json"))
     assert len(files) == 2
     for file in files:
-        damage(file)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        used()
-    kept = [file.with_name(f"{file.name}.aside") for file in files]
-    assert sorted(str(one.message).partition(", cannot be used")[0] for one in told) == sorted(
-        f"findings begin anew, since their file, which is kept as {file}" for file in kept
-    )
-    assert all(file.exists() for file in kept)
-    spec = used()
-    assert len(spec._knowledge.latest(llama, lambda found: hasattr(found, "trials")).trials) == 3
-    spec.forget()
-    assert [file.exists() for file in kept] == ["lookup" not in file.name or file.is_dir() for file in kept]
+        file.write_text(file.read_text()[:-2])
+    told = used()
+    assert sorted(words.partition(" is not a saved")[0] for words in told) == [
+        f"findings begin anew, since their file cannot be used: {file}" for file in files
+    ]
+    assert used() == []
 
 
 def test_a_file_is_damaged_while_it_is_used(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -308,7 +295,7 @@ def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warn
     """A model that has been trained is another one."""
     model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
     generate(model, prompt(), 24, assistant=spec)
-    spec.forget()  # writes files
+    spec._known(model).write(0.0)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     train_a_step(model)
     generate(model, prompt(seed=6), 24, assistant=spec)
@@ -334,7 +321,6 @@ def test_a_write_that_failed_is_tried_again_at_the_end(
             generate(llama, prompt(), 30, assistant=spec)
     assert not list(tmp_path.rglob("*.json"))
     _write_rest()
-    knowledge._write_rest()
     (file,) = tmp_path.rglob("*.json")
     assert json.loads(file.read_text())["findings"]
     assert not spec._knowledge.unwritten
@@ -343,10 +329,10 @@ def test_a_write_that_failed_is_tried_again_at_the_end(
 def test_a_call_leaves_a_write_to_another_thread(llama: PreTrainedModel, tmp_path: Path) -> None:
     """And what it has found to the next call, or the end."""
     spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
-    with ThreadPoolExecutor(1) as other:
-        other.submit(spec._knowledge.writing.acquire).result()
+    file = spec._known(llama)._file(Key((False, False), ""))
+    assert file is not None
+    with locked(file.path, 0.0):
         generate(llama, prompt(), 30, assistant=spec)
-        other.submit(spec._knowledge.writing.release).result()
     assert not list(tmp_path.rglob("*.json"))
     assert spec._knowledge.unwritten
     generate(llama, prompt(), 4, assistant=spec)

@@ -22,7 +22,7 @@ from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.learned import saving
 from hf_selfspec.learned.knowledge import Knowledge
-from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.suffix import SuffixIndex
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.fingerprint import Fingerprint

@@ -26,8 +26,7 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned import findings as files_shared
 from hf_selfspec.learned import knowledge as all_findings
 from hf_selfspec.learned.files import written_whole
-from hf_selfspec.lookup import findings as shared
-from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.machine("verification_is_free")
@@ -41,7 +40,7 @@ def call(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = PROMPT) -
     """One call, and what it has found on disk, as it is ten seconds later."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
-    findings(spec, model).write()
+    spec._known(model).write(0.0)
     return spec.stats
 
 
@@ -186,13 +185,13 @@ def test_files_are_written_at_times(llama: LlamaForCausalLM, tmp_path: Path, mon
     """After the first call, then at most every ten seconds, and at the end."""
     spec, written = SelfSpec(Lookup(), cache_dir=tmp_path), []
     for now in (1000.0, 1005.0, 1011.0, 1012.0):
-        monkeypatch.setattr(shared, "monotonic", lambda now=now: now)
+        monkeypatch.setattr(files_shared, "monotonic", lambda now=now: now)
         llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, assistant=spec)
         written.append(len(kept_texts(tmp_path)))
     assert written == [1, 1, 3, 3]
-    shared._write_rest()
+    all_findings._write_rest()
     assert len(kept_texts(tmp_path)) == 4
-    assert not shared._unwritten
+    assert not spec._knowledge.unwritten
 
 
 OTHER = ragged_batch((10,), seed=12)
@@ -343,7 +342,7 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path) -> None:
             which = (index + turn) % len(prompts)
             ids = llama.generate(**prompts[which], max_new_tokens=24, assistant=spec)
             assert torch.equal(ids, expected[which])
-            findings(spec, llama).write()
+            spec._known(llama).write(0.0)
             if index == 0 and turn == 2:
                 spec.forget()
 
@@ -379,19 +378,20 @@ def test_calls_do_not_wait_for_a_file_that_another_process_holds(
         return locked(path, seconds)
 
     monkeypatch.setattr(files_shared, "locked", trying)
-    start = shared.monotonic()
+    start = files_shared.monotonic()
     for now in times:
-        monkeypatch.setattr(shared, "monotonic", lambda: start + now)  # noqa: B023  # used within its turn
+        monkeypatch.setattr(files_shared, "monotonic", lambda: start + now)  # noqa: B023  # used within its turn
         llama.generate(**OTHER, max_new_tokens=4, assistant=spec)
     # After 10 s, and then 20, 40, ...
     assert tried == [20.0, 40.0, 80.0, 160.0, 320.0, 640.0]
     assert set(patience) == {0.0}
     assert len(kept_texts(tmp_path)) == 1
     lock.release()
-    shared._write_rest()
-    assert patience[-1] == files_shared.PATIENCE
+    all_findings._write_rest()
+    assert patience[-1] == pytest.approx(files_shared.PATIENCE, abs=1.0)
     assert len(kept_texts(tmp_path)) == 1 + len(times)
-    assert findings(spec, llama)._pause == shared._WRITTEN
+    (file,) = spec._knowledge.record(llama).files.values()
+    assert file._pause == files_shared.WRITTEN
 
 
 def test_others_go_on_while_one_waits_to_forget(
@@ -441,5 +441,5 @@ def test_files_of_writes_that_were_killed_are_forgotten(
     with written_whole(path.with_name("other.json")) as beside:
         beside.write_text('{"findings": []}')
         spec.forget()
-    assert sorted(file.name for file in path.parent.iterdir() if file.suffix != ".lock") == [path.name, "other.json"]
+    assert sorted(file.name for file in path.parent.iterdir() if file.suffix != ".lock") == ["other.json"]
     assert not has_texts(tmp_path)

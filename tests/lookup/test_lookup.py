@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.rates import Rates
 from hf_selfspec.lookup.row import LookupRow
 from hf_selfspec.lookup.successors import Successors

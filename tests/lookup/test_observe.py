@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
-from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.observing import observe
 
 pytestmark = pytest.mark.machine("verification_is_free")

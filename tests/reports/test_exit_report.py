@@ -269,4 +269,4 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats per token)", "agreement with the last layer"]
     REPORT.plot(tmp_path / "exits.svg")
-    assert (tmp_path / "exits.svg").stat().st_size > 1000
+    assert "<svg" in (tmp_path / "exits.svg").read_text()

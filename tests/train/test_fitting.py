@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Subset
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Trainer
 
 from helpers.architectures import build
 from helpers.calls import check_lossless
@@ -169,12 +169,12 @@ def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
     for entry in evaluations:
         told = adapter.about["figures"]["agreement with the whole model"]
         assert entry["eval_agreement_with_the_whole_model"] == told
-        assert entry["eval_speedup"] > 0
+        assert entry["eval_agreement"] == told
     held_out = torch.tensor([row["input_ids"] for row in rows(40)[-2:]])
     loss = loss_of(tiny_llama(factor=2.0), adapter, held_out)
     assert [entry["eval_loss"] for entry in evaluations] == pytest.approx([loss] * 2, rel=1e-4)
     args = arguments(tmp_path, eval_strategy="epoch")
-    with pytest.raises(SettingError, match=r"fit_probe\(args\): eval_strategy='epoch' needs held-out rows.* 19 rows"):
+    with pytest.raises(SettingError, match=r"fit_probe\(args\): eval_strategy needs held-out rows.* 19 rows"):
         fit_probe(tiny_llama(), None, rows(FEW), exit_layer=EXIT, block_size=32, args=args)
 
 
@@ -226,7 +226,7 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
         file.write_bytes(file.read_bytes()[:100])
     assert fit("whole") == FEW
     assert not list(tmp_path.rglob("*.tmp"))
-    with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
+    with pytest.raises(SettingError, match=r"cache_bytes=9\) has no effect without cache_dir"):
         fit(None, 9)
 
 
@@ -296,7 +296,7 @@ def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch
     whole = fit_in(tmp_path / "whole", text=FEW, max_steps=6)
     with interrupted_in(fits, "speed_figures"):
         fit_in(tmp_path / "stopped", text=FEW, max_steps=6)
-    monkeypatch.setattr(fit_trainer.FitTrainer, "training_step", lambda *_: pytest.fail("it has ended"))
+    monkeypatch.setattr(Trainer, "training_step", lambda *_: pytest.fail("it has ended"))
     again = fit_in(tmp_path / "stopped", text=FEW, max_steps=6)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
     assert again.about["recipe"] == whole.about["recipe"]

@@ -1,12 +1,14 @@
-"""How fast a model is with a part that is being fitted: when fits end, and what is told of parts that do not pay."""
+"""When fits end, how fast a model is with what was fitted, and what is told of parts that do not pay."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, trainer
 from transformers.trainer import DEFAULT_CALLBACKS
+from transformers.trainer_utils import EvalPrediction
 
 from helpers.fitted import EXIT, arguments, rows
 from helpers.models import tiny_llama
@@ -24,20 +26,20 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import fit_trainer
-from hf_selfspec.train.fit_trainer import SpeedupEvaluator, speed_figures
+from hf_selfspec.train.fit import FitModule
+from hf_selfspec.train.fit_trainer import speed_figures, speeds
+from hf_selfspec.train.lora import LoraFit
 
 
-def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
-    """Has measurements in training give these, then the last one again; returns the weights that each was of."""
+def agreements(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
+    """Has evaluations give these, then the last one again; returns the weights that each was of."""
     coming, seen = iter(found), list[dict[str, torch.Tensor]]()
 
-    def metrics(self: SpeedupEvaluator, module: Any, in_training: bool = False) -> dict[str, float]:
-        if not in_training:
-            return {}
-        seen.append({name: value.clone() for name, value in module.state_dict().items()})
-        return {"speedup": next(coming, found[-1])}
+    def means(self: FitModule, evaluated: Any) -> dict[str, float]:
+        seen.append({name: value.clone() for name, value in self.part.state_dict().items()})
+        return {"agreement": next(coming, found[-1])}
 
-    monkeypatch.setattr(SpeedupEvaluator, "metrics", metrics)
+    monkeypatch.setattr(FitModule, "means", means)
     return seen
 
 
@@ -52,21 +54,21 @@ def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, weights[name]) for name, value in part.state_dict().items())
 
 
-def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest weights are kept; a gain of a hundredth does not count. The last steps are measured at the end."""
-    seen = speeds(monkeypatch, 1.0, 1.2, 1.21, 1.1, 9.0)
+def test_a_fit_ends_when_it_agrees_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best weights are kept, also of a probe for sampling. The last steps are evaluated at the end."""
+    seen = agreements(monkeypatch, 0.1, 0.3, 0.3, 0.2, 0.9)
     adapter = fit(fit_adapter, tmp_path, max_steps=40, eval_steps=3, patience=2)
     assert adapter.about["recipe"]["steps"] == 12
-    assert [is_like(adapter, weights) for weights in seen] == [False, False, True, False]
-    seen = speeds(monkeypatch, 1.0, 1.1, 1.2, 1.3)
-    probe = fit(fit_probe, tmp_path, max_steps=7, eval_steps=2, patience=1)
+    assert [is_like(adapter, weights) for weights in seen] == [False, True, False, False, True]
+    seen = agreements(monkeypatch, 0.1, 0.2, 0.3, 0.4)
+    probe = fit(fit_probe, tmp_path, max_steps=7, eval_steps=2, patience=1, do_sample=True)
     assert probe.about["recipe"]["steps"] == 7
-    assert [is_like(probe, weights) for weights in seen] == [False, False, False, True]
+    assert [is_like(probe, weights) for weights in seen] == [False, False, False, True, True]
 
 
-def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And how often it has not become faster."""
-    seen = speeds(monkeypatch, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+def test_a_fit_that_resumes_knows_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how often it has not become better."""
+    seen = agreements(monkeypatch, 0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1, 0.1)
     kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20, "patience": 4}
 
     class Killed(TrainerCallback):
@@ -83,6 +85,13 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatc
     assert adapter.about["recipe"]["steps"] == 12
 
 
+def test_what_does_not_depend_on_the_module_does_not_count() -> None:
+    module = FitModule(Adapter(EXIT, 64, 4), None, LoraFit())  # type: ignore[arg-type]
+    module.names = ("agreement_with_the_whole_model", "agreement_without_LoRA")
+    found = module.means(EvalPrediction(np.array([[[1.0, 0.0], [0.5, 0.0]]]), None))
+    assert found == {"agreement_with_the_whole_model": 0.75, "agreement_without_LoRA": 0.0, "agreement": 0.75}
+
+
 @pytest.mark.filterwarnings("ignore:this MTP head does not pay")
 @pytest.mark.every_run("fit_(exit_heads|mtp)-.*")
 @pytest.mark.parametrize(
@@ -96,7 +105,7 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(tmp_path: Path, monkeypatc
     ],
 )
 def test_parts_have_a_speed(kind: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
+    """Found by generation with them; they are written once, with all figures."""
     model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
     monkeypatch.setattr(
         DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
@@ -132,7 +141,7 @@ def test_parts_are_compared_to_the_model_alone() -> None:
     """Not to what is attached to it."""
     model = tiny_llama()
     with attach(model, SelfSpec.early_exit_only(2)) as spec:
-        SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(Adapter(EXIT, 64, 4))
+        speeds(model, TEXT[:2], 4, [SelfSpec.lookup()])
         assert spec.stats is None
         model.generate(TEXT[:1], max_new_tokens=2)
         assert spec.stats is not None
@@ -144,31 +153,30 @@ def test_parts_that_add_nothing_to_free_drafts(with_free: float, pays: bool, mon
     """Free drafts, and both together, take so many seconds; the part alone 1 and plain generate 2."""
     model = tiny_llama()
     Clock(monkeypatch, model, with_free)
-    part, original, usual = Adapter(EXIT, 64, 4).train(), SpeedupEvaluator.measured, model.generation_config
+    part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
 
-    def slower_together(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
-        alone, free, both = original(self, specs)
+    def slower_together(*args: Any) -> list[float]:
+        alone, free, both = speeds(*args)
         return [alone, free, both / 2]
 
-    monkeypatch.setattr(SpeedupEvaluator, "measured", slower_together)
-    metrics = SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(part)
-    assert part.training
-    assert model.generation_config is usual
+    monkeypatch.setattr(fit_trainer, "speeds", slower_together)
     if pays:
-        found = speed_figures(part, metrics)
+        found = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
     else:
         with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
-            found = speed_figures(part, metrics)
+            found = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
+    assert part.training
+    assert model.generation_config is usual
     assert found["speed over plain generate"] == 2.0
     assert found["speed of free drafts alone"] == round(2 / with_free, 2)
-    assert SpeedupEvaluator(model, TEXT[:0], SelfSpec.kangaroo).metrics(part) == speed_figures(part, {}) == {}
+    assert speed_figures(part, model, TEXT[:0], SelfSpec.kangaroo) == {}
 
 
 def test_a_fit_is_not_lost_to_its_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
+    def fail(*_: Any) -> list[float]:
         raise IndexError
 
-    monkeypatch.setattr(SpeedupEvaluator, "measured", fail)
+    monkeypatch.setattr(fit_trainer, "speeds", fail)
     with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
         adapter = fit(fit_adapter, tmp_path, 20, max_steps=2, output_dir=tmp_path / "out")
     assert is_like(Adapter.load(tmp_path / "out"), adapter.state_dict())
@@ -178,8 +186,7 @@ def test_wrong_patience(tmp_path: Path) -> None:
     for kind, given, error, words in (
         (fit_adapter, {"patience": 0}, SettingError, r"fit_adapter\(patience\) must be at least 1, got 0"),
         (fit_adapter, {"patience": "often"}, SettingTypeError, r"fit_adapter\(patience\)"),
-        (fit_adapter, {"patience": 1, "text": 4}, SettingError, "no held-out text"),
-        (fit_probe, {"patience": 1, "do_sample": True}, SettingError, "speed is measured on greedy text"),
+        (fit_adapter, {"patience": 1, "text": 4}, SettingError, r"patience\) needs held-out rows, and of 4 rows none"),
     ):
         with pytest.raises(error, match=words):
             fit(kind, tmp_path, **given)

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import base64
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from ..forks import new_lock
-from ..learned.findings import PATIENCE, TextFindings
+from ..learned.findings import Findings
 from .rates import Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 
-# Seconds between two writes to disk, doubled after each that was not possible, and the most; the last write is at the
-# end of the process.
-_WRITTEN, _MOST_WAITED = 10.0, 640.0
 # How many pairs of tokens have successors, and how many tokens of earlier texts are kept by default.
 _PAIRS, _STORED = 65_536, 65_536
 # Tokens that are added to the store while others wait.
 _PIECE = 4_096
 
-_unwritten: weakref.WeakSet[LookupFindings] = weakref.WeakSet()
 
-
-@atexit.register
-def _write_rest() -> None:
-    until = monotonic() + PATIENCE
-    for found in list(_unwritten):
-        found.write(max(until - monotonic(), 0.1))
-
-
-class LookupFindings(TextFindings):
+class LookupFindings(Findings):
     """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
 
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
@@ -48,7 +33,6 @@ class LookupFindings(TextFindings):
         self._most_stored, self._vocabulary = most_stored, vocabulary
         self.rates = defaultdict[str, Rates](Rates)
         self._texts = 0
-        self._written, self._pause = -_WRITTEN, _WRITTEN
 
     def next_text(self) -> int:
         with self.lock:
@@ -57,20 +41,8 @@ class LookupFindings(TextFindings):
 
     def end(self, texts: Iterable[Sequence[int]]) -> None:
         self.add_texts(list(texts))
-        if monotonic() - self._written >= self._pause:
-            self.write()
-        else:
-            _unwritten.add(self)
-
-    def write(self, patience: float = 0.0) -> None:
-        """Writes what is known to its file, if it has one; a later call tries again what was not possible."""
-        self._written = monotonic()
-        _unwritten.discard(self)
-        if self.save is None or self.save(patience):
-            self._pause = _WRITTEN
-        else:
-            self._pause = min(2 * self._pause, _MOST_WAITED)
-            _unwritten.add(self)
+        if self.changed is not None:
+            self.changed()
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""
