@@ -80,8 +80,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "trl"}
 # Those that take longer than a few seconds.
 SLOW = {
-    "adapters", "compiled", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu", "heads",
-    "known_answer", "parts", "searches", "stops",
+    "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
+    "heads", "known_answer", "parts", "searches", "stops", "train_demo_model",
 }  # fmt: skip
 
 # What TRL and lm-eval do, and theirs.
