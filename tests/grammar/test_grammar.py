@@ -157,6 +157,7 @@ def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, token
     assert checked >= 4
 
 
+@pytest.mark.every_run("xgrammar|llguidance")
 @libraries_warn
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -176,6 +177,7 @@ def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokeni
     assert '"is_old":' in tokenizer.decode(found[0][0][0])
 
 
+@pytest.mark.every_run("(xgrammar|outlines-core|llguidance)-.*")
 @libraries_warn
 @pytest.mark.parametrize("regex", ["(ab|ba){40}", "ab{1,4}"])
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -13,7 +13,7 @@ from helpers.architectures import build
 from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
 from helpers.searches import SEARCHES, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers
+from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
@@ -238,20 +238,3 @@ def test_statistics_of_a_search() -> None:
     blocks = {"attention blocks": search.best.skipped_attention, "MLP blocks": search.best.skipped_mlp}
     for name, skipped in blocks.items():
         assert lines_of(spec)[name] == "".join("□" if layer in skipped else "■" for layer in range(8))
-
-
-@pytest.mark.parametrize(
-    ("draft", "attention", "mlp"),
-    [
-        (SkipLayers(attention=(1, 4), mlp=(2, 4)), "■□■■□■", "■■□■□■"),
-        (EarlyExit(2), "■■■■■■", "■■■■■■"),  # no exit is known to pay yet
-    ],
-)
-def test_pictures_of_blocks(draft: Any, attention: str, mlp: str) -> None:
-    spec = SelfSpec(draft)
-    generated(tiny_llama(6), prompt(), 4, assistant=spec)
-    assert spec.stats is not None
-    assert (spec.stats.phase, spec.stats.matchness, spec.stats.drafts) == ("", [], True)
-    lines = lines_of(spec)
-    assert (lines["attention blocks"], lines["MLP blocks"]) == (attention, mlp)
-    assert "search" not in lines
