@@ -18,6 +18,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import SkipSpace, closest_layers
 from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.search.trials import estimate
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -44,6 +45,34 @@ def test_skip_space_of_shared_keys() -> None:
     assert space.blocks == ((1, "mlp"), (2, "mlp"), (3, "attention"), (3, "mlp"))
     assert space.whole_layers == (3,)
     assert [plan.picture() for plan in space.timed_plans()] == ["###.#", "#aaa#"]
+
+
+WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
+
+
+def tried_sets(count: int, noise: float, windows: int = 1) -> tuple[np.ndarray, ...]:
+    """Random sets of half of the blocks; they score what these are worth, the number of their window and noise."""
+    rng = np.random.default_rng(0)
+    blocks = (rng.random((count, len(WORTH))).argsort(1) < len(WORTH) // 2).astype(float)
+    on = np.arange(count) % windows
+    values = 1 + blocks @ WORTH + on + noise * rng.standard_normal(count)
+    return blocks, values, np.ones(count), np.arange(count), on
+
+
+@pytest.mark.parametrize("windows", [1, 4])
+def test_what_blocks_are_worth(windows: int) -> None:
+    """Sets are of one size, so effects are known up to a constant; how easy windows are does not matter."""
+    blocks, *scores = tried_sets(300, 0.005, windows)
+    found = estimate(blocks, *scores)
+    assert found.effects - found.effects.mean() == pytest.approx(WORTH - WORTH.mean(), abs=0.004)
+    assert found.sets == pytest.approx(1 + blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
+
+
+def test_sets_are_compared_on_the_same_text() -> None:
+    """Window 0 is hard, 1 is easy: a set tried on easy text alone does not win by that, nor lose one on hard text."""
+    values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
+    usual, easy_only, hard_only = estimate(np.eye(3), values, np.ones(4), sets, windows).sets
+    assert hard_only > usual > easy_only
 
 
 @pytest.mark.every_run(".*every fifth Bayesian")
