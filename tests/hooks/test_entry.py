@@ -13,7 +13,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
-from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedModel, Trainer
+from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import hf_selfspec
 from helpers.calls import assert_serves, new_spec
@@ -40,13 +40,6 @@ def test_assistant_and_custom_generate(llama: LlamaForCausalLM, spec: SelfSpec) 
     assert_serves(llama, spec)
     plain = llama.generate(**BATCH, max_new_tokens=16)
     assert torch.equal(llama.generate(**BATCH, max_new_tokens=16, custom_generate=spec), plain)
-
-
-def test_arguments_by_position_and_in_a_config(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    config = GenerationConfig(max_new_tokens=16, repetition_penalty=1.3)
-    arguments = (ROW["input_ids"], config, None, None, lambda batch_id, ids: list(range(40)))
-    plain = llama.generate(*arguments)
-    assert torch.equal(llama.generate(*arguments, assistant=spec), plain)
 
 
 def test_calls_without_assistant_are_passed_on_untouched(llama: LlamaForCausalLM) -> None:

@@ -176,7 +176,7 @@ def test_threads(llama: LlamaForCausalLM) -> None:
     """Layers obey one thread's drafts while those of others, failing ones too, and of plain calls do not."""
     prompts = [ragged_batch((5 + index,), seed=index) for index in range(3)]
     expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]
-    specs: list[SelfSpec | None] = [EXIT, EXIT, SKIPS, SelfSpec.lookup(), None]
+    specs: list[SelfSpec | None] = [EXIT, EXIT, SKIPS, SelfSpec.lookup(), SelfSpec.layerskip(), None]
     together = threading.Barrier(len(specs) + 1)
 
     def work(spec: SelfSpec | None) -> bool:

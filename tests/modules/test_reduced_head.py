@@ -35,14 +35,16 @@ def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, **options: Any) -> set[i
     drafts: list[Draft] = []
     spec = replace(spec, draft=drafts_into(drafts, spec.draft))
     model.generate(**ragged_batch((9, 5)), max_new_tokens=24, pad_token_id=0, assistant=spec, **options)
-    return {token for draft in drafts for token in draft.tokens.flatten().tolist()}
+    lines = [draft.tokens[row, :length] for draft in drafts for row, length in enumerate(draft.lengths)]
+    return set(torch.cat(lines).tolist())
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_only_these_are_drafted(do_sample: bool, llama: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("kind", [EarlyExit, EarlyExitAdapter])
+def test_only_these_are_drafted(kind: Any, do_sample: bool, llama: LlamaForCausalLM) -> None:
     torch.manual_seed(0)
-    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3))
-    found = drafted_by(llama, spec, do_sample=do_sample)
+    draft = EarlyExit(2, head_of(KEPT)) if kind is EarlyExit else EarlyExitAdapter(adapter_of(llama), head_of(KEPT))
+    found = drafted_by(llama, SelfSpec(draft, FixedLength(3)), do_sample=do_sample)
     assert len(found) > 2
     assert found <= set(KEPT)
 
@@ -62,16 +64,6 @@ def test_scales_caps_biases_and_ties(name: str) -> None:
 def test_drawn_tokens_have_the_models_distribution() -> None:
     spec = SelfSpec(EarlyExit(2, head_of([1, 4], 5)), FixedLength(3))
     check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))
-
-
-def test_an_adapter_takes_them() -> None:
-    model = tiny_llama(factor=0.5)
-    spec = SelfSpec(EarlyExitAdapter(adapter_of(model), head_of(KEPT)), FixedLength(3))
-    check_lossless(model, spec)
-    assert drafted_by(model, spec, do_sample=False) <= set(KEPT)
-    own = Adapter(2, 64, 4, vocabulary=VOCABULARY)
-    with pytest.raises(SettingError, match="has a head of its own"):
-        EarlyExitAdapter(own, head_of(KEPT))
 
 
 @pytest.mark.machine("forwards_cost")
@@ -131,7 +123,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     weight = model.lm_head.weight
     model.lm_head = type("Other", (torch.nn.Linear,), {})(64, VOCABULARY, bias=False)
     model.lm_head.weight = weight
+    with_head = Adapter(2, 64, 4, vocabulary=VOCABULARY)
     for wrong, error, words in (
+        (lambda: EarlyExitAdapter(with_head, head_of(KEPT)), SettingError, "has a head of its own"),
         (lambda: EarlyExit(2, 8192), SettingTypeError, r"EarlyExit\(head\) must be ReducedHead or the path"),
         (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved reduced head"),
         (lambda: own.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),

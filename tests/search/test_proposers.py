@@ -1,8 +1,8 @@
 """Which blocks may be skipped, what sets of them are worth, and which ones are proposed."""
 
 import copy
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +13,7 @@ from helpers.architectures import build
 from helpers.calls import PAST
 from helpers.models import tiny_llama
 from helpers.searches import after_prefill, keys_and_values, predicted, prefilled, skipping, space
-from hf_selfspec import ClosestLayers, OfflineSearch, OnTheFlySearch, SelfSpec, SkipLayers
-from hf_selfspec.errors import SettingError, SettingTypeError
+from hf_selfspec import ClosestLayers, OnTheFlySearch
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import SkipSpace, closest_layers
@@ -48,22 +47,6 @@ def test_skip_space_of_shared_keys() -> None:
     assert [plan.picture() for plan in space.timed_plans()] == ["###.#", "#aaa#"]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: SelfSpec.swift(ratio=1.0), SettingError, r"SkipLayers\(ratio\) must lie between 0 and 1"),
-        (lambda: SelfSpec.swift(search=32), SettingTypeError, r"OnTheFlySearch\(\), ClosestLayers\(\) or None, got 32"),
-        (lambda: SkipLayers(ratio=0.4), SettingError, "search=OnTheFlySearch"),
-        (lambda: OfflineSearch(0), SettingError, r"OfflineSearch\(max_steps\) must be at least 1"),
-        (lambda: ClosestLayers(budget=0.0), SettingError, r"ClosestLayers\(budget\) must"),
-        (lambda: SkipSpace.of(Anatomy.of(tiny_llama(3))), SettingError, "at least 4 layers, but LlamaForCausalLM has"),
-    ],
-)
-def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
-
-
 WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
 
 
@@ -85,14 +68,6 @@ def test_what_blocks_are_worth(windows: int) -> None:
     assert found.sets == pytest.approx(1 + blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
 
 
-def test_a_set_is_estimated_by_its_blocks_and_little_by_one_trial_of_its_own() -> None:
-    """The best set has a bad window of its own: the four windows of doubt weigh four fifths."""
-    blocks, values, *others = tried_sets(200, 0.0)
-    best = int(np.argmax(blocks @ WORTH))
-    values[best] -= 0.06
-    assert estimate(blocks, values, *others).sets[best] - values[best] == pytest.approx(0.8 * 0.06, abs=0.01)
-
-
 def test_sets_are_compared_on_the_same_text() -> None:
     """Window 0 is hard, 1 is easy: a set tried on easy text alone does not win by that, nor lose one on hard text."""
     values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
@@ -100,20 +75,29 @@ def test_sets_are_compared_on_the_same_text() -> None:
     assert hard_only > usual > easy_only
 
 
-@pytest.mark.every_run("every fifth Bayesian")
+@pytest.mark.every_run(".*every fifth Bayesian")
 @pytest.mark.parametrize("interval", [5, 1000], ids=["every fifth Bayesian", "Thompson sampling"])
-def test_a_known_set_is_found(interval: int) -> None:
-    """Nearly the best there is, where the uniform sets of the beginning find half of the blocks."""
+@pytest.mark.parametrize(("noise", "worst"), [(0.0, 1), (0.02, 2)], ids=["alike", "noisy"])
+def test_a_known_set_is_found(noise: float, worst: int, interval: int) -> None:
+    """Nearly the best there is, where the uniform sets of the beginning find half of the blocks; also where texts are
+    easy or hard and trials are lucky or not."""
+    rng = np.random.default_rng(7)
     known = frozenset(np.random.default_rng(3).choice(16, 8, replace=False).tolist())
     half = frozenset(range(1, 5))
     settings = OnTheFlySearch(max_steps=60, bayes_interval=interval, target_matchness=0.999)
     search = SkipSearch(settings, space(), 0.5, LayerPlan(10, half, half))
-    while not search.is_over:
+    for step in itertools.count():
+        if step % 4 == 0:
+            search.begin_window()
+            ease = -10 * noise * rng.random()
+        if search.is_over:
+            break
         plan = search.propose()
         assert plan is not None
         # Each block that should have run costs as much.
-        search.register(plan, predicted(1 - len(space().places(plan) - known) / len(space().blocks)))
-    assert len(search.space.places(search.best) - known) <= 1
+        share = 1 - len(space().places(plan) - known) / len(space().blocks) + ease + noise * rng.standard_normal()
+        search.register(plan, predicted(float(np.clip(share, 0.0, 1.0))))
+    assert len(search.space.places(search.best) - known) <= worst
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -20,8 +20,6 @@ from hf_selfspec.verify.scoring import Scorer
 from hf_selfspec.verify.stopping import Stopper
 from hf_selfspec.verify.walk import verify
 
-CPU = torch.device("cpu")
-
 
 def quick(examples: int) -> Any:
     """The same examples in each run, as long as each takes."""
@@ -117,15 +115,6 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
         node = next((n for n, t in enumerate(tokens, start=1) if parents[n - 1] == node and t == expected[-1]), -1)
         path.append(node)
     assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
-
-
-def test_tokens_before_the_ends_of_rows() -> None:
-    """A row with fewer tokens, here behind three of padding, starts at its first one."""
-    text = Text.of(torch.arange(10, 20).view(2, 5), [0, -3], 8)
-    text.append([[1, 2], [3]])
-    starts, tokens = text.tokens_before(list(text.last_slots()), 3, [0, 0])
-    assert starts == [3, 0]
-    assert (tokens[0].tolist(), tokens[1, :2].tolist()) == ([13, 14, 1], [18, 19])
 
 
 @st.composite

@@ -11,11 +11,8 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     StoppingCriteria,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
 )
 from transformers.generation import logits_process as lp
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_selfspec
 from helpers.calls import Counting
@@ -23,7 +20,7 @@ from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
-from hf_selfspec import DynamicExit, EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedOptionError
 from hf_selfspec.verify import stateless
 from hf_selfspec.verify.stateless import is_stateless
@@ -34,13 +31,8 @@ END = 50
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4)),
     "exit, tree": lambda: SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(((0.5, 3), (1.0, 2)))),
-    "swift": lambda: SelfSpec.swift(search=OnTheFlySearch(context_window=8, budget=1.0), stop=FixedLength(4)),
-    "default": SelfSpec,
-    "heads": lambda: SelfSpec(DynamicExit(heads_of(MODEL, 0.6, (2, 4))), FixedLength(4)),
-    "candidates": lambda: SelfSpec(PromptLookupCandidateGenerator(num_output_tokens=4, max_length=200)),
 }
 ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6))
-EITHER = pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
 
 
 class AfterCalls(StoppingCriteria):
@@ -59,42 +51,6 @@ def texts(spec: SelfSpec | None, inputs: Any, make: Any = Counting, **options: A
     processor = make()
     options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [processor]} | options
     return MODEL.generate(**inputs, **options, assistant=spec), processor
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_ids_and_calls_are_plain_generates(name: str) -> None:
-    spec = SPECS[name]()
-    found = [texts(spec, inputs) for inputs in (ROW, BATCH)]
-    if name == "exit":
-        assert 0 < spec.stats.acceptance_rate < 1
-    for inputs, (ours, called) in zip((ROW, BATCH), found, strict=True):
-        plain, expected = texts(None, inputs)
-        assert torch.equal(ours, plain)
-        assert called.seen == expected.seen
-        assert len(called.seen) == 20
-
-
-@EITHER
-@pytest.mark.parametrize("eos", [None, END])
-def test_rows_that_end_at_different_times(eos: int | None, inputs: Any) -> None:
-    """Padded behind their end with an end-of-text token, and going on without one."""
-    calls = [7, 12, 4][: len(inputs["input_ids"])]
-    found = []
-    for spec in (None, SPECS["exit, tree"]()):
-        criterion = AfterCalls(calls)
-        options = {"stopping_criteria": [criterion], "eos_token_id": eos, "pad_token_id": 96}
-        options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-        output, processor = texts(spec, inputs, **options)
-        found.append((output, processor.seen, criterion.seen))
-    (plain, *expected), (ours, *called) = found
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.sequences.shape[1] == inputs["input_ids"].shape[1] + max(calls)
-    assert called == expected
-    assert len(ours.scores) == len(plain.scores)
-    for row, count in enumerate(calls):
-        for kind in ("scores", "logits"):
-            ours_of_row, plain_of_row = (torch.stack(getattr(o, kind))[:count, row] for o in (ours, plain))
-            torch.testing.assert_close(ours_of_row, plain_of_row, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside a processor", "alone"])
@@ -206,26 +162,6 @@ def test_only_what_is_known_is_stateless() -> None:
     assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made
     assert made - known == others & made
     assert not is_stateless(lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16))
-
-
-STATEFUL_OPTIONS = {
-    "guidance": {"guidance_scale": 1.5},
-    "guidance, negative prompt": {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]] * 3)},
-    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.0)},
-    "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3])},
-}
-
-
-@pytest.mark.parametrize("name", STATEFUL_OPTIONS)
-def test_guidance_and_watermarks(name: str) -> None:
-    options, spec = STATEFUL_OPTIONS[name], SPECS["exit"]()
-    usual, plain, ours = (
-        MODEL.generate(**BATCH, max_new_tokens=20, do_sample=False, **given)
-        for given in ({}, options, options | {"assistant": spec})
-    )
-    assert torch.equal(ours, plain)
-    assert spec.stats.accepted > 0
-    assert not torch.equal(plain, usual)
 
 
 class Tightening(LogitsProcessor):

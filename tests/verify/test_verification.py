@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 from itertools import product
 from unittest.mock import Mock, patch
 
@@ -13,9 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
-from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
-from hf_selfspec.batch import Draft, Text
-from hf_selfspec.verify import walk
+from hf_selfspec import NumericalError, TopKTree
+from hf_selfspec.batch import Text
 from hf_selfspec.verify.choosing import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
 
@@ -57,18 +55,6 @@ def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.Mo
         assert (accepted.item(), instead.item()) == (token == 1, 1)
 
 
-def test_tokens_that_are_drawn_at_all_nodes_at_once() -> None:
-    """Each from the distribution of its own node, named children and drawn ones alike, as on a GPU; not in trees."""
-    scores = torch.full((2, 3, 5), -math.inf)
-    tokens = torch.tensor([[4, 0, 2], [1, 1, 3]])
-    scores.scatter_(2, tokens[..., None], 0.5)
-    drafted, q = tokens[:, :2], torch.full((2, 2, 5), 0.2)
-    chosen = [walk._chosen(scores, draft, True) for draft in (Draft(drafted, [2, 2]), Draft(drafted, [2, 2], q=q))]
-    assert [found.tolist() for found in chosen[0]] == [tokens.tolist()]
-    assert [found.tolist() for found in chosen[1]] == [tokens.tolist(), [[True, True]] * 2, drafted.tolist()]
-    assert walk._chosen(scores, Draft(drafted, [2, 2], [[0, 0], [0, 1]], q), True) is None
-
-
 def test_drawing_without_replacement_is_drawing_in_turn() -> None:
     torch.manual_seed(0)
     q, draws = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20000
@@ -89,20 +75,6 @@ def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
     assert TopKTree().width(torch.tensor([[confidence]]), torch.ones(1)) == width
     assert TopKTree().width(torch.tensor([[1.0], [confidence]]), torch.ones(2)) == width
-
-
-@pytest.mark.parametrize(
-    ("widths", "error", "message"),
-    [
-        ([(1.0, 3)], SettingError, "must be a tuple of (confidence, k) pairs"),
-        (((0.8, 3), (0.5, 2), (1.0, 1)), SettingError, "rise from above 0 to 1, got [0.8, 0.5, 1.0]"),
-        (((1.0, 0),), SettingError, "k must be at least 1, got 0"),
-        (((1.0, True),), SettingTypeError, "k must be a whole number of at least 1, got "),
-    ],
-)
-def test_tree_refuses_widths(widths: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        TopKTree(widths)
 
 
 VOCABULARY = 10

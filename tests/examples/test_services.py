@@ -3,7 +3,6 @@
 import gc
 import importlib
 import io
-import itertools
 import json
 import sys
 import threading
@@ -175,23 +174,6 @@ def test_a_service_refuses_what_it_cannot_answer(
                 assert reply.json()["detail"]
 
 
-def test_a_stream_that_fails_says_so(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    httpx = library("httpx")
-    library("fastapi")
-    calls = itertools.count()
-
-    def fail(*_: Any) -> None:
-        if next(calls) > 3:
-            raise RuntimeError("a secret of the machine")
-
-    handle = model.register_forward_pre_hook(fail)
-    with handle, running(importlib.import_module("service").service(model, tokenizer)) as address:
-        reply = httpx.post(f"{address}/stream", json={"prompt": QUESTIONS[0]}, timeout=120).raise_for_status()
-    *begun, error = reply.text.removesuffix("\n\n").split("\n\n")
-    assert all("text" in event for text in begun for event in events(text))
-    assert error == 'event: error\ndata: {"error": "the answer could not be completed"}'
-
-
 def test_a_service_bounds_what_it_keeps_of_users(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,24 +196,6 @@ def test_a_service_bounds_what_it_keeps_of_users(
             httpx.post(f"{address}/generate", json=body, timeout=120).raise_for_status()
         gc.collect()
         assert len(kept) == 3
-
-
-@pytest.mark.slow
-def test_a_reader_who_leaves_ends_the_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    httpx = library("httpx")
-    library("fastapi")
-    body = {"prompt": QUESTIONS[0], "max_new_tokens": 480}
-    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # as a larger model: the server has its turn
-    with slow, running(importlib.import_module("service").service(model, tokenizer, threads=1)) as address:
-        with httpx.stream("POST", f"{address}/stream", json=body, timeout=120) as reply:
-            next(reply.iter_lines())
-        # The one thread is free again long before so many tokens are written.
-        started = time.perf_counter()
-        httpx.post(f"{address}/generate", json={"prompt": "x", "max_new_tokens": 1}, timeout=120).raise_for_status()
-        waited = time.perf_counter() - started
-        started = time.perf_counter()
-        httpx.post(f"{address}/generate", json=body | {"user": "other"}, timeout=120).raise_for_status()
-        assert waited < 0.5 * (time.perf_counter() - started)
 
 
 def test_the_server_of_transformers(

@@ -1,0 +1,348 @@
+"""Every script of ``examples``, each with its smallest setting, as a user starts it."""
+
+import hashlib
+import importlib
+import json
+import re
+import runpy
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from helpers.models import ragged_batch, tiny_llama
+from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library
+from hf_selfspec import SelfSpec
+
+BENCHMARKS = EXAMPLES / "benchmarks"
+# What scripts share, which start nothing, and servers, of which `test_services` takes care.
+SHARED = {"corpus", "fitting", "synthetic", "tasks", "timing"}
+SERVERS = {"chat", "openai_server", "service"}
+RANDOM = "--width 64 --dtype float32 --layers 4 --vocabulary 97"
+TRAINED = "--model {model} --data {tasks} --repeats 1"
+FITTED = f"{TRAINED} --prompts 2 --tokens 12 --out {{folder}}/fitted"
+TUNED = "--model {model} --steps 2 --batch_size 2 --longest 64 --pairs 2 --timed 1 --tuning 1 --head 50"
+TUNED += " --output {folder}/tuned --data "
+EQUAL = "Self-speculative tokens equal plain generation's: yes, for all 2 pairs"
+# For each case a script, its words, and what it has to print.
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "engine": (f"{RANDOM} --exit-layer 2 --tokens 12 --repeats 1", ("| width 64, float32, batch 1, prompt 64 |",)),
+    "exactness": ("--shapes tiny", ("| tiny | 2 layers, exact |",)),
+    "fewer_bits": ("--width 64 --layers 2 --vocabulary 97 --repeats 1", ("| Quantized(bits=8",)),
+    "forward": (f"{RANDOM} --repeats 1 --prompt 20", ("| width 64, float32, ours |",)),
+    "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", ("| 2 |",)),
+    "compiled": ("--tokens 40 --repeats 1 --backend eager", ("| skip set, line of 4 |",)),
+    "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", ("| closest layers (CLaSp) | 3 |",)),
+    "grammar": ("--model {model} --prompts 1 --max-new-tokens 24", ("| fresh |",)),
+    "suites": (
+        "humaneval {humaneval} spec-bench {spec_bench}",
+        ('"kind": "code"', "rename the function add to my_add", '{"kind": "summary", "prompt": "Summarize: a text."}'),
+    ),
+    "suites, raw": ("--raw humaneval {humaneval}", ('{"kind": "code", "prompt": "def add(x):\\n"}',)),
+    "suites, editing": ("editing {wiki}", ("change Paris to Arden", "Paris-on-Sea, had walls.")),
+    "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
+    "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
+    "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("The probe promised",)),
+    "searches": ("--model {model} --data {tasks} --prompts 1 --tokens 33", ("| no search |",)),
+    "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
+    "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
+    "parts": (
+        "--model {model} --text {folder}/text.json --data {tasks} --prompts 1 --tokens 8 --exit-layer 2 --ranks 4 4 "
+        "--block-size 32 --out {folder}/fitted",
+        ("| mtp3 |",),
+    ),
+    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", ("| ε = 0.9 |",)),
+    "gpu": (
+        "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
+        ("| generate tiny 1 | verification |",),
+    ),
+    "quickstart": ("--model {model} --tokens 12 --no-color", ("tokens equal to plain generate: yes", "‹")),
+    "train_demo_model": (
+        "--steps 2 --held-out-blocks 2 --threads 1 --output {folder}/model",
+        ("bits per byte",),
+    ),
+    "finetune_task": (TUNED + "{sources}", (EQUAL, "| free drafts alone |", "| reduced head, free drafts |")),
+    "finetune_task, lora": (TUNED + "{sources} --lora --callbacks False", (EQUAL, "LoRA, without LayerSkip's")),
+    "finetune_task, gsm8k": (TUNED + "{problems} --task gsm8k", (EQUAL,)),
+    "lora_layerskip": (
+        "--model {model} --data {texts} --output {folder}/adapters --steps 2 --rank 2 --max-length 64",
+        ("| 6 |",),
+    ),
+    "batch_inference": ("--model {model} --data {tasks} --output {folder}/new/answers.jsonl --max-new-tokens 2", ()),
+    "grpo_rollouts": ("--model {model} --output {folder}/policy --steps 1 --max-new-tokens 8 --lora", ("tokens, ",)),
+}
+LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "trl"}
+# Those that take longer than a few seconds.
+SLOW = {
+    "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
+    "heads", "known_answer", "parts", "searches", "stops", "train_demo_model",
+}  # fmt: skip
+
+# What TRL and lm-eval do, and theirs.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::ResourceWarning",
+    "ignore:Passing `generation_config` together",
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_before: None) -> None:
+    """Scripts find each other, and what they set for the process is taken back."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(library("datasets").config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """A tiny model with a chat template, files of prompts, and sources, which are the standard library, too."""
+    model = tmp_path / "tiny"
+    tiny_llama(vocabulary=4096).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
+    tokenizer.save_pretrained(model)
+    prompt = "import os\n\n\n" + "def read(path):\n    return open(path).read()\n\n\n" * 8
+    numbers = [f"{number}+1000\n#### {number + 1000:,}" for number in range(60)]
+    rows: dict[str, list[Any]] = {
+        "tasks": [{"prompt": prompt}] * 9,
+        "humaneval": [{"prompt": "def add(x):\n", "entry_point": "add", "canonical_solution": "    return x\n"}],
+        "spec_bench": [{"category": "summarization", "turns": ["Summarize: a text."]}],
+        "texts": [{"text": f"def read_{name}(path):\n    return open(path).{name}()\n"} for name in "abcdefghij" * 4],
+        "problems": [{"question": f"How many is {answer[:7]}?", "answer": answer} for answer in numbers],
+    }
+    for name, of_file in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_file)))
+    (tmp_path / "text.json").write_text(json.dumps({"texts": [list(range(2, 302))]}))
+    (tmp_path / "wiki.txt").write_text(f"In {'old ' * 80}the town of Paris @-@ on @-@ Sea , <unk> had walls .\n= T =\n")
+    (tmp_path / "sources").mkdir()
+    for number in range(60):
+        header = f"class A:\n    def shared{number % 20}(self, size=0):\n        def own{number}(x, *y): pass\n"
+        (tmp_path / "sources" / f"file{number}.py").write_text(header + "    def longer(self):\n        pass\n" * 40)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "sources")})
+    files = {name: tmp_path / f"{name}.jsonl" for name in rows} | {"wiki": tmp_path / "wiki.txt"}
+    return {"model": model, "folder": tmp_path, "sources": tmp_path / "sources", **files}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a script, and processes that it starts of itself, in this process."""
+
+    def run(name: str, *words: str) -> str:
+        (script,) = EXAMPLES.rglob(f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [str(script), *words])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return capsys.readouterr().out
+
+    def started(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        words, (_, script, *given) = sys.argv, command
+        printed = run(Path(script).stem, *given)
+        monkeypatch.setattr(sys, "argv", words)
+        return subprocess.CompletedProcess(command, 0, printed, "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    return run
+
+
+def test_every_script_is_a_case() -> None:
+    scripts = {path.stem for path in [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py")]}
+    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {"lm_eval_scores"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[..., str]) -> None:
+    script, (words, expected) = name.split(",")[0], CASES[name]
+    if script in LIBRARIES:
+        library(LIBRARIES[script])
+    printed = run(script, *(word.format(**places) for word in words.split()))
+    for part in expected:
+        assert part in printed
+
+
+def test_answers_of_a_stopped_run_are_kept(places: dict[str, Path], run: Callable[..., str]) -> None:
+    """A line that was cut short is written again; those of another run are no answers."""
+    data, output = places["tasks"], places["folder"] / "answers.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"def {name}(x):"}) + "\n" for name in "ab"))
+    words = ("--model", str(DEMO_MODEL), "--data", str(data), "--output", str(output), "--max-new-tokens")
+    digest = hashlib.sha256(json.dumps(["def a(x):", "def b(x):"]).encode()).hexdigest()
+    about = {"model": str(DEMO_MODEL), "max_new_tokens": 4, "processes": 1, "prompts": digest}
+    kept = json.dumps({"prompt": "def a(x):", "answer": "of before"}) + "\n"
+    (part := output.with_name("answers.jsonl.part-0")).write_text(f'{json.dumps(about)}\n{kept}{{"prompt": "def')
+    with pytest.raises(SystemExit, match=re.escape(f"{part} was written by another run: {json.dumps(about)}. Repeat")):
+        run("batch_inference", *words, "5")
+    run("batch_inference", *words, "4")
+    first, second = output.read_text().splitlines(keepends=True)
+    assert first == kept
+    assert json.loads(second)["prompt"] == "def b(x):"
+    assert not part.exists()
+    data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
+    with pytest.raises(SystemExit, match=r"line 3: KeyError\('prompt'\); a line is"):
+        run("batch_inference", *words, "4")
+
+
+@pytest.fixture
+def in_float32(tmp_path: Path) -> Path:
+    """The demo model. In bfloat16, as it is saved, next tokens are equally likely at times, and any may be taken."""
+    AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).save_pretrained(tmp_path / "demo")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "demo")
+    return tmp_path / "demo"
+
+
+@pytest.mark.slow
+def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path, in_float32: Path) -> None:
+    prompts = [f"def {name}(path):\n" for name in ("read_text", "write_lines", "remove", "copy_file", "size_of")]
+    data, output, cache = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "cache"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = ("--model", in_float32, "--max-new-tokens", "24", "--data", data, "--output", output)
+    in_two_processes(EXAMPLES / "batch_inference.py", *options, "--cache-dir", cache)
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [answer["prompt"] for answer in answers] == prompts
+    model, tokenizer = (kind.from_pretrained(in_float32) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for answer in (answers[0], answers[-1]):  # of the first process, and of the second
+        inputs, rounds = tokenizer(answer["prompt"], return_tensors="pt"), []
+        for folder in (None, cache):
+            spec = SelfSpec(cache_dir=folder)
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+            rounds.append(spec.stats.rounds)
+        assert tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) == answer["answer"]
+        assert rounds[1] < rounds[0]  # by how much depends on times, too
+    data.write_text(json.dumps({"prompt": prompts[0]}) + "\n")  # none for the second process
+    in_two_processes(EXAMPLES / "batch_inference.py", *options)
+    assert len(output.read_text().splitlines()) == 1
+
+
+def test_only_the_answer_and_its_end_have_labels() -> None:
+    example, tokenizer = importlib.import_module("finetune_task"), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    headers = "def f():", "def longer(a, b=None):"
+    short, long = (example.encode(tokenizer, example.TASKS["signature"], header) for header in headers)
+    dataset = example.TrainingPairs([short, long])
+    batch, padding = example.collator(tokenizer)([dataset[0], dataset[1]]), len(long) - len(short)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert batch["input_ids"][0].tolist() == short.prompt + short.answer + [tokenizer.pad_token_id] * padding
+    assert batch["labels"][0].tolist() == [-100] * len(short.prompt) + short.answer + [-100] * padding
+    assert batch["labels"][1].tolist() == [-100] * len(long.prompt) + long.answer
+    assert batch["attention_mask"][0].tolist() == [1] * len(short) + [0] * padding
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_task_by_either_trainer(lora: bool, places: dict[str, Path]) -> None:
+    """The stock Trainer and TRL's come to the same weights, with both callbacks."""
+    library("trl")
+    example, tokenizer = importlib.import_module("finetune_task"), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    pairs = [example.encode(tokenizer, example.TASKS["signature"], f"def name{at}(x, y={at}):") for at in range(12)]
+    found, settings = [], {"model": str(places["model"]), "steps": 3, "batch_size": 2, "fp32": True, "lora": lora}
+    for sft in (False, True):
+        (folder := places["folder"] / f"checkpoints {sft}").mkdir()
+        found.append(example.train_model(example.Recipe(**settings, sft=sft), tokenizer, pairs, folder).state_dict())
+    start = example.load(places["model"]).state_dict()
+    assert any(not torch.allclose(value, start[name], atol=1e-3) for name, value in found[0].items())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-4, rtol=1e-3)
+
+
+class Exactness(TrainerCallback):
+    """Compares greedy texts with plain generate's after each optimizer step."""
+
+    def __init__(self) -> None:
+        self.equal: list[bool] = []
+        self.weights: list[torch.Tensor] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights.append(next(p for p in model.parameters() if p.requires_grad).detach().clone())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        inputs, options = ragged_batch((5, 9), vocabulary=4096), {"max_new_tokens": 16, "do_sample": False}
+        model.eval()
+        with torch.no_grad():
+            drafted, plain = (model.generate(**inputs, **options, **way) for way in ({}, {"assistant": False}))
+        model.train()
+        self.equal.append(torch.equal(drafted, plain))
+        self.on_train_begin(args, state, control, model)
+
+
+def test_rollouts_of_a_policy_that_learns(places: dict[str, Path], tmp_path: Path) -> None:
+    """And goes on where it was, with what the SelfSpec knows."""
+    library("trl")
+    example, exactness = importlib.import_module("grpo_rollouts"), Exactness()
+    policy = tmp_path / "policy"
+    arguments = ["--output", str(policy), "--max-new-tokens", "16", "--lora", "--steps", "2", "--model"]
+    example.main([*arguments, str(places["model"])], callbacks=[exactness])
+    saved = (policy / "selfspec.json").read_bytes()
+    example.main([*arguments, str(policy)], callbacks=[exactness])
+    assert exactness.equal == [True] * 4
+    weights = exactness.weights
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[3], weights[-1])
+    assert (policy / "selfspec.json").read_bytes() != saved
+
+
+@pytest.mark.slow
+def test_scores_of_lm_eval(tmp_path: Path, in_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library("lm_eval")
+    documents = [{"prompt": f"def {name}_text(path):\n", "answer": ""} for name in ("read", "write", "copy")]
+    (tmp_path / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    task = {
+        "task": "bodies",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (tmp_path / "bodies.yaml").write_text(json.dumps(task))  # which is YAML
+    monkeypatch.chdir(tmp_path)
+    example = importlib.import_module("lm_eval_scores")
+    arguments = ["--model", str(in_float32), "--tasks", "bodies", "--include", str(tmp_path), "--batch-size", "2"]
+    drafted, plain = (
+        [document["resps"] for document in example.main([*arguments, *way])["bodies"]] for way in ([], ["--plain"])
+    )
+    assert drafted == plain
+    assert any(text for [[text]] in drafted)
+
+
+def test_interleave_runs_in_turn_and_leaves_the_warmup_out() -> None:
+    timing: Any = importlib.import_module("timing")
+    calls: list[str] = []
+
+    def variant(name: str, seconds: float) -> Any:
+        calls.append(name)
+        return timing.Sample(0.0, seconds, 2)
+
+    timings = timing.interleave({"a": lambda: variant("a", 1.0), "b": lambda: variant("b", 4.0)}, repeats=3)
+    assert calls == ["a", "b"] * 4
+    assert timings["b"].median() / timings["a"].median() == 4.0
+    samples = [timing.Sample(0, seconds, 1) for seconds in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert timing.Timings(samples).spread() == pytest.approx(0.5)
+
+
+def test_a_gpu_run_goes_on_and_keeps_what_failed(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+
+    def started(command: list[str], **options: Any) -> Any:
+        began.append(command[-1])
+        if command[-1] == "damping tiny":
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, 0, '{"bytes_per_second": 1e9}\n', "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    words = ["--device", "cpu", "--shapes", "tiny", "--rows", "1", "--out", str(tmp_path / "gpu.json")]
+    assert "| bandwidth | no time was left |" in run("gpu", *words, "--seconds", "0")
+    assert began == []
+    assert "| damping tiny | it was not done after 300 s |" in run("gpu", *words)
+    assert began == ["bandwidth", "damping tiny", "training tiny"], "what needs the damping is left out"
+    run("gpu", *words)
+    assert len(began) == 3
+    with pytest.raises(SystemExit, match="Give another --out"):
+        run("gpu", *words, "--repeats", "5")
