@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import pad
 
 from ..forks import cached_property
-from .partial import ActiveRows, Best
+from .active import ActiveRows
+from .partial import Best
 from .transfer import Pending
 
 # Tokens of a vocabulary whose maximum is found at once.

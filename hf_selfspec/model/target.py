@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError, warn_once
 from ..forks import cached_property
+from .active import ActiveRows
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
@@ -23,7 +24,7 @@ from .inputs import DecodeInputs
 from .layout import Feed, TreeLayout
 from .linear import few_token_linears
 from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
-from .partial import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
+from .partial import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .patching import Autocast, as_before, autocast_around, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import Holes, cache_name

@@ -1,0 +1,75 @@
+"""Forwards over the rows of a batch that are still generating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from .layout import TreeLayout
+from .partial import ForwardPass
+from .transfer import RowNumbers, upload
+
+_T = TypeVar("_T")
+# States are [b, s, d], with further dimensions in front in some models.
+_ROW_DIM = -3
+
+
+@dataclass(frozen=True)
+class ActiveRows:
+    """The rows of a batch that are still generating."""
+
+    kept: list[int]  # their indices
+    total: int  # b, number of rows of the whole batch
+    _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_list(self, values: Sequence[_T]) -> list[_T]:
+        return [values[row] for row in self.kept]
+
+    def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        return values.index_select(dim, self._index(values.device))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Expands a tensor ``[*n, b, s, d]`` of these rows to the whole batch, with zeros in the other rows."""
+        shape = list(values.shape)
+        shape[_ROW_DIM] = self.total
+        return values.new_zeros(shape).index_copy_(_ROW_DIM, self._index(values.device), values)
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        if device not in self._indices:
+            self._indices[device] = upload(self.kept, device)
+        return self._indices[device]
+
+    def enter(
+        self, tokens: torch.Tensor, starts: RowNumbers, nodes: TreeLayout | None, run: ForwardPass
+    ) -> tuple[torch.Tensor, RowNumbers, TreeLayout | None, ForwardPass]:
+        """The tokens of these rows, where they start, their trees, and the forward, whose callbacks see the batch."""
+        stop_fn, head_input_fn = run.stop_fn, run.head_input_fn
+
+        def stop(layer: int, states: torch.Tensor) -> bool:
+            assert stop_fn is not None
+            return stop_fn(layer, self.spread(states))
+
+        def head_input(states: torch.Tensor) -> torch.Tensor:
+            assert head_input_fn is not None
+            return self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
+
+        if nodes is not None and len(nodes.parents) > 1:
+            packed, nodes = nodes._on, TreeLayout(self.of_list(nodes.parents), self.of_list(nodes.depths), nodes.hidden)
+            nodes._on.update({device: self.pick(values, 0) for device, values in packed.items()})
+        run = replace(
+            run,
+            state=None if run.state is None else self.pick(run.state, _ROW_DIM),
+            stop_fn=None if stop_fn is None else stop,
+            head_input_fn=None if head_input_fn is None else head_input,
+        )
+        numbers = RowNumbers.made(self.of_list(starts), lambda device: self.pick(starts.on(device), 0))
+        return self.pick(tokens, 0), numbers, nodes, run
+
+    def leave(self, run: ForwardPass) -> None:
+        """Expands what the forward has found to the whole batch."""
+        for name in ("captured", "exit_state", *(["logits"] if run.spreads else [])):
+            if (found := getattr(run, name)) is not None:
+                setattr(run, name, self.spread(found))
