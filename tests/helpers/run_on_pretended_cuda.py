@@ -9,10 +9,10 @@ from unittest.mock import patch
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from helpers import pretend_gpu
+from helpers import pretend_cuda
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_gpu import Pretended, counts, move, pretended, spread
+from helpers.pretend_cuda import Pretended, counts, move, pretended, spread
 from hf_selfspec import AdaptiveThreshold, ClosestLayers, ConfidenceThreshold, CostTree, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
@@ -95,7 +95,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     counts.reset("round")
     with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
         place(model)
-        pretend_gpu.leave_out(model.model.layers)
+        pretend_cuda.leave_out(model.model.layers)
         output = model.generate(Pretended(ids), attention_mask=Pretended(mask), assistant=spec, **options)
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}

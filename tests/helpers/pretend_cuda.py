@@ -1,15 +1,22 @@
-"""Devices in pure Python whose values lie in the CPU's memory, which count what would make the host of a GPU wait.
+"""Devices that say ``cuda`` with a CPU's build of torch: values lie in the CPU's memory, rules are CUDA's.
 
-Each operation is one launch, views are none. Operations over tensors of two devices fail as on CUDA. Importing this
-registers the device for the whole process, so tests run it in one of their own (:mod:`run_on_pretended_gpu`).
+Each operation is one launch, views are none, and what would make the host wait is counted. Operations over tensors of
+two devices fail as on CUDA. ``torch.cuda.CUDAGraph`` keeps the operations of a capture with their tensors and does them
+again on these; what CUDA forbids in a capture raises. There are no streams, pools or kernels. Importing this needs
+``g++`` and is for the whole process, so tests run it in one of their own (:mod:`run_on_pretended_cuda`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,11 +25,41 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-NAME = "pretended"
-_setup_privateuseone_for_python_backend(NAME)
-DEVICE, OTHER = torch.device(NAME, 0), torch.device(NAME, 1)
+DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+# What torch asks of a device's runtime before it dispatches anything.
+_RUNTIME = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+struct Runtime final : impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = DeviceType::CUDA;
+  DeviceType type() const override { return static_type; }
+  Device getDevice() const override { return Device(static_type, 0); }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device place) const noexcept override { return Stream(Stream::DEFAULT, place); }
+  Stream exchangeStream(Stream stream) const noexcept override { return stream; }
+  DeviceIndex deviceCount() const noexcept override { return 2; }
+};
+static impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Runtime());
+"""
+
+
+def _register_runtime() -> None:
+    torch_folder, name = Path(torch.__file__).parent, f"pretended_cuda_runtime_{torch.__version__}.so"
+    if not (library := Path(tempfile.gettempdir(), name)).exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            (source := Path(folder, "runtime.cpp")).write_text(_RUNTIME)
+            linked = [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+            made = Path(folder, name)
+            command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", source, "-o", made, *linked]
+            subprocess.run(command, check=True)
+            made.replace(library)  # whole, whoever else makes it
+    ctypes.CDLL(str(library))
+
+
+_register_runtime()
 
 # What looks at the values on the host.
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
@@ -58,16 +95,59 @@ class Counts:
         self.attention.clear()
 
     def read(self, name: str) -> None:
+        Graph.forbid(name)
         self.reads[name] += self.is_on
 
-    def upload(self, name: str) -> None:
-        self.uploads[name] += self.is_on
+    def upload(self, name: str, blocks: bool = True) -> None:
+        if blocks:
+            Graph.forbid(name)
+        self.uploads[f"{name}{', blocking' * blocks}"] += self.is_on
 
     def launch(self, name: str) -> None:
         self.launches[self.phase, name] += self.is_on and not self.depth
 
 
 counts = Counts()
+
+
+class Graph:
+    """A ``torch.cuda.CUDAGraph``."""
+
+    captured: Graph | None = None  # the one that is being captured
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        assert Graph.captured is None
+        Graph.captured = self
+        try:
+            yield
+        finally:
+            Graph.captured = None
+
+    def replay(self) -> None:
+        """Does all operations again on the same tensors, and writes their results to the same ones."""
+        assert Graph.captured is None
+        counts.launch("graph")
+        for func, args, kwargs, results in self._steps:
+            for before, now in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(now, torch.Tensor) and now.untyped_storage() != before.untyped_storage():
+                    before.copy_(now)
+
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation on raw tensors, of which a capture takes note."""
+        result = func(*args, **kwargs)
+        if Graph.captured is not None:
+            Graph.captured._steps.append((func, args, kwargs, tree_leaves(result)))
+        return result
+
+    @staticmethod
+    def forbid(what: str) -> None:
+        if Graph.captured is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
 
 class Pretended(torch.Tensor):
@@ -100,7 +180,7 @@ def _raw(value: Any) -> Any:
 
 
 def _is_here(device: Any) -> bool:
-    return device is not None and torch.device(device).type == NAME
+    return device is not None and torch.device(device).type == DEVICE.type
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -114,6 +194,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     raw_args, raw_kwargs = tree_map(_raw, (args, dict(kwargs)))
     if device is not None:
         raw_kwargs["device"] = "cpu"
+    raw_kwargs.pop("pin_memory", None)
     if name == "_to_copy" and here and device is not None and not _is_here(device):
         counts.read("to the host")
         raw_kwargs.pop("non_blocking", None)
@@ -121,9 +202,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _READS:
         counts.read(name)
         return func(*raw_args, **raw_kwargs)
-    _count(name, args, here, elsewhere)
+    _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
-    result = func(*raw_args, **raw_kwargs)
+    result = Graph.run(func, raw_args, raw_kwargs)
     for value in here:
         if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
             return value  # in place
@@ -142,11 +223,11 @@ def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:
     return places.pop()
 
 
-def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Tensor]) -> None:
+def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Tensor], blocks: bool) -> None:
     if name == "_to_copy" and not here:
-        counts.upload("to the device")
+        counts.upload("to the device", blocks)
     elif name == "copy_" and elsewhere:
-        (counts.upload if isinstance(args[0], Pretended) else counts.read)("copy_")
+        counts.upload("copy_", blocks) if isinstance(args[0], Pretended) else counts.read("copy_")
     elif name in _SIZED_BY_VALUES or (
         name in _INDEXES and any(i is not None and i.dtype is torch.bool for i in args[1])
     ):
@@ -175,34 +256,77 @@ class _Called(TorchFunctionMode):
             if counts.is_on:
                 counts.attention.add(tuple((value.shape, value.stride()) for value in here))
             place = _place_of("attention", args, here)
-            return Pretended(func(*tree_map(_raw, args), **tree_map(_raw, kwargs)), place)
+            raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+            with torch._C.DisableTorchFunction():
+                return Pretended(Graph.run(func, raw_args, raw_kwargs), place)
         if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
             counts.upload("tensor")
             return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
         if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
             counts.upload("new_tensor")
             return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
             counts.read("tolist")
             return args[0].raw.tolist()
         return func(*args, **kwargs)
 
 
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+def _synchronize(device: Any = None) -> None:
+    counts.read("synchronize")
+
+
 # What ``torch.cuda`` is for a GPU, as far as it is used.
 _MODULE: dict[str, Any] = {
+    "_lazy_init": lambda: None,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    "synchronize": lambda device=None: counts.read("synchronize"),
+    "get_device_capability": lambda device=None: (9, 0),
+    "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
+    "synchronize": _synchronize,
+    "Event": _Event,
+    "Stream": _Stream,
+    "current_stream": lambda device=None: _Stream(),
+    "stream": lambda stream: nullcontext(),
+    "CUDAGraph": Graph,
+    "graph": lambda graph, **_: graph.capturing(),
+    "graph_pool_handle": lambda: (0, 1),
+    "is_current_stream_capturing": lambda: Graph.captured is not None,
 }
 
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    """Makes the device usable."""
-    module = getattr(torch, NAME)
-    for name, value in _MODULE.items():
-        setattr(module, name, value)
-    with patch.object(torch.accelerator, "synchronize", _MODULE["synchronize"]), _Dispatched(), _Called():
+    """Makes the devices usable."""
+    with ExitStack() as stack:
+        for name, value in _MODULE.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch.accelerator, "synchronize", _synchronize))
+        stack.enter_context(_Dispatched())
+        stack.enter_context(_Called())
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from helpers.distributed_training import rows, tiny
-from helpers.pretend_gpu import Pretended, counts, move, pretended
+from helpers.pretend_cuda import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout
 

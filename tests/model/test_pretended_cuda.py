@@ -50,7 +50,7 @@ def measured(script: str, *cases: tuple[Any, ...]) -> Any:
 def test_what_a_round_needs() -> None:
     """One test, so that one process runs them all. Nothing mixes tensors of two devices, and greedy ids are plain's."""
     cases = [*BOUNDS, *FEW]
-    measures = dict(zip(cases, measured("run_on_pretended_gpu.py", *cases), strict=True))
+    measures = dict(zip(cases, measured("run_on_pretended_cuda.py", *cases), strict=True))
     for case, found in measures.items():
         assert found["same"], case
     for case, (step, rest) in BOUNDS.items():
@@ -72,7 +72,7 @@ def test_what_a_round_needs() -> None:
 
 def test_what_a_step_of_a_training_needs() -> None:
     """A read of the number of targets, before the layers run; the rows that layers drop go to the device together."""
-    found = measured("train/train_on_pretended_gpu.py")
+    found = measured("train/train_on_pretended_cuda.py")
     assert all(case["loss"] == pytest.approx(case["expected"], rel=1e-5) for case in found.values())
     plain = found["plain"]
     more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
@@ -119,5 +119,5 @@ def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monke
 def test_all_drafts_run_on_a_device() -> None:
     calls = (("greedy", 1), ("greedy", 3), ("drawn", 1), ("drawn", 3))
     cases = [(kind, *call, *two) for kind in DRAFTS for call in calls for two in ((), ("two devices",))]
-    for case, found in zip(cases, measured("run_on_pretended_gpu.py", *cases), strict=True):
+    for case, found in zip(cases, measured("run_on_pretended_cuda.py", *cases), strict=True):
         assert found["same"], case
