@@ -67,8 +67,9 @@ class Decoder:
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
         self._in_step = bool(stateful)
         self._keeps_states = self.keeps_rows and self.target.anatomy.is_recurrent
-        # States of rows that go on for others cannot be taken back to where those end.
-        goes_on = self._keeps_states and b > 1 and self.stopper.reads_text and not self.stopper.has_eos
+        # States and windows of rows that go on for others cannot be taken back to where those end.
+        is_lost = self.keeps_rows and (self._keeps_states or self.target.cache.window is not None)
+        goes_on = is_lost and b > 1 and self.stopper.reads_text and not self.stopper.has_eos
         self._together = self._in_step or self.target.padding is not None or goes_on
         returned = self.config.return_dict_in_generate
         scores, logits = returned and self.config.output_scores, returned and self.config.output_logits

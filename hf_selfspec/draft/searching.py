@@ -59,7 +59,7 @@ class SearchingDraft(LookingDraft):
         self._begun = self.target.clock()
         self._waited, self._others_drafted = 0, False  # rounds since the search was told of any, and in one of these
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
-        self.target.cache.look_back(max(search.context_window, MANY))
+        self.target.cache.look_back(max(search.context_window, MANY), writes=False)
         self._use_best()
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:

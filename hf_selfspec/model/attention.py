@@ -29,6 +29,8 @@ from .layout import Feed
 from .modules import library_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
+from .transfer import RowNumbers
+from .window import Window
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 _ALIGNED = 8
@@ -39,7 +41,7 @@ _FEW = 64
 _ORIGINAL = "_hf_selfspec_original"  # of our functions: what each replaces
 # What transformers 5.17 to 5.24 gives a mask besides what :meth:`MaskSpec.mask` reads; positions say the same here.
 _IMPLIED = {
-    *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "config", "device"),
+    *("batch_size", "q_length", "q_offset", "attention_mask", "device"),
     *("allow_is_bidirectional_skip", "allow_torch_fix", "use_vmap"),
 }
 
@@ -55,6 +57,9 @@ class MaskSpec:
     is_even: bool = False  # whether all rows are at the same positions
     is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
     alone: Feed | None = None  # the tokens of one row, where each is treated as if it were alone, see ``exact.py``
+    offset: int = 0  # slot of the text that the first cache slot stands for, as layers report it
+    window: MaskSpec | None = None  # that of layers which keep the last tokens alone
+    limit: int | None = None  # how many of them one token sees at most
     # Masks, each with what its tokens see then.
     views: dict[int, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
     served: set[int] = field(default_factory=set)  # the modules whose attention treated them so
@@ -62,20 +67,53 @@ class MaskSpec:
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, feed: Feed, positions: torch.Tensor, holes: Holes | None) -> MaskSpec:
+    def of(
+        cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, window: Window | None, is_exact: bool = False
+    ) -> MaskSpec:
         """The spec of a forward's tokens at positions ``[b, s]``, which may be nodes of a tree."""
+        length, alone = max(feed.starts) + positions.shape[1], feed if is_exact else None
+        spec = cls._read(feed, positions, holes, RowNumbers([0] * len(feed.starts)), length)
+        if window is not None:
+            spec.window = cls._read(feed, positions, holes, window.firsts, window.length)
+            spec.window.offset, spec.window.limit, spec.window.alone = window.offset, window.size, alone
+        spec.alone = alone
+        return spec
+
+    @classmethod
+    def _read(
+        cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, firsts: RowNumbers, length: int
+    ) -> MaskSpec:
+        """For layers whose attention reads so many slots from each row's first on."""
         device, cursors, nodes = positions.device, feed.starts, feed.nodes
-        length = max(cursors) + positions.shape[1]
         keys: torch.Tensor | None = None
         visible: torch.Tensor | None = None
         if nodes is not None:
             # The slots of the tree: from each row's first node on, one per node, in order.
-            slots = cursors.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
+            slots = cursors.on(device) - firsts.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
             keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, feed.first_node)
+            keys += firsts.on(device)
+        elif holes is not None or not firsts.are_equal:
+            keys = firsts.onwards(length, device)
+        is_even = cursors.are_equal and firsts.are_equal and holes is None
+        spec = cls(positions, length, keys, visible, is_even)
+        if min(firsts) < 0:
+            spec.hide_what_is_before()
         if holes is not None:
-            keys = torch.arange(length, device=device)[None] if keys is None else keys
-            positions, keys = holes.at(positions), holes.at(keys)
-        return cls(positions, length, keys, visible, cursors.are_equal and holes is None)
+            assert spec.key_positions is not None
+            spec.query_positions, spec.key_positions = holes.at(positions), holes.at(spec.key_positions)
+        return spec
+
+    def hide_what_is_before(self) -> None:
+        """Hides slots before the text, which windows of a row have where others are longer."""
+        assert self.key_positions is not None
+        is_text = (self.key_positions >= 0)[:, None].expand(-1, self.query_positions.shape[1], -1)
+        self.visible = is_text if self.visible is None else self.visible & is_text
+        self.key_positions = self.key_positions.clamp(min=0)
+
+    def read_in(self, kv_length: int, kv_offset: int) -> MaskSpec:
+        """The part for layers that report these sizes."""
+        is_window = self.window is not None and (kv_length, kv_offset) == (self.window.length, self.window.offset)
+        return self.window if is_window and self.window is not None else self
 
     def mask(
         self,
@@ -84,6 +122,7 @@ class MaskSpec:
         allow_is_causal_skip: bool = True,
         local_size: int | None = None,
         dtype: torch.dtype = torch.float32,
+        config: Any = None,
         **others: Any,
     ) -> torch.Tensor | None:
         """Expands a function of positions to the mask ``[b, 1, s, n]``, ``None`` where every token sees everything."""
@@ -94,12 +133,14 @@ class MaskSpec:
             )
         (b, s), n = self.query_positions.shape, self.length
         last = s == 1 and (b == 1 or self.is_even) and self.visible is None
-        everything = last and (local_size is None or n <= local_size)
+        # A chunk may begin between slots that a window of its size covers.
+        is_cut = self.offset > 0 and local_size == getattr(config, "attention_chunk_size", None)
+        everything = last and (local_size is None or (n <= local_size and not is_cut))
         if everything and allow_is_causal_skip and not additive and not self.is_fixed and self.alone is None:
             return None
         keys, device = self.key_positions, self.query_positions.device
         if keys is None:
-            keys = torch.arange(n, device=device)[None]
+            keys = torch.arange(self.offset, self.offset + n, device=device)[None]
         batch = torch.arange(b, device=device)[:, None, None, None]
         # Masks are the same for all heads, so the row indices can be passed as head indices.
         allowed = mask_function(
@@ -148,9 +189,10 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
             return original(*args, **kwargs)
         if args:  # as nobody in transformers calls it
             kwargs |= inspect.signature(original).bind(*args).arguments
-        found = spec.mask(additive, **kwargs)
+        part = spec.read_in(kwargs.pop("kv_length"), kwargs.pop("kv_offset", 0))
+        found = part.mask(additive, **kwargs)
         if spec.alone is not None and found is not None:
-            spec.views[id(found)] = found, views_of(spec.alone, original, **kwargs)
+            spec.views[id(found)] = found, views_of(spec.alone, original, part.offset, part.limit, **kwargs)
         return found
 
     return mask

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from .anatomy import Anatomy
 from .layer import RecurrentLayer, SpeculativeLayer
@@ -21,9 +21,11 @@ from .layout import TreeLayout
 from .recurrences.states import StateLog, StateUpdate
 from .traceable import Place, size_for, step_above
 from .transfer import RowNumbers, upload
+from .window import Extent, Window, rows_of
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256
+_GRAPH_GRAIN = 64  # of windows, where few shapes are wanted: room for the longest forward that is a graph, twice
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 # Slots that are filled at once.
 _FILLED = 64
@@ -35,10 +37,14 @@ _TOGETHER = 8
 class _Bank:
     """Keys, or values, of layers of one shape: ``[n, b, k, slots, h]``, valid up to the end that the cache tracks."""
 
-    def __init__(self, cache: SpeculativeCache, name: str, layers: Sequence[int], states: torch.Tensor) -> None:
+    def __init__(
+        self, cache: SpeculativeCache, extent: Extent, name: str, layers: Sequence[int], states: torch.Tensor
+    ) -> None:
         self.numbers = {layer: number for number, layer in enumerate(layers)}
         self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
-        self._cache, self.name = cache, name
+        self._cache, self.extent, self.name = cache, extent, name
+        self._window = extent if isinstance(extent, Window) else None
+        self.bases = None if self._window is None else self._window.bases  # first slot of each row, None for 0
         self._opened: tuple[int, int] | None = None  # the forward that the views are for
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each layer what attention reads, and what it
         self._slots: torch.Tensor | None = None  # writes, there to these slots [b, k, s, h], where rows differ
@@ -48,9 +54,10 @@ class _Bank:
         """Makes buffers for states like these ``[b, k, any, h]``."""
         self._views, self._opened = [], None
         b, k, _, h = like.shape
-        shape, place = (b, k, self._cache.capacity, h), self._cache.place
+        shape, place = (b, k, self.extent.capacity, h), self._cache.place
         if place is None:
-            self._keep(like.new_empty((len(self.numbers), *shape)))
+            make = like.new_empty if self.bases is None else like.new_zeros
+            self._keep(make((len(self.numbers), *shape)))
         else:  # each layer has its own
             self.of: tuple[torch.Tensor, ...] = (place.buffer((self.name, *self.numbers), shape, like),)
             self._buffer = self.of[0][None]
@@ -67,29 +74,43 @@ class _Bank:
         )
 
     def write(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """Writes ``[b, k, s, h]`` at the cursors, and returns all up to the furthest one."""
+        """Writes ``[b, k, s, h]`` at the cursors, and returns all that attention reads, up to the furthest one."""
         if self._opened != (forward := (self._cache.seeks, states.shape[2])):
             self._open(forward[1])
             self._opened = forward
         view, target = self._views[self.numbers[layer]]
+        if self._window is not None and self._window.passed is not None:
+            return self._pass(self._window, *self._window.passed, self.of[self.numbers[layer]], states)
         if self._slots is None:
             target.copy_(states)
         else:
             target.scatter_(2, self._slots, states.to(self._buffer.dtype).view(target.dtype))
         return view
 
+    def _pass(
+        self, window: Window, before: int, after: int, buffer: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        """Keeps the end of a prompt, and returns it with what it sees before it."""
+        whole = torch.cat([buffer[:, :, :before], states], dim=2) if before else states
+        buffer[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
+        return whole[:, :, window.start :]
+
     def latest(self, layer: int) -> torch.Tensor | None:
         """What the layer has given to attention in the last forward, ``None`` before the first one."""
         return self._views[self.numbers[layer]][0] if self._views else None
 
     def _open(self, length: int) -> None:
-        cache, start = self._cache, self._cache.max_cursor
-        end, slots = start + length, cache.slots(length, self._buffer.device)
+        extent, start = self.extent, self.extent.max_cursor
+        end, slots = start + length, extent.slots(length, self._buffer.device)
         if start or self.filled:
             self.fill(-(-end // _FILLED) * _FILLED)
         else:  # prompts go through all layers
             self.grow()
             self.filled = end
+        if self._window is not None and self._window.passed is not None:
+            self.bases, end = self._window.next_bases, self._window.passed[1]
+            self._views = [(buffer[:, :, :end], buffer) for buffer in self.of]
+            return
         if slots is None:
             self._slots, targets = None, self._buffer.narrow(3, start, length).unbind(0)
         else:
@@ -97,7 +118,8 @@ class _Bank:
             # As integers: a CPU scatters 16-bit floats by way of two copies of all. Into parts of buffers, too.
             targets = tuple(buffer.view(_INTEGERS.get(buffer.itemsize, buffer.dtype)) for buffer in self.of)
             self._slots = slots[:, None, :, None].expand(b, k, length, h)
-        self._views = list(zip(self._buffer.narrow(3, 0, end).unbind(0), targets, strict=True))
+        views = self._buffer.narrow(3, extent.start, end - extent.start).unbind(0)
+        self._views = list(zip(views, targets, strict=True))
 
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
@@ -107,18 +129,25 @@ class _Bank:
             self.filled = min(end, self._buffer.shape[3])
 
     def grow(self) -> None:
-        if self._buffer.shape[3] < self._cache.capacity:
+        """Makes the buffers those of the extent, as large and from the same slots of the text on."""
+        if self._buffer.shape[3] < self.extent.capacity:
             # With a place, the larger one may lie in the same memory.
             before = self._buffer if self._cache.place is None else self._buffer.clone()
             self._allocate(before[0])
             self._buffer[:, :, :, : before.shape[3]] = before
+        if self._window is not None and self.bases != (bases := self._window.bases):
+            assert self.bases is not None
+            kept = _shifted(self._buffer, bases.minus(self.bases), self._buffer.shape[3]).clone()
+            self._buffer[:, :, :, : kept.shape[3]], self.bases = kept, bases
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Keeps these rows, of which each is at its place already or behind all places; no memory is needed."""
+        filled = self.filled if self.bases is None else self._buffer.shape[3]
         for row, before in enumerate(kept):
             if row != before:
-                self._buffer[:, row, :, : self.filled] = self._buffer[:, before, :, : self.filled]
+                self._buffer[:, row, :, :filled] = self._buffer[:, before, :, :filled]
         self._keep(self._buffer[:, : len(kept)])
+        self.bases = None if self.bases is None else rows_of(self.bases, kept)
 
     def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         if self._buffer.shape[1] == 1:  # in a fifth of the time
@@ -127,22 +156,36 @@ class _Bank:
             self._buffer[:, rows, :, target] = self._buffer[:, rows, :, source]
 
 
-class SpeculativeCache(Cache):
+def _shifted(states: torch.Tensor, shifts: RowNumbers, count: int) -> torch.Tensor:
+    """Of states ``[*n, b, k, m, h]`` at most ``count`` from each row's shift on; junk where there are none."""
+    length = states.shape[-2]
+    if shifts.are_equal and shifts[0] >= 0:
+        return states.narrow(-2, shifts[0], min(count, length - shifts[0]))
+    places = (shifts.on(states.device) + torch.arange(count, device=states.device)).clamp(0, length - 1)
+    return states.gather(-2, places[:, None, :, None].expand(*states.shape[:-2], count, states.shape[-1]))
+
+
+class SpeculativeCache(Cache, Extent):
     """In-place KV cache with one write cursor per row, frozen while a forward runs."""
 
-    def __init__(self, num_layers: int, batch_size: int, capacity: int, kinds: Sequence[Hashable | None] = ()) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        capacity: int,
+        kinds: Sequence[Hashable | None] = (),
+        window: Window | None = None,
+    ) -> None:
         """``kinds`` tells which layers have keys and values of one shape and device, as far as that is known."""
         super().__init__(layers=[SpeculativeLayer(self) for _ in range(num_layers)])
         self._kinds, self._banks = kinds, list[_Bank]()
+        self.window = window  # what is kept in layers that see the last tokens alone
         self.capacity = self._text_slots = capacity
-        self.cursors = RowNumbers([0] * batch_size)
-        self.max_cursor = 0
-        self.fixed_slots: torch.Tensor | None = None  # [b, s] where a forward writes, where not at the cursors
+        self.write_at([0] * batch_size)
         self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
         self.place: Place | None = None  # where the buffers are, where that matters
         self.state_update = StateUpdate(self.cursors)
         self.seeks = 0  # forwards so far
-        self._slots: torch.Tensor | None = None
         self._history = 0
         self.has_states = False  # recurrent ones
         self.is_private = False  # whether code of others, that the tests do not have, may not read keys and values
@@ -152,19 +195,25 @@ class SpeculativeCache(Cache):
         layers = self.layers if self.has_states else []
         return [log for layer in layers if isinstance(layer, RecurrentLayer) for log in layer.logs()]
 
-    def look_back(self, slots: int) -> None:
-        """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
+    def look_back(self, slots: int, writes: bool = True) -> None:
+        """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens, and what
+        their windows see if forwards over them write there (in scratch slots they can do with less)."""
         self._history = max(self._history, slots)
+        if self.window is not None and writes:
+            self.window.history = max(self.window.history, slots)
 
     def first_slots(self) -> list[int]:
-        """For each row the first slot at which a forward can begin; 0 unless older recurrent states were dropped."""
+        """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
         known = [log.floor.slots for log in self._logs if not log.is_empty]
+        known += [] if self.window is None else [self.window.first_slots()]
         return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
-        """Moves the checkpoint of recurrent states to these slots, one for each row."""
+        """Moves the checkpoint of recurrent states, and the end of windows, to these slots, one for each row."""
         for log in self._logs:
             log.commit(roots, self._history)
+        if self.window is not None:
+            self.window.roots = RowNumbers.of(roots)
 
     def reserve(self, slots: int) -> None:
         """Reserves at least ``slots`` slots after the longest text that the initial capacity was for."""
@@ -178,20 +227,25 @@ class SpeculativeCache(Cache):
         new_slots: int,
         counts: Sequence[int] | None = None,
         nodes: TreeLayout | None = None,
+        first_node: int = 0,
     ) -> None:
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
-        self.cursors = RowNumbers.of(cursors)
+        self.write_at(cursors)
         if self.has_states:
             self.state_update = StateUpdate(self.cursors, counts, nodes)
-        self.max_cursor = max(cursors)
-        self.seeks, self._slots = self.seeks + 1, None
+        self.seeks += 1
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
         self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
+        if self.window is not None:
+            self.window.grain = _GRAPH_GRAIN if self.has_few_sizes else 1
+            before = first_node + (nodes.hidden if nodes is not None else 0)
+            self.window.seek(self.cursors, new_slots, counts, before, self.capacity)
 
     def stay(self) -> None:
         """Wants no more slots than there are, after there was no memory for further ones."""
-        self.capacity = min((bank.of[0].shape[2] for bank in self._banks), default=self.capacity)
+        for bank in self._banks:
+            bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
 
     def let_go(self) -> None:
         self.layers.clear()
@@ -207,7 +261,7 @@ class SpeculativeCache(Cache):
         kind = self._kinds[layer] if layer < len(self._kinds) and not known and not self.has_few_sizes else None
         while kind is not None and len(layers) < _TOGETHER and self._kinds[layers[-1] + 1 :][:1] == [kind]:
             layers.append(layers[-1] + 1)
-        self._banks.append(_Bank(self, name, layers, states))
+        self._banks.append(_Bank(self, self.layers[layer].extent, name, layers, states))
         return self._banks[-1]
 
     def buffers(self) -> list[torch.Tensor]:
@@ -226,25 +280,22 @@ class SpeculativeCache(Cache):
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
-    def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
+    def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor], bases: Any = None) -> Iterator[None]:
+        """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are;
+        those of windows begin at slots ``bases`` ``[b, 1]``."""
         self.fixed_slots = slots
+        if self.window is not None:
+            self.window.fixed_slots = slots - bases
         try:
             for index, layer in enumerate(self._written):
                 layer.buffers_of_graphs = tuple(buffers[2 * index : 2 * index + 2])
             yield
         finally:
             self.fixed_slots = None
+            if self.window is not None:
+                self.window.fixed_slots = None
             for layer in self._written:
                 layer.buffers_of_graphs = None
-
-    def slots(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """Slots ``[b, length]`` that a forward writes, ``None`` where all rows write at ``max_cursor``."""
-        if self.cursors.are_equal:
-            return None
-        if self._slots is None or self._slots.device != device:
-            self._slots = self.cursors.onwards(length, device)
-        return self._slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -258,8 +309,9 @@ class SpeculativeCache(Cache):
         return self.layers[index]
 
     def keep_rows(self, kept: list[int]) -> None:
-        self.cursors = RowNumbers([self.cursors[row] for row in kept])
-        self._slots = None
+        self.write_at(rows_of(self.cursors, kept))
+        if self.window is not None:
+            self.window.keep_rows(kept)
         for bank in self._banks:
             bank.keep_rows(kept)
         for layer in self.layers if self.has_states else []:
@@ -272,12 +324,13 @@ class SpeculativeCache(Cache):
             return
         for log in self._logs:
             log.keep_path(moves)
-        places: tuple[torch.Tensor, ...] | None = None
+        places: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         for bank in self._banks:
-            device = bank.of[0].device
-            if places is None or places[0].device != device:
-                places = upload(moves, device).unbind(1)
-            bank.keep_path(*places)
+            key = device, bases = bank.of[0].device, bank.bases
+            if key not in places:
+                here = moves if bases is None else [(row, a - bases[row], z - bases[row]) for row, a, z in moves]
+                places[key] = upload(here, device).unbind(1)
+            bank.keep_path(*places[key])
 
 
 def cache_for(
@@ -286,17 +339,28 @@ def cache_for(
     """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one."""
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
     kinds = [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
-    cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds)
+    windows = [window_of(layer) for layer in like.layers]
+    window = Window(max(filter(None, windows)), batch_size) if any(windows) else None
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds, window)
     if anatomy.kernels is not None:
         cache.has_states = True
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 cache.layers[index] = states = RecurrentLayer(cache)
                 states.init_states(layer.number_of_states, anatomy.kernels.recurrence, anatomy.model_name)
+    for layer, size in zip(cache.layers, windows, strict=True):
+        if size is not None:
+            layer.extent, layer.is_sliding = window, True
     return cache
+
+
+def window_of(layer: Any) -> int | None:
+    """How many tokens a layer of a dynamic cache lets see each other, ``None`` for all."""
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
 def _kind(like: Any, attention: nn.Module | None) -> Hashable | None:
     """What layers with keys and values of one shape on one device have in common, ``None`` where that is not known."""
     weight = None if attention is None else next(attention.parameters(), None)
-    return None if weight is None else (isinstance(like, LinearAttentionCacheLayerMixin), weight.shape, weight.device)
+    is_recurrent = isinstance(like, LinearAttentionCacheLayerMixin)
+    return None if weight is None else (is_recurrent, window_of(like) is None, weight.shape, weight.device)

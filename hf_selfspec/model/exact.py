@@ -33,9 +33,16 @@ View = tuple[slice | torch.Tensor, torch.Tensor | None]
 # Attention ----------------------------------------------------------------------------------------------------------
 
 
-def views_of(feed: Feed, original: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> list[View]:
-    """For each token of one row the slots whose keys ``generate`` keeps when it comes to it, and the mask that
-    transformers' ``original`` function makes for it."""
+def views_of(
+    feed: Feed,
+    original: Callable[..., Any],
+    offset: int = 0,
+    limit: int | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> list[View]:
+    """For each token of one row the slots, from ``offset`` of the text on, whose keys ``generate`` keeps when it comes
+    to it, at most ``limit``, and the mask that transformers' ``original`` function makes for it."""
     root, nodes, device = feed.starts[0] - feed.first_node, feed.nodes, feed.tokens.device
     known, end = root if nodes is None else root - nodes.hidden, feed.first_node + feed.tokens.shape[1]
     parents = range(-1, end - 1) if nodes is None else nodes.parents[0]
@@ -45,14 +52,14 @@ def views_of(feed: Feed, original: Callable[..., Any], local_size: int | None = 
         while (parent := parents[path[-1]]) >= 0:
             path.append(parent)
         length = known + len(path)
-        kept = length if local_size is None else min(length, local_size)
+        kept = min(length - offset, *(size for size in (local_size, limit) if size is not None), length)
         sizes = {"q_length": 1, "kv_length": kept, "q_offset": length - 1, "kv_offset": length - kept}
         mask = original(**kwargs | sizes, local_size=local_size)
         if known == root and index < len(path):
-            views.append((slice(length - kept, length), mask))
+            views.append((slice(length - kept - offset, length - offset), mask))
         else:
-            slots = torch.cat([torch.arange(known, device=device), upload(path[::-1], device) + root])
-            views.append((slots[-kept:], mask))
+            slots = torch.cat([torch.arange(offset, known, device=device), upload(path[::-1], device) + root])
+            views.append((slots[-kept:] - offset, mask))
     return views
 
 

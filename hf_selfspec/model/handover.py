@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .cache import SpeculativeCache
+from .cache import SpeculativeCache, window_of
 from .prompt import Prompt
 from .recurrences.states import StateLayer
 from .target import Target
@@ -19,6 +19,9 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
     for state, before in zip(cache.layers, other.layers, strict=False):
         if isinstance(state, StateLayer):
             state.take_states(before, slots)
+    if cache.window is not None:
+        held = [source.keys.shape[2] for source in other.layers if window_of(source) and source.is_initialized]
+        cache.window.begin(slots, min(held, default=length), cache.capacity)
     for index, source in enumerate(other.layers):
         if getattr(source, "keys", None) is None:
             continue
@@ -31,10 +34,14 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
             kept["positions"] = source.indexer_position_ids.transpose(0, 1)[..., None]
         for name, states in kept.items():
             bank = layer.bank(name, states)
-            # A sliding-window layer has dropped its oldest tokens, which no window covers any more.
-            whole = pad(states, (0, 0, length - states.shape[2], 0))
-            if columns is not None:
-                whole = _picked(whole, columns.to(states.device))
+            dropped, places = length - states.shape[2], columns
+            if bank.bases is not None:  # those in the window, of which some may have been dropped, too: none sees them
+                first = bank.bases.on(states.device)
+                places = first + torch.arange(max(slots) - max(bank.bases), device=states.device)
+                if columns is not None:
+                    places = columns.to(states.device).gather(1, places.clamp(min=0))
+                places = (places - dropped).clamp(0, states.shape[2] - 1).expand(len(states), -1)
+            whole = states if places is None else _picked(states, places.to(states.device))
             layer.buffer(name)[:, :, : whole.shape[2]] = whole
             bank.filled = max(bank.filled, whole.shape[2])
 
@@ -60,16 +67,25 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
             layer.hand_states(other.layers[index], slots)
         if not layer.is_initialized:
             continue
-        kept = {}
-        for name in layer.banks:
-            buffer = layer.buffer(name)
-            if places is None:
+        kept, target = {}, other.layers[index]
+        for name, bank in layer.banks.items():
+            buffer, wanted = layer.buffer(name), places
+            if wanted is None and bank.bases is None:
                 kept[name] = buffer[:, :, :length].clone()
-            else:
-                places = places.to(buffer.device)
-                picked = _picked(buffer, places.clamp(min=0))
-                kept[name] = picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous()
+                continue
+            if wanted is None:
+                wanted = torch.arange(length, device=buffer.device).expand(len(buffer), -1)
+            at = wanted = wanted.to(buffer.device)
+            if bank.bases is not None and cache.window is not None:
+                wanted = wanted[:, -cache.window.size :]
+                at = wanted - bank.bases.on(buffer.device)
+            picked = _picked(buffer, at.clamp(0, buffer.shape[2] - 1))
+            kept[name] = picked.masked_fill((wanted < 0)[:, None, :, None], 0).contiguous()
+            if target.is_sliding and window_of(target) is None:  # a static one counts what it gets
+                kept[name] = pad(kept[name], (0, 0, length - wanted.shape[1], 0))
         other.update(kept["keys"], kept["values"], layer_idx=index)
+        if window_of(target) is not None:
+            target.cumulative_length = length
         if "indexer" in kept:
             other.layers[index].update_indexer(kept["indexer"][:, 0])
         if "positions" in kept:

@@ -17,7 +17,7 @@ class SpeculativeLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
+        self._cache = self.extent = cache  # which part of the text is kept
         self.buffers_of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None  # where graphs write
         super().__init__()
         self.banks: dict[str, Any] = {}  # where that is, by name
@@ -89,7 +89,7 @@ class SpeculativeLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if (slots := self._cache.fixed_slots) is not None:
+        if (slots := self.extent.fixed_slots) is not None:
             assert self.buffers_of_graphs is not None
             for buffer, states in zip(self.buffers_of_graphs, (key_states, value_states), strict=True):
                 # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
@@ -99,9 +99,9 @@ class SpeculativeLayer(CacheLayerMixin):
         return keys.write(self._index, key_states), values.write(self._index, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._cache.fixed_slots is not None:
-            return self._cache.capacity, 0
-        return self._cache.max_cursor + query_length, 0
+        if self.extent.fixed_slots is not None:
+            return self.extent.capacity, self._cache.capacity if self.is_sliding else 0
+        return self.extent.max_cursor + query_length - self.extent.start, self.extent.offset
 
     def get_seq_length(self) -> Any:
         if self._cache.fixed_slots is not None:

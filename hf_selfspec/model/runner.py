@@ -82,13 +82,14 @@ class GraphRunner:
         if size is None or tokens.dim() != 2 or is_changed or is_part or not self._is_served or self.graphs.rest:
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)
-        buffers = target.cache.buffers()
+        buffers, window = target.cache.buffers(), target.cache.window
         inputs = [
             _filled(tokens, size),
             _plain(feed.starts.on(device).expand(b, 1)),
             _plain(feed.last.on(device).expand(b, 1)),
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
+            *([] if window is None else [_plain(window.bases.on(device).expand(b, 1))]),
             *buffers,
         ]
         key: Hashable = (
@@ -98,7 +99,7 @@ class GraphRunner:
         )
 
         def what() -> str:
-            shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
+            shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {target.cache.capacity} slots"
             return f"{shape}, layers {run.plan.picture()}"
 
         begun = perf_counter()
@@ -129,17 +130,25 @@ class GraphRunner:
         tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
         run = replace(run, state=state)
+        cache = target.cache
+        bases: Any = None if cache.window is None else rest.pop(0)
         slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
-        length, keys, visible, positions = rest[0].shape[2], None, None, slots
+        positions = slots if tree is None else cursor + tree.offsets(tokens.device)
+        spec = MaskSpec(positions, cache.capacity, is_fixed=True)
         if tree is not None:
-            positions = cursor + tree.offsets(tokens.device)
-            keys, visible = tree.keys(slots, length, 0)
-        kwargs: dict[str, Any] = {target.cache_name: target.cache, "use_cache": True, "return_dict": True}
+            spec.key_positions, spec.visible = tree.keys(slots, cache.capacity, 0)
+        if cache.window is not None:
+            n = cache.window.capacity
+            keys, visible = torch.arange(n, device=tokens.device)[None], None
+            if tree is not None:
+                keys, visible = tree.keys(slots - bases, n, 0)
+            spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys + bases, visible=visible)
+            spec.window.hide_what_is_before()
+        kwargs: dict[str, Any] = {target.cache_name: cache, "use_cache": True, "return_dict": True}
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
-        spec = MaskSpec(positions, length, keys, visible, is_fixed=True)
         with (
-            target.cache.written_at(slots, rest),
+            cache.written_at(slots, rest, bases),
             within(target.autocast),
             obeying(run),
             at_positions(spec),

@@ -279,15 +279,14 @@ class Target:
         """Runs a forward by the model's own code, and returns its logits ``[b, s, v]``, ``None`` if there are none."""
         tokens, module = feed.tokens, self.module_of(run)
         s = tokens.shape[1]
-        self.cache.seek(feed.starts, s, feed.counts, feed.nodes)
+        self.cache.seek(feed.starts, s, feed.counts, feed.nodes, feed.first_node)
         kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
         spec = None
         if self.padding is None:
             positions = feed.positions()
             if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
-                spec = MaskSpec.of(feed, positions, self.holes)
-                spec.alone = feed if run.is_exact else None
+                spec = MaskSpec.of(feed, positions, self.holes, self.cache.window, run.is_exact)
         else:
             # That of the left-padded prompts, and all tokens after them.
             mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)

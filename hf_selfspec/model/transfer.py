@@ -119,6 +119,10 @@ class RowNumbers(tuple[int, ...]):
         sums = [mine + other for mine, other in zip(self, others, strict=True)]
         return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
 
+    def minus(self, others: RowNumbers) -> RowNumbers:
+        differences = [mine - other for mine, other in zip(self, others, strict=True)]
+        return RowNumbers.made(differences, lambda device: self.on(device) - others.on(device))
+
     def onwards(self, count: int, device: torch.device) -> torch.Tensor:
         """``count`` consecutive numbers from each row's on: ``[b, count]``, or ``[1, count]`` if all rows are equal."""
         if self.are_equal:
