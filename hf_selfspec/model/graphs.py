@@ -242,7 +242,7 @@ class Graphs:
 
 
 class _Shared:
-    """What the captured forwards of a model share: memory, which each of them overwrites, so that one runs at a time."""
+    """What captured forwards of a model share: memory, which each of them overwrites, so that one runs at a time."""
 
     def __init__(self, pool: Any) -> None:
         self.pool, self.lock = pool, new_lock()
@@ -297,7 +297,9 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
 def _options(config: CompileConfig, device: torch.device) -> dict[str, Any]:
     options = config.to_dict() | {"fullgraph": True, "dynamic": False}
     # Its kernels are captured here.
-    return options | {"mode": "default"} if device.type == "cuda" and options.get("mode") == "reduce-overhead" else options
+    return (
+        options | {"mode": "default"} if device.type == "cuda" and options.get("mode") == "reduce-overhead" else options
+    )
 
 
 def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,16 +16,20 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
-from .exact import float32_precisions
+from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
-from .graphs import Graphs, graphs_of
+from .graphs import FAILURES, Graph, Graphs, graphs_of
 from .layout import Feed, TreeLayout
 from .linear import ADAPTED
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
 from .target import Target
-from .traceable import Place, size_for
+from .traceable import NoGraphError, Place, size_for
+from .transfer import read
+
+# The rounding of TF32, and how many roundings of the largest number results may be apart.
+_REDUCED, _ROUNDINGS = 2.0**-10, 32.0
 
 
 @dataclass(eq=False)
@@ -37,15 +42,18 @@ class GraphRunner:
     _is_served: bool = True
 
     @classmethod
-    def of(cls, target: Target, config: CompileConfig) -> GraphRunner | None:
-        """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
+    def of(cls, target: Target, config: CompileConfig | None) -> GraphRunner | None:
+        """Returns the graphs for a generation, or ``None``, if its forwards cannot be graphs; where these were asked
+        for (a ``config``), that warns."""
         why = why_no_graphs(target.model, target.anatomy)
         if not target.takes_any_rows or target.following.offsets is not None:
             why = why or "its prompts have masked columns, images or other inputs that forwards need"
         if why:
-            warn_once(
-                f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
-            )
+            if config is not None:
+                warn_once(
+                    f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the "
+                    "same."
+                )
             return None
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
@@ -59,10 +67,11 @@ class GraphRunner:
                 place = cache.place = graphs.places.pop()
             except IndexError:
                 self._is_served = False
-                warn_once(
-                    f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. "
-                    "The output is the same."
-                )
+                if graphs.config is not None:
+                    warn_once(
+                        f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same "
+                        "time. The output is the same."
+                    )
         try:
             yield
         finally:
@@ -92,7 +101,10 @@ class GraphRunner:
             *([] if window is None else [_plain(window.bases.on(device).expand(b, 1))]),
             *buffers,
         ]
+        if (place := target.cache.place) is not None:
+            self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
         key: Hashable = (
+            *(place, None if place is None else place.version),
             *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast),
             *(run.plan, run.start, run.stop, run.capture, run.chooses),
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
@@ -103,17 +115,17 @@ class GraphRunner:
             return f"{shape}, layers {run.plan.picture()}"
 
         begun = perf_counter()
-        graph = self.graphs.find(key, partial(self._forward, run, nodes is not None), inputs, what)
+        forward = partial(self._forward, run, nodes is not None)
+        graph = self.graphs.find(key, forward, inputs, what, fixed=len(buffers))
         self.waited_seconds += perf_counter() - begun
-        if graph is None:
+
+        def eager() -> torch.Tensor | None:
+            run.captured = run.exit_state = run.best = None  # perhaps those of a graph
             return target.run_eagerly(feed, run)
 
         def by_graph() -> torch.Tensor | None:
-            try:
-                found = list(graph.run(*inputs))
-            except AssertionError as error:  # of torch's trees of CUDA graphs
-                self.graphs.refuse(error)
-                return target.run_eagerly(feed, run)
+            assert graph is not None
+            found = list(graph.run(*inputs))
             logits = found.pop(0)[:, :s] if whole else None
             run.captured = found.pop(0)[..., :s, :] if run.capture else None
             run.exit_state = found.pop(0)[..., :s, :]
@@ -121,7 +133,28 @@ class GraphRunner:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
-        return graph.faster_of(s, by_graph, lambda: target.run_eagerly(feed, run))
+        if graph is None:
+            return eager()
+        try:
+            if not graph.is_compared:
+                return self._compared(graph, run, by_graph, eager)
+            return graph.faster_of(s, by_graph, eager)
+        except FAILURES as error:
+            self.graphs.failed(error, key)
+            return eager()
+
+    def _compared(
+        self, graph: Graph, run: ForwardPass, by_graph: Callable[[], Any], eager: Callable[[], Any]
+    ) -> torch.Tensor | None:
+        """Results of the model's own code; raises an error where those of its graph are others."""
+        ours = (by_graph(), run.captured, run.exit_state)
+        logits = eager()
+        pairs = zip(ours, (logits, run.captured, run.exit_state), strict=True)
+        apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
+        if max(read(torch.stack(apart))[0]) > 1:
+            raise NoGraphError(f"the graph of {graph.what} has other results than the model's own code")
+        graph.is_compared = True
+        return logits
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
@@ -177,6 +210,15 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
         "its modules have hooks, which graphs would not run; remove them first": has_hooks(model, ("transformers",)),
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How far numbers are apart, as a share of what rounding explains."""
+    rounding = _REDUCED if reduced_precision(mine.device) else torch.finfo(mine.dtype).eps
+    mine, other = mine.float(), other.float()
+    largest = torch.where(other.isfinite(), other.abs(), 0.0).amax()
+    apart = torch.where(mine == other, 0.0, (mine - other).abs()).nan_to_num(math.inf).amax()
+    return apart / (_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps) * largest).clamp(min=1e-30)
 
 
 def _needs_addresses(device: torch.device) -> bool:

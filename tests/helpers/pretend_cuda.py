@@ -53,7 +53,17 @@ def _register_runtime() -> None:
             (source := Path(folder, "runtime.cpp")).write_text(_RUNTIME)
             linked = [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
             made = Path(folder, name)
-            command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", source, "-o", made, *linked]
+            command = [
+                "g++",
+                "-shared",
+                "-fPIC",
+                "-std=c++20",
+                f"-I{torch_folder}/include",
+                source,
+                "-o",
+                made,
+                *linked,
+            ]
             subprocess.run(command, check=True)
             made.replace(library)  # whole, whoever else makes it
     ctypes.CDLL(str(library))
