@@ -128,8 +128,10 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)
     except Exception as error:
-        if isinstance(error, PlainError) and not default_of:
-            raise error.__cause__ or error from None
+        if isinstance(error, PlainError):
+            if not default_of:
+                raise error.__cause__ or error from None
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
         has_begun = decoder is not None and decoder.text.has_grown
         if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
             raise

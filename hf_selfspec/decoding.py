@@ -131,8 +131,8 @@ class Decoder:
         try:
             yield
         except Exception as error:
-            is_enough = self._is_finished() or (self.is_lossless and is_out_of_memory(error))
-            if is_tensor_parallel(self.target.model) or not is_enough:
+            goes_on = is_out_of_memory(error) and self.is_lossless and not is_tensor_parallel(self.target.model)
+            if not (self._is_finished() or goes_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
             self.draft = FixedDrafter()
@@ -158,7 +158,9 @@ class Decoder:
         pads = self._together and self._keeps_states and any(self._done)  # which states take in, a token at a time
         max_new = [0 if done or pads else self._max_new(row) for row, done in enumerate(self._done)]
         begun = moment(device := self.text.ids.device)
-        draft, along = self.draft.propose(self.text, max_new), None
+        draft, along = Draft.none(self.text), None
+        with self._surviving():
+            draft = self.draft.propose(self.text, max_new)
         drafted = moment(device)
         logits = self._verify_pass(draft)
         verified = moment(device)

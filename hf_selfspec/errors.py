@@ -110,8 +110,8 @@ def muted() -> Iterator[None]:
     with suppress(ValueError):
         filters.remove(_FILTER)
     filters.insert(0, _FILTER)  # it stays: elsewhere it matches nothing
-    _muted.depth += 1
     try:
+        _muted.depth += 1
         yield
     finally:
         _muted.depth -= 1

@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -44,7 +44,11 @@ def in_children(function: Callable[[], object]) -> None:
 
 def _take() -> None:
     until = monotonic() + _PATIENCE
-    _taken.locks = [lock for lock in list(_locks) if lock.acquire(timeout=max(until - monotonic(), 0.0))]
+    locks = list[Any]()
+    while not locks and monotonic() < until:
+        with suppress(RuntimeError):  # another thread has made a lock meanwhile
+            locks = list(_locks)
+    _taken.locks = [lock for lock in locks if lock.acquire(timeout=max(until - monotonic(), 0.0))]
 
 
 def _release() -> None:

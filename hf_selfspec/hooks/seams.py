@@ -77,8 +77,7 @@ class _Watch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _GENERATION:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
+        finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path) if finder is not self)
         specs = (find(name, path, target) for find in finders if find is not None)
         spec = next((spec for spec in specs if spec is not None), None)
         loader: Any = getattr(spec, "loader", None)
@@ -87,6 +86,8 @@ class _Watch:
             def run_and_wrap(module: Any) -> None:
                 loader.exec_module = run
                 run(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)  # type: ignore[arg-type]
                 _add_generate(module)
 
             loader.exec_module = run_and_wrap

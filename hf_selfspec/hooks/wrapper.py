@@ -56,8 +56,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise _LeftToPlainError(why)
             served = _served(self, spec, default_of, named)
         except Exception as error:
-            is_ours = isinstance(error, SelfSpecError) or not Unseen.of(self)
-            if is_ours and not default_of and not isinstance(error, _LeftToPlainError):
+            if not (default_of or isinstance(error, _LeftToPlainError) or _may_be_the_models(error, self)):
                 raise
             why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
             output = original(self, *args, **kwargs)
@@ -67,6 +66,16 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, **served)
 
     return generate
+
+
+def _may_be_the_models(error: Exception, model: Any) -> bool:
+    """Whether an error that nobody expected comes from what was not seen of a model."""
+    if isinstance(error, SelfSpecError):
+        return False
+    try:
+        return bool(Unseen.of(model))
+    except Exception:  # of what such a model does
+        return True
 
 
 class _LeftToPlainError(UnsupportedModelError):

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from .exact import View, attention_of_each, views_of
 from .layout import Feed
-from .modules import library_of
+from .modules import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
 from .transfer import RowNumbers
@@ -188,7 +188,7 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
         if spec is None:
             return original(*args, **kwargs)
         if args:  # as nobody in transformers calls it
-            kwargs |= inspect.signature(original).bind(*args).arguments
+            kwargs |= inspect.signature(original).bind_partial(*args).arguments
         part = spec.read_in(kwargs.pop("kv_length"), kwargs.pop("kv_offset", 0))
         found = part.mask(additive, **kwargs)
         if spec.alone is not None and found is not None:
@@ -226,7 +226,7 @@ def attention_functions(implementation: str) -> list[Any]:
 
 def is_usual_attention(function: Any) -> bool:
     """Returns whether an attention function is transformers' own, and torch's that it may call torch's own."""
-    is_ours_to_replace = function is None or library_of(function) == "transformers"
+    is_ours_to_replace = function is None or {*libraries_of(function)} == {"transformers"}
     return is_ours_to_replace and isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType)
 
 

@@ -140,6 +140,13 @@ class LinearAutotuner:
 
     def _time(self, choice: Choice, input: torch.Tensor, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> None:
         choice.left = 1 << 62  # other threads use it meanwhile
+        try:
+            self._look(choice, input, weight, alike)
+        except BaseException:
+            choice.left = 0
+            raise
+
+    def _look(self, choice: Choice, input: torch.Tensor, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> None:
         place = next((place for place, other in enumerate(alike, start=1) if other is weight), 0)
         pieces = itertools.cycle(_pieces([*alike[place:], *alike[:place]]))
         for turn in range(_TURNS):

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from time import perf_counter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
     """Returns whether hooks, other than those of some libraries, see or change what goes through a model's modules."""
     return nn.modules.module._has_any_global_hook() or any(
-        library_of(hook) not in but_of for hook in hooks_of(all_modules(model))
+        not set(but_of).issuperset(libraries_of(hook)) for hook in hooks_of(all_modules(model))
     )
 
 
@@ -77,6 +78,29 @@ def library_of(thing: object) -> str:
     while isinstance(thing, functools.partial):
         thing = thing.func
     return str(getattr(thing, "__module__", "")).partition(".")[0]
+
+
+def libraries_of(function: object) -> Iterator[str]:
+    """The libraries that a function and what it wraps, after which it may be called (``functools.wraps``), are of."""
+    waiting, seen = [function], set[int]()
+    while waiting and len(seen) < 64:
+        inner = waiting.pop()
+        inner = getattr(inner, "__func__", inner)
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if isinstance(inner, FunctionType) and hasattr(inner, "__wrapped__"):  # whose names are those of what it wraps
+            yield str(inner.__globals__.get("__name__")).partition(".")[0]
+        elif isinstance(inner, functools.partial):
+            waiting.append(inner.func)
+            # accelerate keeps the forward that its own calls on the module.
+            waiting += [vars(module).get("_old_forward") for module in inner.args if isinstance(module, nn.Module)]
+        else:
+            yield library_of(inner)
+        # What code around a function sets, not attributes of an object that happens to have them.
+        around = getattr(inner, "__dict__", {})
+        waiting += [around.get(name) for name in ("__wrapped__", "_torchdynamo_orig_callable")]
+        waiting = [other for other in waiting if other is not None]
 
 
 def is_compiled(model: nn.Module) -> bool:

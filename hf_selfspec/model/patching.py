@@ -206,10 +206,12 @@ class _Use(AbstractContextManager[None]):
         try:
             with _lock:
                 self._shared.settle()  # what an interrupt has left
-                forwards = self._shared.owners.setdefault(self._owner, InstanceForwards())
+                forwards = self._shared.owners.get(self._owner) or InstanceForwards()
                 is_first, self._users = not any(forwards.users.values()), forwards.users
                 self._key = weakref.ref(self, partial(_end_lost, self._shared, self._users))
                 self._users[self._key] = threading.get_ident()
+                # Last, since what is collected here ends what nobody uses.
+                self._shared.owners[self._owner] = forwards
                 if is_first and self._make is not None:
                     self._make(forwards)
                 if self._add is not None:

@@ -13,8 +13,7 @@ import sys
 import weakref
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from types import FunctionType
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import attention_functions, implementation_of, is_usual_attention
 from .contents import contents_of
-from .modules import ROW_BLIND, all_modules, forward_of_others, hooks_of, library_of
+from .modules import ROW_BLIND, all_modules, forward_of_others, hooks_of, libraries_of, library_of
 from .prompt import CACHE_NAMES
 
 # The classes of transformers that the tests cover, without the ends of their names.
@@ -46,8 +45,6 @@ _NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|(Text
 _TRUSTED = {*ROW_BLIND, "peft", "builtins", "functools"}
 # Libraries whose functions modelling files of transformers import.
 _IMPORTED = {"numpy", "safetensors", "einops", "kernels", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "triton"}
-# Whose weights may round what is multiplied with them by all tokens of a forward.
-_QUANTISING = ("torchao",)
 _MIXING = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, torch.jit.ScriptModule)
 _MODELS = "transformers.models."
 # Modules whose functions others may replace, beside those of models.
@@ -95,21 +92,21 @@ class Unseen:
         foreign = {kind for kind in kinds if _is_foreign(kind)}
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
             note(f"modules of class {type(module).__name__}", module)
-        hooked, weights = list[nn.Module](), set[type]()
+        hooked, weights = list[nn.Module](), dict[type, Any]()
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes = module.__dict__
             if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks") or "_hf_hook" in attributes:
                 hooked.append(module)
             if parameters := attributes.get("_parameters"):
-                weights.update(map(type, parameters.values()))
+                weights |= {type(weight): weight for weight in parameters.values()}
             kind = type(module)
             if not attributes.keys().isdisjoint(methods := _methods_of(kind)):
                 for name in methods & attributes.keys():
                     method = forward_of_others(module) if name == "forward" else attributes[name]
-                    if method is not None and not _TRUSTED.issuperset(_libraries_of(method)):
+                    if method is not None and not _TRUSTED.issuperset(libraries_of(method)):
                         note(f"the {name} {_name_of(method)} of a module", method)
-        for kind in weights - _PLAIN_WEIGHTS:
-            if library_of(kind) in _QUANTISING:
+        for kind in weights.keys() - _PLAIN_WEIGHTS:
+            if not _treats_rows_alone(model, weights[kind]):
                 note(f"weights of class {kind.__name__}")
         names = {kind.__module__ for kind in kinds if kind.__module__.startswith(_MODELS)}
         for name in names - {kind.__module__ for kind in kinds if issubclass(kind, PreTrainedModel)}:
@@ -118,13 +115,14 @@ class Unseen:
         if decoder.__module__.startswith(_MODELS) and _NAME_ENDS.sub("", decoder.__name__) not in SEEN:
             note(f"its decoder's class {decoder.__name__}")
         bases = {base for kind in kinds for base in kind.__mro__} - {object}
-        holders = [*(sys.modules[name] for name in (*_FUNCTIONS, *names)), *bases, *_CACHES]
-        for holder in holders:
+        for holder in (*(sys.modules[name] for name in (*_FUNCTIONS, *names)), *bases, *_CACHES):
             for function in _foreign_functions(holder):
-                note(f"{_name_of(function)} in {holder.__name__}", function)
-        for hook in (*hooks_of(hooked), *_global_hooks()):
-            if not ROW_BLIND.issuperset({library_of(hook), library_of(getattr(hook, "func", hook))}):
-                note(f"the hook {_name_of(hook)}", hook)
+                holders = [module for module in modules if isinstance(holder, type) and isinstance(module, holder)]
+                note(f"{_name_of(function)} in {holder.__name__}", function, *holders)
+        for place in (*hooked, None):
+            for hook in _global_hooks() if place is None else hooks_of([place]):
+                if not ROW_BLIND.issuperset(libraries_of(hook)):
+                    note(f"the hook {_name_of(hook)}", hook, *([] if place is None else [place]))
         implementation = implementation_of(model)
         functions = attention_functions(implementation)
         if not all(map(is_usual_attention, functions)):
@@ -148,7 +146,7 @@ def _foreign_functions(holder: Any) -> list[Any]:
     if before is None or before[1] != ids:
         is_theirs = isinstance(holder, type) and not _is_trusted(library_of(holder))
         candidates = [] if is_theirs else [value for value in values if callable(value) and not isinstance(value, type)]
-        theirs = [function for function in candidates if not all(map(_is_trusted, _libraries_of(function)))]
+        theirs = [function for function in candidates if not all(map(_is_trusted, libraries_of(function)))]
         _functions[holder] = before = values, ids, theirs
     return before[2]
 
@@ -161,12 +159,12 @@ def why_plain(model: PreTrainedModel) -> str:
     """Returns why transformers' own loop has to decode, as far as that is seen without a forward; else empty."""
     kind = type(model)
     name = kind.__name__
-    if kind._sample is not GenerationMixin._sample or {*_libraries_of(kind._sample)} != {"transformers"}:
+    if kind._sample is not GenerationMixin._sample or {*libraries_of(kind._sample)} != {"transformers"}:
         return f"{name} has a decode loop of its own (`_sample`)"
     for method in _STEP_METHODS:
         # PEFT sets one on the model inside, which calls that of the class.
         steps = (getattr(kind, method), vars(model).get(method))
-        if any(step is not None and not {*_libraries_of(step)} <= {"transformers", "peft", "torch"} for step in steps):
+        if any(step is not None and not {*libraries_of(step)} <= {"transformers", "peft", "torch"} for step in steps):
             return f"{name} has a `{method}` of its own, which plain generate calls for each token"
     takes = _parameters_of(kind.forward)
     if not {*CACHE_NAMES, "**"} & takes:
@@ -178,27 +176,6 @@ def why_plain(model: PreTrainedModel) -> str:
 def _parameters_of(forward: Any) -> frozenset[str]:
     parameters = inspect.signature(forward).parameters.values()
     return frozenset("**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters)
-
-
-def _libraries_of(function: Any) -> Iterator[str]:
-    """The libraries of a function and of what it wraps, after which it may be called (``functools.wraps``)."""
-    for _ in range(16):
-        inner = getattr(function, "__func__", function)
-        if isinstance(inner, FunctionType):
-            yield str(inner.__globals__.get("__name__")).partition(".")[0]
-        elif not isinstance(inner, partial):
-            yield library_of(inner)
-        names = ("func", "__wrapped__", "_torchdynamo_orig_callable")
-        function = next((found for name in names if (found := _attribute_of(inner, name)) is not None), None)
-        if function is None:
-            return
-
-
-def _attribute_of(thing: Any, name: str) -> Any:
-    """An attribute that code around a function sets, not one of an object that happens to have it."""
-    if isinstance(thing, partial) and name == "func":
-        return thing.func
-    return getattr(thing, "__dict__", {}).get(name)
 
 
 def _is_trusted(library: str) -> bool:
@@ -220,6 +197,27 @@ def _is_foreign(kind: Any) -> bool:
 
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _treats_rows_alone(model: PreTrainedModel, weight: Any) -> bool:
+    """Whether products with weights of a class do not depend on what else is multiplied, seen once for a model."""
+    looked_at = _weights.setdefault(model, {})
+    if type(weight) not in looked_at:
+        try:
+            numbers = torch.randn(2, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+            rows = (numbers * torch.tensor([[1.0], [30.0]])).to(weight.device, weight.dtype)
+            with torch.no_grad():
+                together, alone = (nn.functional.linear(given, weight)[0].float() for given in (rows, rows[:1]))
+            rounding = _ROUNDINGS * torch.finfo(weight.dtype).eps
+            looked_at[type(weight)] = bool((together - alone).abs().max() <= rounding * alone.abs().max())
+        except Exception:  # which weights of others may raise in any operation
+            looked_at[type(weight)] = False
+    return looked_at[type(weight)]
+
+
+# For each model the classes of its weights, and whether they do so.
+_weights: weakref.WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = weakref.WeakKeyDictionary()
+_ROUNDINGS = 8
 
 
 def _global_hooks() -> Iterator[Any]:

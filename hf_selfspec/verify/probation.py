@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn as nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -48,8 +49,8 @@ TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 _TIMES, _TIMES_16 = 16.0, 4.0
 # Never more than this, in standard deviations of the logits; and how much further single logits may be apart.
 _MOST, _MOST_16, _PEAK = 1e-3, 0.5, 10.0
-# How many outcomes are kept for a model.
-_KEPT = 64
+# How many outcomes are kept for a model, and how often one that memory has prevented is tried again.
+_KEPT, _TRIES = 64, 3
 # Where that cannot be told: in standard deviations of the logits and rounding errors of the dtype.
 _ROUNDINGS = 16.0
 
@@ -78,7 +79,7 @@ class _Outcomes(dict[Hashable, Outcome]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = new_lock()
+        self.lock, self.tried = new_lock(), dict[Hashable, int]()
 
 
 _outcomes: weakref.WeakKeyDictionary[PreTrainedModel, _Outcomes] = weakref.WeakKeyDictionary()
@@ -95,7 +96,8 @@ Decode = Callable[[Any, DraftSource], tuple[torch.Tensor, ...]]
 
 def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     """Returns whether a call of a model that was not seen can be drafted, and compares what was not compared before."""
-    if any(module.training and getattr(module, "p", 0.0) for module in all_modules(call.model)):
+    dropouts = (module for module in all_modules(call.model) if isinstance(module, nn.modules.dropout._DropoutNd))
+    if any(module.training and module.p for module in dropouts):
         return Outcome()  # with dropout, plain generate has other logits each time
     outcomes = _outcomes.setdefault(call.model, _Outcomes())
     given = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
@@ -116,8 +118,6 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         for key in (unseen.reasons, loose, kind):
             if key in outcomes:
                 return outcomes[key]
-        if len(outcomes) >= _KEPT:
-            return Outcome("it changes from call to call")
         before = Snapshot(unseen.things)
         try:
             outcome = _compared(call, decode, before)
@@ -127,9 +127,16 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
             raise
         except _StatefulError as error:
             key, outcome = unseen.reasons, Outcome(str(error))
+        except BaseException:
+            before.restore()
+            raise
         before.restore()
-        if outcome.is_final:
+        tried = outcomes.tried[key] = outcomes.tried.get(key, 0) + 1
+        if outcome.is_final or tried >= _TRIES:
+            if len(outcomes) >= _KEPT:  # the oldest goes
+                del outcomes[next(iter(outcomes))]
             outcomes[key] = outcome
+            outcomes.tried.clear()
         return outcome
 
 
@@ -143,36 +150,41 @@ def _is_used(cache: Any) -> bool:
 
 def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
     device = call.input_ids.device
+    if before.is_opaque:
+        raise _StatefulError("it may depend on an iterator, which a comparison would use up")
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
         try:
             count = TOKENS if len(call.input_ids) == 1 else _TOKENS_OF_ROWS
-            short, single, later = (_short(call, number) for number in (count, 1, 1))
-            copies = [_short(call, number, forces=True) for number in (count, _TOKENS_IN_LINE)]
+            short = _short(call, count)
         except Exception as error:
             return Outcome(f"its cache cannot be copied ({brief(error)})", is_final=False)
         try:
             chosen, expected = _by_plain(short)
-        except Exception as error:
-            raise PlainError(brief(error)) from error
+        except PlainError as error:
+            ends = [one for one in call.stopping_criteria if type(one) is not MaxLengthCriteria]
+            if ends and error.tokens:  # plain generate may stop before
+                return Outcome(f"its own steps raise {brief(repr(error.__cause__))}", is_final=False)
+            raise
         if not _is_used(given_cache(short.model_kwargs)):
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
         before.look()
         if before.has_changed:
             raise _StatefulError("it keeps a state from forward to forward, which drafts would change")
-        allowed = _allowed(single, expected[0])
+        allowed = _allowed(_short(call, 1), expected[0])
         if counts := before.count_on():
             try:
-                steers = _apart(expected[:1], _by_plain(later)[1]) > allowed
+                steers = _apart(expected[:1], _by_plain(_short(call, 1))[1]) > allowed
             except Exception:
                 steers = True
             if steers:
                 raise _StatefulError("what it does depends on how many forwards there were, which drafts change")
         reasons, is_final = [], True
-        for is_simple, forced in zip((False, True), copies, strict=True):
+        for is_simple, number in ((False, count), (True, _TOKENS_IN_LINE)):
             before.restore()
             outcome = Outcome(is_simple=is_simple)
             script = Scripted(tuple(map(tuple, chosen.tolist())), is_simple)
             try:
+                forced = _short(call, number, forces=True)
                 logits = decode(_forced(replace(forced, anatomy=outcome.applied(call.anatomy)), chosen), script)
             except Exception as error:  # whatever a model of others raises is a reason not to draft with it
                 reasons.append(brief(error))
@@ -196,7 +208,11 @@ class _StatefulError(UnsupportedModelError):
 
 
 class PlainError(Exception):
-    """Plain ``generate`` raises an error, the cause of this one."""
+    """Plain ``generate`` raises an error, the cause of this one, after some tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
 
 
 def _short(call: Any, count: int, forces: bool = False) -> Any:
@@ -226,22 +242,48 @@ def _forced(short: Any, chosen: torch.Tensor) -> Any:
 
 def _allowed(single: Any, expected: torch.Tensor) -> float:
     """How far logits may be apart, by how far those of the prompts ``[b, v]`` move where embeddings change a little."""
-    device, noise, thread = single.input_ids.device.type, list[float](), threading.get_ident()
+    device = single.input_ids.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else single.model.dtype
-    rounding = torch.finfo(dtype).eps
-
-    def shake(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-        if threading.get_ident() != thread:
-            return embedded
-        signs = torch.randint(2, embedded.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 2 - 1
-        noise.append(0.0)
-        return embedded * (1 + signs * rounding).to(embedded.device, embedded.dtype)
-
+    rounding, noise, shake = torch.finfo(dtype).eps, list[float](), _Shake()
+    shake.rounding = rounding
     # An embedding of others may return, or need, something else.
     with suppress(Exception), single.model.get_input_embeddings().register_forward_hook(shake):
-        noise.append(_apart([expected], _by_plain(single)[1]))
+        try:
+            noise.append(_apart([expected], _by_plain(single)[1]))
+        finally:
+            shake.thread = None
     times, most = (_TIMES, _MOST) if dtype.itemsize > 2 else (_TIMES_16, _MOST_16)
-    return min(most, times * max(noise[-1], rounding)) if len(noise) > 1 else _ROUNDINGS * rounding
+    return min(most, times * max(noise[0], rounding)) if noise and shake.was_used else _ROUNDINGS * rounding
+
+
+class _Shake:
+    """A hook that changes embeddings by a rounding, in one thread until it is over; a copy of a model has it, too."""
+
+    def __init__(self) -> None:
+        self.thread: int | None = threading.get_ident()
+        self.rounding, self.was_used = 0.0, False
+
+    def __deepcopy__(self, memo: Any) -> _Shake:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Over, ()
+
+    def __call__(self, module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != self.thread:
+            return embedded
+        self.was_used = True
+        generator = torch.Generator("cpu").manual_seed(0)
+        signs = torch.randint(2, embedded.shape[1:], generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
+        return embedded * (1 + signs * self.rounding).to(embedded.device, embedded.dtype)
+
+
+class _Over(_Shake):
+    """That of a model that was pickled meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = None
 
 
 def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -252,15 +294,18 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits.append(scores.clone())
         return scores
 
-    with without_checkpointing(short.model):
-        ids = type(short.model)._sample(
-            short.model,
-            short.input_ids,
-            LogitsProcessorList([record]),
-            short.stopping_criteria,
-            short.generation_config,
-            **short.model_kwargs,
-        )
+    try:
+        with without_checkpointing(short.model):
+            ids = type(short.model)._sample(
+                short.model,
+                short.input_ids,
+                LogitsProcessorList([record]),
+                short.stopping_criteria,
+                short.generation_config,
+                **short.model_kwargs,
+            )
+    except Exception as error:
+        raise PlainError(len(logits)) from error
     return ids[:, -len(logits) :], logits
 
 

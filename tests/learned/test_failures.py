@@ -134,6 +134,7 @@ WITHIN: dict[str, tuple[SelfSpec, Any, str, dict[str, Any]]] = {
     "logits": (SKIPS, LastLogits, "add", SAMPLED),
     "read along": (SKIPS, controlled, "Tops", {}),
     "text": (SKIPS, SuffixIndex, "extend", {}),
+    "draft": (SKIPS, ControlledDrafter, "propose", {}),
     "rule": (ADAPTS, _Adapting, "update", {}),
 }
 
@@ -180,10 +181,14 @@ def test_memory_that_runs_out_in_one_of_several_processes_is_an_error(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others would wait for its next forward, or take another one for it."""
-    Failing(monkeypatch, SkipSearch, "register", OUT)
+    failing = Failing(monkeypatch, SkipSearch, "register", OUT)
     monkeypatch.setattr("hf_selfspec.decoding.is_tensor_parallel", lambda _: True)
     with pytest.raises(torch.OutOfMemoryError):
         generate(model, prompt(), TOKENS, assistant=replace(SKIPS))
+    failing.fails = lambda: False
+    Failing(monkeypatch, ControlledDrafter, "report", OUT)  # once no forward follows
+    (told_once,) = told(model, replace(SKIPS))
+    assert "CUDA out of memory" in told_once
 
 
 @pytest.fixture(params=["llama", "gemma2", "qwen3_next", "falcon_h1"])

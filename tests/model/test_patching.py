@@ -241,5 +241,5 @@ def test_hooks_are_read_while_others_change_them(fresh_llama: LlamaForCausalLM) 
     norm = fresh_llama.model.norm
     for _ in range(2):
         norm.register_forward_hook(lambda *_: None)
-    seen = [norm.register_forward_hook(lambda *_: None) for _ in hooks_of(fresh_llama)]
+    seen = [norm.register_forward_hook(lambda *_: None) for _ in hooks_of([norm])]
     assert len(seen) == 2

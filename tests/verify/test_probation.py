@@ -3,15 +3,18 @@
 import functools
 import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional
+from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -175,6 +178,11 @@ def with_a_forward_of_its_own() -> LlamaForCausalLM:
     return model
 
 
+def add_hook_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    add_hook_to_module(model.model.layers[2].mlp, ModelHook())
+    return model
+
+
 def with_another_method() -> Any:
     """Of a module, which its forward calls."""
     model = architectures.build("falcon")
@@ -279,6 +287,13 @@ def other_values(usual: Any) -> Any:
     return lambda q, k, v, *args, **kwargs: usual(q, k, 3 * v.roll(1, -1), *args, **kwargs)
 
 
+@functools.wraps(sdpa_attention_forward)
+def wrapped_attention(*args: Any, **kwargs: Any) -> Any:
+    """By its names that of transformers."""
+    output, weights = sdpa_attention_forward(*args, **kwargs)
+    return 1.7 * output, weights
+
+
 def registered_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
     return sdpa_attention_forward(module, q, k, 3 * v.roll(1, -1), mask, **kwargs)
 
@@ -327,6 +342,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[An
     "layers scaled by all tokens": (with_scaled_layers, nullcontext, "Scaled"),
     "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
     "a method of a module": (with_another_method, nullcontext, "the _split_heads"),
+    "a forward below accelerate's": (
+        lambda: add_hook_to(with_a_forward_of_its_own()), nullcontext, "forward",
+    ),
     "a block of another family": (with_a_block_of_another_family, nullcontext, ""),
     "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
     "hook on prompts": (steered(lambda count: count > 1), nullcontext, "hook"),
@@ -342,6 +360,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[An
     ),
     "other attention": (
         LLAMA, lambda: registered(AttentionInterface, registered_attention, sdpa_attention_forward), "",
+    ),
+    "attention that calls itself transformers'": (
+        LLAMA, lambda: registered(AttentionInterface, wrapped_attention, sdpa_attention_forward), "",
     ),
     "other masks": (LLAMA, lambda: registered(AttentionMaskInterface, nearest_alone, sdpa_mask), None),
     "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), ""),
@@ -418,26 +439,37 @@ def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> Non
         assert counts[1] == 0
 
 
-class _Counts:
-    """Steers after the first 12 forwards, as it counts them in an attribute, in one of its class, or in a list."""
+# For each place of a count, what counts there once more, and returns how often it has.
+COUNTERS: dict[str, Callable[[Any, Any], int]] = {
+    "attribute": lambda hook, module: setattr(hook, "number", hook.number + 1) or hook.number,
+    "class": lambda hook, module: setattr(_Counts, "of_class", _Counts.of_class + 1) or _Counts.of_class,
+    "module": lambda hook, module: setattr(module, "count", module.count + 1) or module.count,
+    "list": lambda hook, module: hook.items.append(1) or len(hook.items),
+    "deque": lambda hook, module: hook.last.append(len(hook.last)) or len(hook.last),
+    "set": lambda hook, module: hook.different.add(len(hook.different)) or len(hook.different),
+    "array": lambda hook, module: int(np.add(hook.array, 1, out=hook.array)[0]),
+    "iterator": lambda hook, module: next(hook.iterator),
+}
 
-    number, of_class = 0, 0
+
+class _Counts:
+    """Steers after the first 12 forwards."""
+
+    of_class = 0
 
     def __init__(self, where: str) -> None:
-        self.where, self.seen = where, list[int]()
+        self.where = where
 
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
-        self.number, type(self).of_class = self.number + 1, type(self).of_class + 1
-        self.seen.append(output.shape[1])
-        count = {"attribute": self.number, "class": self.of_class, "list": len(self.seen)}[self.where]
-        return output + 3 * _DIRECTION if count > 12 else output
+        return output + 3 * _DIRECTION if COUNTERS[self.where](self, module) > 12 else output
 
-    def begin(self) -> None:
-        self.number = type(self).of_class = 0
-        self.seen.clear()
+    def begin(self, module: Any) -> None:
+        self.number = _Counts.of_class = module.count = 0
+        self.items, self.last, self.different = list[int](), deque[int](), set[int]()
+        self.array, self.iterator = np.zeros(1), itertools.count(1)
 
 
-@pytest.mark.parametrize("where", ["attribute", "class", "list", "closure", "switch"])
+@pytest.mark.parametrize("where", [*COUNTERS, "closure", "switch"])
 def test_a_hook_that_counts_forwards(quiet: None, where: str) -> None:
     model, number = tiny_llama(factor=0.5), 0
     counts = _Counts(where)
@@ -456,12 +488,80 @@ def test_a_hook_that_counts_forwards(quiet: None, where: str) -> None:
     model.model.layers[2].register_forward_hook({"closure": hook, "switch": switch}.get(where, counts))
     texts, spec = [], SelfSpec.lookup()
     for assistant in (None, spec):
-        counts.begin()
+        counts.begin(model.model.layers[2])
         number = 0
         texts.append(model.generate(**ROW, **OPTIONS, assistant=assistant))
     assert torch.equal(*texts)
     assert spec.stats is not None
-    assert "how many forwards" in spec.stats.left_to_generate
+    assert spec.stats.left_to_generate
+
+
+class MaxScaled(nn.Parameter):
+    """Rounds what is multiplied with it by the largest number of all tokens."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.nn.functional.linear:
+                scale = args[0].abs().amax() / 7
+                args = ((args[0] / scale).round() * scale, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_a_class_that_looks_at_all_tokens(quiet: None) -> None:
+    model = tiny_llama(factor=0.5)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = MaxScaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
+    spec = SelfSpec.lookup()
+    assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), model.generate(**ROW, **OPTIONS))
+    assert spec.stats is not None
+    assert "weights of class MaxScaled" in spec.stats.left_to_generate
+
+
+def test_what_gradients_need_stays(quiet: None) -> None:
+    model, vector = tiny_llama(factor=0.5), nn.Parameter(torch.ones(64))
+    model.model.layers[2].register_forward_hook(lambda module, args, output: output * vector)
+    loss = model(**ROW, labels=ROW["input_ids"]).loss
+    model.generate(**ROW, **OPTIONS, assistant=SelfSpec())
+    loss.backward()
+    assert vector.grad is not None
+
+
+class WithoutDecoder(LlamaForCausalLM):
+    def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_model_that_cannot_be_looked_at(quiet: None) -> None:
+    model = of_class(WithoutDecoder)
+    expected = model.generate(**ROW, **OPTIONS)
+    assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=SelfSpec()), expected)
+    with hf_selfspec.attach(model, SelfSpec()):
+        assert torch.equal(model.generate(**ROW, **OPTIONS), expected)
+
+
+class Gated(LlamaForCausalLM):
+    """Does something else for several tokens as far as a weight lets it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.gate * output.logits.shape[1] * output.logits.roll(1, -1)
+        return output
+
+
+def test_weights_that_were_trained_are_checked_again(quiet: None) -> None:
+    model = Gated(tiny_llama().config).eval()
+    for gate in (0.0, 1.0):
+        with torch.no_grad():
+            model.gate.fill_(gate)
+        spec = SelfSpec.lookup()
+        assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), model.generate(**ROW, **OPTIONS))
+        assert spec.stats is not None
+        assert bool(spec.stats.left_to_generate) is bool(gate)
 
 
 def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
