@@ -200,7 +200,7 @@ def _lay_out(
     target = Target(
         call.model,
         anatomy,
-        cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past),
+        cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past, moves=call.has_own_cache),
         padding=prompt.padding,
         holes=prompt.holes,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],

@@ -71,49 +71,49 @@ class MaskSpec:
         cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, window: Window | None, is_exact: bool = False
     ) -> MaskSpec:
         """The spec of a forward's tokens at positions ``[b, s]``, which may be nodes of a tree."""
-        length, alone = max(feed.starts) + positions.shape[1], feed if is_exact else None
-        spec = cls._read(feed, positions, holes, RowNumbers([0] * len(feed.starts)), length)
+        spec = cls._read(feed, positions, holes, max(feed.starts) + positions.shape[1], None)
         if window is not None:
-            spec.window = cls._read(feed, positions, holes, window.firsts, window.length)
-            spec.window.offset, spec.window.limit, spec.window.alone = window.offset, window.size, alone
-        spec.alone = alone
+            spec.window = cls._read(feed, positions, holes, window.length, window.firsts)
+            spec.window.offset, spec.window.limit = window.offset, window.size
+        if is_exact:
+            spec.alone = (spec.window or spec).alone = feed
         return spec
 
     @classmethod
     def _read(
-        cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, firsts: RowNumbers, length: int
+        cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, length: int, firsts: RowNumbers | None
     ) -> MaskSpec:
-        """For layers whose attention reads so many slots from each row's first on."""
+        """For layers whose attention reads so many slots, from each row's first on (``None``: from 0)."""
         device, cursors, nodes = positions.device, feed.starts, feed.nodes
-        keys: torch.Tensor | None = None
-        visible: torch.Tensor | None = None
+        spec = cls(positions, length, is_even=cursors.are_equal and holes is None)
         if nodes is not None:
             # The slots of the tree: from each row's first node on, one per node, in order.
-            slots = cursors.on(device) - firsts.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
-            keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, feed.first_node)
-            keys += firsts.on(device)
-        elif holes is not None or not firsts.are_equal:
-            keys = firsts.onwards(length, device)
-        is_even = cursors.are_equal and firsts.are_equal and holes is None
-        spec = cls(positions, length, keys, visible, is_even)
-        if min(firsts) < 0:
-            spec.hide_what_is_before()
-        if holes is not None:
-            assert spec.key_positions is not None
+            starts = cursors if firsts is None else cursors.minus(firsts)
+            slots = starts.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
+            spec.key_positions, spec.visible = nodes.keys(slots.expand(len(cursors), -1), length, feed.first_node)
+        elif holes is not None or not (firsts is None or firsts.are_equal):
+            spec.key_positions = torch.arange(length, device=device)[None]
+        if firsts is not None:
+            spec.is_even &= firsts.are_equal
+            spec.begin_at(firsts.on(device), min(firsts) < 0)
+        if holes is not None and spec.key_positions is not None:
             spec.query_positions, spec.key_positions = holes.at(positions), holes.at(spec.key_positions)
         return spec
 
-    def hide_what_is_before(self) -> None:
-        """Hides slots before the text, which windows of a row have where others are longer."""
-        assert self.key_positions is not None
-        is_text = (self.key_positions >= 0)[:, None].expand(-1, self.query_positions.shape[1], -1)
-        self.visible = is_text if self.visible is None else self.visible & is_text
-        self.key_positions = self.key_positions.clamp(min=0)
+    def begin_at(self, firsts: torch.Tensor, is_before: bool = True) -> None:
+        """Makes slots ``firsts`` ``[b, 1]`` of the text the first ones; those before it, which windows of a row have
+        where others are longer, are hidden."""
+        if self.key_positions is None:
+            return
+        self.key_positions = self.key_positions + firsts
+        if is_before:
+            is_text = (self.key_positions >= 0)[:, None].expand(-1, self.query_positions.shape[1], -1)
+            self.visible = is_text if self.visible is None else self.visible & is_text
+            self.key_positions = self.key_positions.clamp(min=0)
 
-    def read_in(self, kv_length: int, kv_offset: int) -> MaskSpec:
+    def read_in(self, *sizes: int) -> MaskSpec:
         """The part for layers that report these sizes."""
-        is_window = self.window is not None and (kv_length, kv_offset) == (self.window.length, self.window.offset)
-        return self.window if is_window and self.window is not None else self
+        return self if (part := self.window) is None or sizes != (part.length, part.offset) else part
 
     def mask(
         self,

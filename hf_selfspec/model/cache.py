@@ -6,7 +6,7 @@ a forward writes at a cursor of each row, and what lies beyond the cursor is sim
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ class _Bank:
         self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
         self._cache, self.extent, self.name = cache, extent, name
         self._window = extent if isinstance(extent, Window) else None
-        self.bases = None if self._window is None else self._window.bases  # first slot of each row, None for 0
+        self.bases = extent.bases
         self._opened: tuple[int, int] | None = None  # the forward that the views are for
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each layer what attention reads, and what it
         self._slots: torch.Tensor | None = None  # writes, there to these slots [b, k, s, h], where rows differ
@@ -56,8 +56,7 @@ class _Bank:
         b, k, _, h = like.shape
         shape, place = (b, k, self.extent.capacity, h), self._cache.place
         if place is None:
-            make = like.new_empty if self.bases is None else like.new_zeros
-            self._keep(make((len(self.numbers), *shape)))
+            self._keep((like.new_empty if self.bases is None else like.new_zeros)((len(self.numbers), *shape)))
         else:  # each layer has its own
             self.of: tuple[torch.Tensor, ...] = (place.buffer((self.name, *self.numbers), shape, like),)
             self._buffer = self.of[0][None]
@@ -79,21 +78,16 @@ class _Bank:
             self._open(forward[1])
             self._opened = forward
         view, target = self._views[self.numbers[layer]]
-        if self._window is not None and self._window.passed is not None:
-            return self._pass(self._window, *self._window.passed, self.of[self.numbers[layer]], states)
+        if (window := self._window) is not None and window.passed is not None:
+            before, after = window.passed
+            whole = torch.cat([target[:, :, :before], states], dim=2) if before else states
+            target[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
+            return whole[:, :, window.start :]
         if self._slots is None:
             target.copy_(states)
         else:
             target.scatter_(2, self._slots, states.to(self._buffer.dtype).view(target.dtype))
         return view
-
-    def _pass(
-        self, window: Window, before: int, after: int, buffer: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        """Keeps the end of a prompt, and returns it with what it sees before it."""
-        whole = torch.cat([buffer[:, :, :before], states], dim=2) if before else states
-        buffer[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
-        return whole[:, :, window.start :]
 
     def latest(self, layer: int) -> torch.Tensor | None:
         """What the layer has given to attention in the last forward, ``None`` before the first one."""
@@ -129,25 +123,27 @@ class _Bank:
             self.filled = min(end, self._buffer.shape[3])
 
     def grow(self) -> None:
-        """Makes the buffers those of the extent, as large and from the same slots of the text on."""
-        if self._buffer.shape[3] < self.extent.capacity:
-            # With a place, the larger one may lie in the same memory.
-            before = self._buffer if self._cache.place is None else self._buffer.clone()
+        """Makes the buffers those of the extent: as large, and from the same slots of the text on."""
+        before, wanted, bases = self._buffer, self.extent.capacity, self.extent.bases
+        has_moved, length = self.bases != bases, self._buffer.shape[3]
+        if bases is not None and self.bases is not None and has_moved:
+            before = _shifted(before, bases.minus(self.bases), length)
+        if has_moved or (length < wanted and self._cache.place is not None):
+            before = before.clone()  # it may lie in the same memory
+        if length < wanted or (length > wanted and bases is not None):
             self._allocate(before[0])
-            self._buffer[:, :, :, : before.shape[3]] = before
-        if self._window is not None and self.bases != (bases := self._window.bases):
-            assert self.bases is not None
-            kept = _shifted(self._buffer, bases.minus(self.bases), self._buffer.shape[3]).clone()
-            self._buffer[:, :, :, : kept.shape[3]], self.bases = kept, bases
+        if before is not self._buffer:
+            self._buffer[:, :, :, : before.shape[3]] = before[:, :, :, :wanted]
+            self.bases = bases
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Keeps these rows, of which each is at its place already or behind all places; no memory is needed."""
-        filled = self.filled if self.bases is None else self._buffer.shape[3]
+        end = self.filled if self.bases is None else None
         for row, before in enumerate(kept):
             if row != before:
-                self._buffer[:, row, :, :filled] = self._buffer[:, before, :, :filled]
+                self._buffer[:, row, :, :end] = self._buffer[:, before, :, :end]
         self._keep(self._buffer[:, : len(kept)])
-        self.bases = None if self.bases is None else rows_of(self.bases, kept)
+        self.bases = self.bases and rows_of(self.bases, kept)
 
     def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         if self._buffer.shape[1] == 1:  # in a fifth of the time
@@ -189,6 +185,7 @@ class SpeculativeCache(Cache, Extent):
         self._history = 0
         self.has_states = False  # recurrent ones
         self.is_private = False  # whether code of others, that the tests do not have, may not read keys and values
+        self.put_back: Callable[[], None] | None = None  # undoes that keys and values were moved here
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -236,11 +233,15 @@ class SpeculativeCache(Cache, Extent):
         self.seeks += 1
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
-        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
+        self.round_up()
         if self.window is not None:
             self.window.grain = _GRAPH_GRAIN if self.has_few_sizes else 1
             before = first_node + (nodes.hidden if nodes is not None else 0)
             self.window.seek(self.cursors, new_slots, counts, before, self.capacity)
+
+    def round_up(self) -> None:
+        """Makes the capacity one of those that are in use."""
+        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
     def stay(self) -> None:
         """Wants no more slots than there are, after there was no memory for further ones."""
@@ -248,6 +249,10 @@ class SpeculativeCache(Cache, Extent):
             bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
 
     def let_go(self) -> None:
+        """Frees the memory; what was taken from another cache and not handed back is put back."""
+        put_back, self.put_back = self.put_back, None
+        if put_back is not None:
+            put_back()
         self.layers.clear()
         self._banks.clear()
 
@@ -263,6 +268,13 @@ class SpeculativeCache(Cache, Extent):
             layers.append(layers[-1] + 1)
         self._banks.append(_Bank(self, self.layers[layer].extent, name, layers, states))
         return self._banks[-1]
+
+    def release(self, layer: SpeculativeLayer, name: str) -> None:
+        """Frees what a layer keeps, as soon as no other one shares the buffer."""
+        bank = layer.banks.pop(name)
+        del bank.numbers[layer.index]
+        if not bank.numbers:
+            self._banks.remove(bank)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
@@ -334,11 +346,17 @@ class SpeculativeCache(Cache, Extent):
 
 
 def cache_for(
-    model: PreTrainedModel, anatomy: Anatomy, batch_size: int, capacity: int, like: Cache | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    batch_size: int,
+    capacity: int,
+    like: Cache | None = None,
+    moves: bool = False,
 ) -> SpeculativeCache:
-    """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one."""
+    """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one. If keys and values come from
+    there, and go back, each layer has its own buffers."""
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
-    kinds = [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
+    kinds = [] if moves else [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
     windows = [window_of(layer) for layer in like.layers]
     window = Window(max(filter(None, windows)), batch_size) if any(windows) else None
     cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds, window)

@@ -1,38 +1,49 @@
-"""Keys, values and states that a call takes over from an earlier one and leaves to the next."""
+"""Keys, values and states that a call takes over from an earlier one and leaves to the next.
+
+Keys and values are moved, one tensor at a time, so that they are there once.
+"""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..errors import only_warned, warn_once
 from .cache import SpeculativeCache, window_of
 from .prompt import Prompt
 from .recurrences.states import StateLayer
 from .target import Target
 
+# Layers that hold nothing but keys and values; those of others are copied.
+_MOVED = DynamicLayer, DynamicSlidingWindowLayer
+
 
 def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
-    """Copies a cache that an earlier ``generate`` returned: its ``columns`` ``[b, m]`` (``None``: all) go to slots
-    ``0..m-1``, of which each row has ``slots``. The cursors do not change."""
+    """Moves what an earlier ``generate`` returned, until an error puts it back: its ``columns`` ``[b, m]`` (``None``:
+    all) go to slots ``0..m-1``, of which each row has ``slots``. The cursors do not change."""
     length = other.get_seq_length()
+    cache.round_up()
     for state, before in zip(cache.layers, other.layers, strict=False):
         if isinstance(state, StateLayer):
             state.take_states(before, slots)
     if cache.window is not None:
         held = [source.keys.shape[2] for source in other.layers if window_of(source) and source.is_initialized]
         cache.window.begin(slots, min(held, default=length), cache.capacity)
+    cache.put_back = partial(_put_back, cache, other, columns, length, cache.window and cache.window.bases)
     for index, source in enumerate(other.layers):
         if getattr(source, "keys", None) is None:
             continue
-        layer = cache.layer(index)
-        layer.lazy_initialization(source.keys, source.values)
-        kept = {"keys": source.keys, "values": source.values}
+        layer, kept = cache.layer(index), {"keys": source.keys, "values": source.values}
         if getattr(source, "indexer_keys", None) is not None:
             kept["indexer"] = source.indexer_keys[:, None]
         if getattr(source, "indexer_position_ids", None) is not None:
             kept["positions"] = source.indexer_position_ids.transpose(0, 1)[..., None]
-        for name, states in kept.items():
+        like = [states[:, :, :0].clone() for states in kept.values()]  # views would hold all
+        for name in list(kept):
+            states = kept.pop(name)
             bank = layer.bank(name, states)
             dropped, places = length - states.shape[2], columns
             if bank.bases is not None:  # those in the window, of which some may have been dropped, too: none sees them
@@ -44,6 +55,9 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
             whole = states if places is None else _picked(states, places.to(states.device))
             layer.buffer(name)[:, :, : whole.shape[2]] = whole
             bank.filled = max(bank.filled, whole.shape[2])
+            if type(source) in _MOVED:
+                setattr(source, name, None)
+        layer.lazy_initialization(*like[:2])
 
 
 def run_out(target: Target, tokens: torch.Tensor, roots: Sequence[int], lengths: Sequence[int], pad_token: int) -> None:
@@ -61,35 +75,63 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
     length = prompt.width + new - 1
     places = prompt.slots(length, [new] * len(generated) if cache.has_states else generated)
     slots = [base + columns + new - 1 for base in prompt.base]
+    cache.put_back = None
     empty(other)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
             layer.hand_states(other.layers[index], slots)
-        if not layer.is_initialized:
-            continue
-        kept, target = {}, other.layers[index]
-        for name, bank in layer.banks.items():
-            buffer, wanted = layer.buffer(name), places
-            if wanted is None and bank.bases is None:
-                kept[name] = buffer[:, :, :length].clone()
+    _fill(cache, other, places, length)
+
+
+def _put_back(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None, length: int, bases: Any) -> None:
+    """Undoes :func:`take_in`, unless windows, which began at ``bases``, have moved on."""
+    moved = [layer for layer, source in zip(cache.layers, other.layers, strict=False) if type(source) in _MOVED]
+    if any(bank.bases not in (None, bases) for layer in moved for bank in layer.banks.values()):
+        empty(other)
+        warn_once("the cache that was given is empty now, since an error came after its windows had moved on.")
+    else:
+        with only_warned("putting back a cache, which is empty now,", partial(empty, other)):
+            _fill(cache, other, columns if columns is None else columns.argsort(1), length, only_moved=True)
+
+
+def _fill(
+    cache: SpeculativeCache, other: Cache, places: torch.Tensor | None, length: int, only_moved: bool = False
+) -> None:
+    """Moves what is in slots ``places`` ``[b, length]`` (-1: zeros; ``None``: the first ones) to an empty cache, or to
+    where it was moved from."""
+    for layer, target in zip(cache.layers, other.layers, strict=False):
+        is_moved, kept = type(target) in _MOVED, dict[str, torch.Tensor]()
+        if is_moved and not only_moved and layer.is_initialized:
+            target.lazy_initialization(*layer.buffers())
+        for name in list(layer.banks):
+            if only_moved and not (is_moved and getattr(target, name) is None):
                 continue
+            buffer, bases, wanted, window = layer.buffer(name), layer.banks[name].bases, places, window_of(target)
             if wanted is None:
-                wanted = torch.arange(length, device=buffer.device).expand(len(buffer), -1)
-            at = wanted = wanted.to(buffer.device)
-            if bank.bases is not None and cache.window is not None:
-                wanted = wanted[:, -cache.window.size :]
-                at = wanted - bank.bases.on(buffer.device)
-            picked = _picked(buffer, at.clamp(0, buffer.shape[2] - 1))
-            kept[name] = picked.masked_fill((wanted < 0)[:, None, :, None], 0).contiguous()
-            if target.is_sliding and window_of(target) is None:  # a static one counts what it gets
+                wanted = torch.arange(length, device=buffer.device)[None]
+            at = wanted = wanted.to(buffer.device).expand(len(buffer), -1)
+            if bases is not None and cache.window is not None:
+                wanted = wanted[:, 1 - window if window else -cache.window.size :]
+                at = wanted - bases.on(buffer.device)
+            if places is None and bases is None:
+                kept[name] = buffer[:, :, :length].clone()
+            else:
+                picked = _picked(buffer, at.clamp(0, buffer.shape[2] - 1))
+                kept[name] = picked.masked_fill((wanted < 0)[:, None, :, None], 0).contiguous()
+            if target.is_sliding and window is None:  # a static one counts what it gets
                 kept[name] = pad(kept[name], (0, 0, length - wanted.shape[1], 0))
-        other.update(kept["keys"], kept["values"], layer_idx=index)
+            if is_moved:
+                setattr(target, name, kept.pop(name))
+            del buffer
+            cache.release(layer, name)
+        if kept:
+            target.update(kept["keys"], kept["values"])
+        if "indexer" in kept:
+            target.update_indexer(kept["indexer"][:, 0])
+        if "positions" in kept:
+            target.indexer_position_ids = kept["positions"][..., 0].transpose(0, 1)
         if window_of(target) is not None:
             target.cumulative_length = length
-        if "indexer" in kept:
-            other.layers[index].update_indexer(kept["indexer"][:, 0])
-        if "positions" in kept:
-            other.layers[index].indexer_position_ids = kept["positions"][..., 0].transpose(0, 1)
 
 
 def empty(cache: Cache) -> None:

@@ -24,7 +24,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self._indexed, self._length = -1, 0  # the last forward in which its indexer had its turn, and the slots then
 
     @cached_property
-    def _index(self) -> int:
+    def index(self) -> int:
         index: int = self._cache.layers.index(self)
         return index
 
@@ -53,7 +53,7 @@ class SpeculativeLayer(CacheLayerMixin):
                 "without `assistant`."
             )
         bank = self.banks.get(name)
-        return None if bank is None else bank.latest(self._index)
+        return None if bank is None else bank.latest(self.index)
 
     def _refuse(self, states: torch.Tensor | None) -> None:
         if states is not None:
@@ -71,13 +71,13 @@ class SpeculativeLayer(CacheLayerMixin):
     def bank(self, name: str, states: torch.Tensor) -> Any:
         """Where states ``[b, k, s, h]`` are kept."""
         if name not in self.banks:
-            self.banks[name] = self._cache.bank(name, self._index, states)
+            self.banks[name] = self._cache.bank(name, self.index, states)
         return self.banks[name]
 
     def buffer(self, name: str) -> torch.Tensor:
         """All of a kind, ``[b, k, slots, h]``."""
         bank = self.banks[name]
-        buffer: torch.Tensor = bank.of[bank.numbers[self._index]]
+        buffer: torch.Tensor = bank.of[bank.numbers[self.index]]
         return buffer
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,7 @@ class SpeculativeLayer(CacheLayerMixin):
                 buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = states.transpose(1, 2)
             return self.buffers_of_graphs
         keys, values = self.banks["keys"], self.banks["values"]
-        return keys.write(self._index, key_states), values.write(self._index, value_states)
+        return keys.write(self.index, key_states), values.write(self.index, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.extent.fixed_slots is not None:
@@ -115,7 +115,7 @@ class SpeculativeLayer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Writes an indexer's keys ``[b, s, h]`` at the cursors, and returns all up to the furthest one."""
         states = indexer_key_states[:, None]
-        keys: torch.Tensor = self.bank("indexer", states).write(self._index, states)
+        keys: torch.Tensor = self.bank("indexer", states).write(self.index, states)
         self._indexed, self._length = self._cache.seeks, keys.shape[2]
         return keys[:, 0]
 
@@ -128,7 +128,7 @@ class SpeculativeLayer(CacheLayerMixin):
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: torch.Tensor) -> None:
         states = position_ids[..., self._cache.max_cursor :].transpose(0, 1)[..., None]
-        self.bank("positions", states).write(self._index, states)
+        self.bank("positions", states).write(self.index, states)
 
 
 class RecurrentLayer(SpeculativeLayer, StateLayer):

@@ -175,8 +175,8 @@ class GraphRunner:
             keys, visible = torch.arange(n, device=tokens.device)[None], None
             if tree is not None:
                 keys, visible = tree.keys(slots - bases, n, 0)
-            spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys + bases, visible=visible)
-            spec.window.hide_what_is_before()
+            spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
+            spec.window.begin_at(bases)
         kwargs: dict[str, Any] = {target.cache_name: cache, "use_cache": True, "return_dict": True}
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)

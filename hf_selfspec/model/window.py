@@ -22,6 +22,7 @@ class Extent:
 
     capacity = 0  # slots
     start = offset = 0  # the first that attention reads, and the slot of the text that it stands for
+    bases: RowNumbers | None = None  # for each row the slot of the text that a buffer's first one is, None for 0
     fixed_slots: torch.Tensor | None = None  # [b, s] where a forward writes, where not at the cursors
     _slots: torch.Tensor | None = None
 
@@ -41,6 +42,8 @@ class Extent:
 
 class Window(Extent):
     """The end of a text, from a ``base`` of each row on."""
+
+    bases: RowNumbers
 
     def __init__(self, size: int, rows: int) -> None:
         self.size = size  # how many tokens see each other
@@ -73,6 +76,8 @@ class Window(Extent):
             reach = min(self.kept, max(self.roots))
             self.bases = self.roots.ahead(-reach)
             needed = _furthest(cursors, self.bases) + new
+            self.capacity = 0  # what a long draft needed is no longer held
+            self._reserve(limit)
             if counts is None:
                 self.capacity = max(self.capacity, -(-needed // self.grain) * self.grain)
             elif needed > self.capacity:

@@ -246,3 +246,36 @@ def test_states_follow_their_row() -> None:
     options: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": int(free[0, 9]), "return_dict_in_generate": False}
     plain, ours = (generate("image, states", prompt, given, **options) for given in (None, SPECS["exit"]()))
     assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "window", "window, late", "indexed", "states", "states and windows"])
+@pytest.mark.parametrize("rows", ["row", "ragged"])
+def test_an_error_leaves_a_cache_whole_or_empty(rows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is moved in; a window that has moved on cannot be put back, and then nothing is."""
+    kind, _, late = kind.partition(", ")
+    prompt, model = prompt_of(kind, (12,) if rows == "row" else (7, 12, 9)), model_of(kind)
+    begun = generate(kind, prompt, None, max_new_tokens=13)
+    past, longer = begun.past_key_values, following(prompt, begun)
+    before, left, head = (
+        copy.deepcopy(past),
+        [60 if late or kind != "window" else 1],
+        type(model.get_output_embeddings()),
+    )
+    forward = head.forward
+
+    def failing(module: Any, *args: Any) -> Any:
+        if module is model.get_output_embeddings():
+            left[0] -= 1
+            assert left[0] >= 0, "stopped"
+        return forward(module, *args)
+
+    monkeypatch.setattr(head, "forward", failing)
+    with pytest.raises(AssertionError, match="stopped"):
+        generate(kind, longer, SPECS["exit"](), max_new_tokens=80, **{PAST: past})
+    monkeypatch.undo()
+    if late:
+        assert past.get_seq_length() == 0
+        assert all(layer.keys is None for layer in past.layers)
+        return
+    assert_alike(past, before, longer["attention_mask"][:, :-4])
+    assert_goes_on(kind, "exit", past, before, longer)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
+from helpers.calls import PAST
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, EarlyExit, FixedLength, SelfSpec, SettingError, SkipLayers, TopKTree
 
@@ -79,3 +82,48 @@ def test_numbers_that_nobody_can_use(number: int) -> None:
         FixedLength(number)
     with pytest.raises(SettingError, match=r"CostTree\(most\) must be at most 256"):
         CostTree(most=number)
+
+
+class Held(TorchDispatchMode):
+    """Slots of keys or values that are in memory at the same time, all layers and rows together: at present, and the
+    most of them."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self._shape = (model.config.num_key_value_heads, model.config.head_dim)
+        self._tensors = Counter[int]()  # of each piece of memory
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operation(*args, **kwargs or {})
+        for tensor in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(tensor, torch.Tensor) and (*tensor.shape[-3:-2], *tensor.shape[-1:]) == self._shape:
+                storage = tensor.untyped_storage()
+                slots = storage.nbytes() // (math.prod(self._shape) * tensor.itemsize)
+                self._count(1, storage.data_ptr(), slots)
+                weakref.finalize(tensor, self._count, -1, storage.data_ptr(), slots)
+        return found
+
+    def _count(self, more: int, memory: int, slots: int) -> None:
+        before = self._tensors[memory] > 0
+        self._tensors[memory] += more
+        self.now += slots * ((self._tensors[memory] > 0) - before)
+        self.most = max(self.most, self.now)
+
+
+def test_a_chat_holds_keys_and_values_once(llama: LlamaForCausalLM) -> None:
+    """A user's cache is moved: one layer's are there twice at a time, as in plain's steps, with room for a draft."""
+    most = []
+    for spec in (None, SelfSpec(EarlyExit(3), FixedLength(4)), SelfSpec()):
+        past, ids, peaks = DynamicCache(config=llama.config), torch.zeros(1, 0, dtype=torch.long), list[int]()
+        with Held(llama) as held:
+            for turn in (torch.arange(1500)[None] % 89 + 3, torch.arange(40)[None] + 3):
+                held.most = held.now
+                ids = torch.cat([ids, turn], dim=1)
+                ids = llama.generate(ids, **{PAST: past}, max_new_tokens=9, do_sample=False, assistant=spec)
+                peaks.append(held.most)
+        most.append(peaks)
+    plain, *ours = most
+    assert plain[1] > 2 * LAYERS * 1540
+    for peaks in ours:
+        assert all(found < expected + 2 * LAYERS * 256 for found, expected in zip(peaks, plain, strict=True))

@@ -1,0 +1,132 @@
+"""Layers with a window, or chunks: what they keep is bounded, and texts many times as long as that are plain's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers.architectures import build
+from helpers.calls import PAST, random_skip_set
+from helpers.compiled import QUICK
+from helpers.fitted import mtp_of
+from helpers.machine import Machine
+from helpers.models import ragged_batch
+from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.draft import MTP
+from hf_selfspec.model import runner
+from hf_selfspec.model.cache import SpeculativeCache
+
+pytestmark = pytest.mark.machine("verification_is_free")
+
+# All layers, some, with chunks, sinks, shared keys, states, and with positions that count from the cache's sizes.
+KINDS = ("mistral", "gemma3_text", "llama4_text", "gpt_oss", "gemma3n_text", "lfm3", "inkling_text")
+WINDOW, NEW = 8, 70
+ROWS = {"row": (30,), "short row": (3,), "ragged": (7, 41, 19)}
+THREE, WIDE = FixedLength(3), TopKTree(((0.9999, 3), (1.0, 1)))
+SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
+    "lookup": lambda model: SelfSpec.lookup(),
+    "exit": lambda model: SelfSpec(EarlyExit(2), ConfidenceThreshold(0.05), max_draft=12),
+    "tree": lambda model: SelfSpec(EarlyExit(2), THREE, WIDE),
+    "skip": lambda model: SelfSpec(random_skip_set(model.config.model_type, model), THREE),
+    "search": lambda model: SelfSpec.swift(0.4, OnTheFlySearch(8, budget=1.0)),
+    "layerskip": lambda model: SelfSpec.layerskip(),
+    "mtp": lambda model: SelfSpec(MTP(mtp_of(model)), THREE),
+}
+ONLY = {"llama4_text": {"mtp"}, "gemma3n_text": {"mtp"}, "lfm3": {"mtp", "skip"}, "inkling_text": {"mtp"}}
+
+
+@cache
+def model_of(kind: str) -> PreTrainedModel:
+    model = build(kind)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def ids(model: PreTrainedModel, rows: str, assistant: SelfSpec | None, **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what some models cannot do is said once
+        return model.generate(**ragged_batch(ROWS[rows], seed=11), **options, assistant=assistant)
+
+
+@pytest.mark.every_run("ragged-(mistral|gemma3_text|lfm3)|row-llama4_text|short row-mistral")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_texts_many_windows_long(rows: str, kind: str) -> None:
+    model = model_of(kind)
+    expected = ids(model, rows, None)
+    for name, spec in SPECS.items():
+        if name not in ONLY.get(kind, ()):
+            for options in ({}, {"prefill_chunk_size": 13}) if name == "exit" else ({},):
+                assert torch.equal(ids(model, rows, spec(model), **options), expected), (name, options)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("rows", ["row", "ragged"])
+def test_in_graphs(rows: str, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.graphs_are_taken()
+    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
+    model, expected = model_of(kind), ids(model_of(kind), rows, None, max_new_tokens=100 - max(ROWS[rows]))
+    for tree in (None, WIDE):
+        spec = SelfSpec(EarlyExit(2), THREE, tree, compile=QUICK)
+        assert torch.equal(ids(model, rows, spec, max_new_tokens=100 - max(ROWS[rows])), expected), tree
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_bit_for_bit(kind: str) -> None:
+    model = build(kind).bfloat16()
+    options = {"max_new_tokens": NEW, "eos_token_id": None}
+    expected = ids(model, "row", None, **options)
+    for spec in (SelfSpec(EarlyExit(2), THREE, WIDE, exact=True), SelfSpec(exact=True)):
+        assert torch.equal(ids(model, "row", spec, **options), expected)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_what_is_kept(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window, the longest forward and a bounded rest; layers that see the whole text keep it."""
+    slots, let_go = dict[bool, set[int]](), SpeculativeCache.let_go
+
+    def noted(cache: SpeculativeCache) -> None:
+        for layer in cache.layers:
+            slots.setdefault(layer.is_sliding, set()).update(buffer.shape[2] for buffer in layer.buffers())
+        let_go(cache)
+
+    monkeypatch.setattr(SpeculativeCache, "let_go", noted)
+    model = model_of("gemma3_text")
+    for spec in (SelfSpec.lookup(), SPECS["tree"](model), SPECS["search"](model)):
+        slots.clear()
+        ids(model, rows, spec)
+        assert max(slots[True]) <= WINDOW + max(16, 32)
+        assert min(slots[False]) >= max(ROWS[rows]) + NEW
+
+
+def test_a_chat_goes_on_in_windows() -> None:
+    """A user's cache has dropped what no window covers, and has again afterwards."""
+    for kind in ("mistral", "gemma3_text"):
+        model, texts = model_of(kind), []
+        for assistant in (None, SPECS["tree"](model)):
+            past, text = None, ragged_batch(ROWS["ragged"], seed=11)
+            for _ in range(3):
+                found = model.generate(
+                    **text,
+                    **({PAST: past} if past is not None else {}),
+                    max_new_tokens=17,
+                    do_sample=False,
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                    assistant=assistant,
+                )
+                past, grown = found.past_key_values, found.sequences
+                held = [layer.keys.shape[2] for layer in past.layers if layer.is_sliding]
+                assert set(held) == {WINDOW - 1}
+                more = torch.full((3, 2), 21)
+                mask = torch.cat([text["attention_mask"], torch.ones(3, 17 + 2, dtype=torch.long)], 1)
+                text = {"input_ids": torch.cat([grown, more], 1), "attention_mask": mask}
+            texts.append(grown)
+        assert torch.equal(*texts)
