@@ -209,12 +209,8 @@ def _lay_out(
         is_exact=_is_exact(call, spec, inputs),
     )
     compile_config = _compile_config(call, spec.compile)
-    if compile_config is not None and unseen:
-        warn_once(f"forwards are not compiled: {unseen} was not seen before, and graphs are not compared with it.")
-    elif compile_config is not None or (
-        spec.compile is None and _captures(call) and not target.is_exact and not unseen
-    ):
-        target.compile(GraphRunner.of(target, compile_config))
+    if compile_config is not None or (spec.compile is None and _captures(call) and not target.is_exact):
+        target.compile(GraphRunner.of(target, compile_config, compares=bool(unseen)))
     stateful = (*scorer.stateful, *stopper.stateful)
     session = Session(
         target=target,

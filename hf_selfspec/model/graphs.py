@@ -33,6 +33,8 @@ _USES, _USES_CAPTURED = 8, 3
 _MOST, _FAILURES = 128, 4
 # A capture leaves at least this share of a device's memory free.
 _FREE = 1 / 16
+# How often results are compared: in the first run numbers that were captured as they were are still right.
+COMPARISONS = 3
 # Forwards before a capture, in which libraries choose their kernels.
 _WARM_UPS = 2
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
@@ -80,7 +82,7 @@ class Graph:
     run: Run  # maps the inputs to the results
     what: str  # what it is a graph of, for messages
     clock: Callable[[], float]  # returns seconds, after all that its device was given is done
-    is_compared: bool = True  # whether its results were seen to be those of the model's own code
+    compared: int = 0  # how often its results were seen to be those of the model's own code
     seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     is_faster: dict[int, bool] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
@@ -187,7 +189,7 @@ class Graphs:
             self.failed(error)
             return None
         self._new.append(perf_counter() - began)
-        graph = Graph(run, what(), _clock_of(device), is_compared=device.type != "cuda")
+        graph = Graph(run, what(), _clock_of(device))
         _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
 
@@ -195,7 +197,8 @@ class Graphs:
         """Runs what could not be captured, compiled or replayed without a graph from now on."""
         warn_once(
             f"{self.whose} runs some forwards without graphs, since torch could not make or run one of them "
-            f"({brief(error)}). The output is the same."
+            f"({brief(error)}). The output is the same.",
+            ignore_numbers=True,
         )
         with self._lock:
             self._failures += 1

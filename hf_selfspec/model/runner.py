@@ -18,7 +18,7 @@ from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
-from .graphs import FAILURES, Graph, Graphs, graphs_of
+from .graphs import COMPARISONS, FAILURES, Graph, Graphs, graphs_of
 from .layout import Feed, TreeLayout
 from .linear import ADAPTED
 from .modules import has_hooks, is_compiled, is_tensor_parallel
@@ -38,11 +38,12 @@ class GraphRunner:
 
     target: Target
     graphs: Graphs
+    compares: bool  # whether results of all new graphs, not of captures alone, are compared with the model's own
     waited_seconds: float = 0.0  # for graphs to be compiled
     _is_served: bool = True
 
     @classmethod
-    def of(cls, target: Target, config: CompileConfig | None) -> GraphRunner | None:
+    def of(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> GraphRunner | None:
         """Returns the graphs for a generation, or ``None``, if its forwards cannot be graphs; where these were asked
         for (a ``config``), that warns."""
         why = why_no_graphs(target.model, target.anatomy)
@@ -56,7 +57,7 @@ class GraphRunner:
                 )
             return None
         graphs = graphs_of(target.model, config)
-        return None if graphs.refused else cls(target, graphs)
+        return None if graphs.refused else cls(target, graphs, compares)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -136,7 +137,7 @@ class GraphRunner:
         if graph is None:
             return eager()
         try:
-            if not graph.is_compared:
+            if graph.compared < COMPARISONS and (self.compares or device.type == "cuda"):
                 return self._compared(graph, run, by_graph, eager)
             return graph.faster_of(s, by_graph, eager)
         except FAILURES as error:
@@ -153,7 +154,7 @@ class GraphRunner:
         apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
         if max(read(torch.stack(apart))[0]) > 1:
             raise NoGraphError(f"the graph of {graph.what} has other results than the model's own code")
-        graph.is_compared = True
+        graph.compared += 1
         return logits
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -214,6 +215,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*raw_args, **raw_kwargs)
     _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
+    if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
+        func = partial(_histogram, func)
     result = Graph.run(func, raw_args, raw_kwargs)
     for value in here:
         if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
@@ -221,6 +224,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "_to_copy" and any(result is value.raw for value in here):
         result = result.clone()
     return tree_map(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _histogram(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    counted: torch.Tensor = func(values.float(), *args, **kwargs)
+    return counted.to(values.dtype)
 
 
 def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:

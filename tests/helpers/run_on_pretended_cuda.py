@@ -2,21 +2,26 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from helpers import pretend_cuda
+from helpers.architectures import build
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_cuda import Pretended, counts, move, pretended, spread
+from helpers.pretend_cuda import Graph, Pretended, counts, move, pretended, spread
 from hf_selfspec import AdaptiveThreshold, ClosestLayers, ConfidenceThreshold, CostTree, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.model import graphs as graphs_module
+from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.probe import LinearProbe
@@ -111,9 +116,69 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     }
 
 
+# What goes wrong with captures, and when: at the start of one, in the midst of it, or when it is replayed.
+def _fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("CUDA error: it fails")
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "": nullcontext,
+    "begin": lambda: patch.object(torch.cuda, "graph", _fail),
+    "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),
+    "replay": lambda: patch.object(Graph, "replay", _fail),
+    "other results": lambda: patch.object(Graph, "replay", lambda graph: None),
+}
+
+
+def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str) -> dict[str, Any]:
+    """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
+    model, calls, is_same = build(architecture), [], True
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for number, (width, new) in enumerate([(20, 40), (20, 40), (20, 40), (9, 90), (20, 40)]):
+        ids = torch.randint(5, 60, (rows, 5), generator=torch.Generator().manual_seed(number)).repeat(1, width // 4)
+        mask = torch.ones_like(ids)
+        for row in range(1, rows):
+            mask[row, :row] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
+    forwards = Target._run
+
+    def forward(target: Target, *args: Any, **kwargs: Any) -> Any:
+        counts.launches["forwards", ""] += 1
+        return forwards(target, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for context in (pretended(), FAILURES[failure](), warnings.catch_warnings()):
+            stack.enter_context(context)
+        stack.enter_context(patch.object(Target, "_run", forward))
+        # Times tell nothing here.
+        stack.enter_context(
+            patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+        )
+        warnings.simplefilter("ignore")
+        move(model)
+        for inputs, expected, new in calls:
+            counts.reset("round")
+            counts.is_on = True
+            on_device = {name: Pretended(value) for name, value in inputs.items()}
+            ids = model.generate(**on_device, **options, max_new_tokens=new, assistant=spec)
+            is_same = is_same and torch.equal(ids.raw, expected)
+    assert spec.stats is not None
+    replays, all_forwards = counts.launches["round", "graph"], counts.launches["forwards", ""] - 1  # but the prefill
+    return {
+        "same": is_same,
+        "replays": replays / all_forwards,
+        "launches a round": (counts.launches.total() - replays) / spec.stats.verify_passes,
+        "graphs": sum(graphs.count for graphs in graphs_module._of_models.get(model, [])),
+    }
+
+
 def main(cases: list[list[Any]]) -> None:
     found = [
-        measure(SPECS[spec](), rows, CALLS[call], spread if devices else move) for spec, call, rows, *devices in cases
+        replayed(call.partition(" ")[2], SPECS[spec](), rows, *more)
+        if call.startswith("graphs")
+        else measure(SPECS[spec](), rows, CALLS[call], spread if more else move)
+        for spec, call, rows, *more in cases
     ]
     print(json.dumps(found))
 

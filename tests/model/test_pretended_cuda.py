@@ -70,6 +70,23 @@ def test_what_a_round_needs() -> None:
             assert found["launches a round"] <= 45, case
 
 
+def test_forwards_are_captured_by_default() -> None:
+    """Once shapes have come again; ids are plain's whatever the text, its length, and what fails in captures."""
+    warm = [
+        *((spec, "graphs llama", rows, "") for spec in ("fixed", "skips", "lookup", "default") for rows in (1, 3)),
+        *(("fixed", f"graphs {name}", 3, "") for name in ("gemma3_text", "gpt_oss", "mixtral")),
+    ]
+    failing = [("tree", "graphs llama", 1, failure) for failure in ("begin", "memory", "replay", "other results")]
+    eager = [("lookup", f"graphs {name}", 3, "") for name in ("qwen3_next", "bloom")]
+    measures = measured("run_on_pretended_cuda.py", *warm, *failing, *eager)
+    for case, found in zip([*warm, *failing, *eager], measures, strict=True):
+        assert found["same"], case
+        assert bool(found["graphs"]) is (case in warm), case
+    for case, found in zip(warm, measures, strict=False):
+        if case[0] in ("fixed", "skips"):
+            assert found["replays"] > 0.5, (case, found)
+
+
 def test_what_a_step_of_a_training_needs() -> None:
     """A read of the number of targets, before the layers run; the rows that layers drop go to the device together."""
     found = measured("train/train_on_pretended_cuda.py")

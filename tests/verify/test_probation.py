@@ -31,11 +31,13 @@ from transformers.models.llama import modeling_llama
 
 import hf_selfspec
 from helpers import architectures, multimodal
+from helpers.compiled import QUICK
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import speculative_attention
+from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.model.partial import partial_forwards
 from hf_selfspec.model.unseen import SEEN, Unseen
 from hf_selfspec.verify import probation
@@ -578,11 +580,20 @@ def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
         model.generate(**ROW, **OPTIONS, assistant=SelfSpec.lookup())
 
 
-def test_forwards_of_what_was_not_seen_are_not_compiled() -> None:
-    model, spec = of_class(Unchanged), SelfSpec(compile=True)
-    with pytest.warns(UserWarning, match="forwards are not compiled: its class Unchanged"):
-        ids = model.generate(**ROW, **OPTIONS, assistant=spec)
-    assert torch.equal(ids, model.generate(**ROW, **OPTIONS))
+@pytest.mark.machine("graphs_are_taken")
+def test_graphs_of_what_was_not_seen_are_compared(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model's own code, when they are new."""
+    runs: list[int] = []
+
+    def compiled(graph: Any, **_: Any) -> Any:
+        return lambda *inputs: [runs.append(1), [2 * value for value in graph(*inputs)]][1]
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model, spec = of_class(Unchanged), SelfSpec(EarlyExit(2), FixedLength(3), compile=QUICK)
+    for _ in range(3):
+        assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), model.generate(**ROW, **OPTIONS))
+    assert runs
+    assert graphs_of(model, QUICK).refused.endswith("other results than the model's own code")
 
 
 def test_the_language_model_inside_is_looked_at() -> None:
