@@ -127,7 +127,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
             decoder.stats.checked = str(unseen)
         if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)
-    except Exception as error:
+    except Exception as error:  # a default breaks no call
         if isinstance(error, PlainError):
             if not default_of:
                 raise error.__cause__ or error from None

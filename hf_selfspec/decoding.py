@@ -62,11 +62,9 @@ class Decoder:
         self._ended: list[int | None] = [None] * b
         self._done = [False] * b  # rows that get no more tokens
         self._tokens: list[list[int]] = [[] for _ in range(b)]  # generated, as the host knows them
-        self._streamed = 0
-        self._ran_out = False
+        self._streamed, self._ran_out = 0, False
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
-        self._in_step = bool(stateful)
-        self._keeps_states = self.keeps_rows and self.target.anatomy.is_recurrent
+        self._in_step, self._keeps_states = bool(stateful), self.keeps_rows and self.target.anatomy.is_recurrent
         # States and windows of rows that go on for others cannot be taken back to where those end.
         is_lost = self.keeps_rows and (self._keeps_states or self.target.cache.window is not None)
         goes_on = is_lost and b > 1 and self.stopper.reads_text and not self.stopper.has_eos
@@ -130,7 +128,7 @@ class Decoder:
         drafter that was interrupted may know half of a round. Processes that share forwards have to run the same."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # drafters are the user's, too
             goes_on = is_out_of_memory(error) and self.is_lossless and not is_tensor_parallel(self.target.model)
             if not (self._is_finished() or goes_on):
                 raise
@@ -232,8 +230,7 @@ class Decoder:
         # again, so this is exact too.
         open_rows = [verdict for verdict, done in zip(verdicts, self._done, strict=True) if not done]
         shortest = min((len(verdict.tokens) for verdict in open_rows), default=0)
-        moves: list[tuple[int, int, int]] = []
-        new: list[list[int]] = [[] for _ in verdicts]
+        moves, new = list[tuple[int, int, int]](), [list[int]() for _ in verdicts]
         roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
             if self._done[row]:

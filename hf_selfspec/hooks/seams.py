@@ -87,7 +87,7 @@ class _Watch:
                 loader.exec_module = run
                 run(module)
                 if self in sys.meta_path:
-                    sys.meta_path.remove(self)  # type: ignore[arg-type]
+                    sys.meta_path.remove(self)  # type: ignore[arg-type]  # finds what a finder finds
                 _add_generate(module)
 
             loader.exec_module = run_and_wrap

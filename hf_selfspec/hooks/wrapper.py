@@ -55,7 +55,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             if why := why_plain(self):
                 raise _LeftToPlainError(why)
             served = _served(self, spec, default_of, named)
-        except Exception as error:
+        except Exception as error:  # a default breaks no call
             if not (default_of or isinstance(error, _LeftToPlainError) or _may_be_the_models(error, self)):
                 raise
             why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()

@@ -283,7 +283,7 @@ class KnowledgeOfCall:
                         known = knowledge.content(path, model, settings, lambda one: one == key, texts.id or "", now)
                         saving.write(known)
             return True
-        except Exception as error:
+        except Exception as error:  # learning loses no text
             if patience or not isinstance(error.__cause__, TimeoutError):
                 told = str(error) if isinstance(error, SettingError) else brief(repr(error))
                 warn_once(f"findings are not kept on disk: {told}")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from ..errors import only_warned
 from .modules import ROW_BLIND, library_of
 
 _DEPTH, _MOST = 3, 64
@@ -100,7 +101,7 @@ class Snapshot:
             return
         self._seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
-            with suppress(Exception):
+            with suppress(Exception):  # of layouts without such operations
                 before = thing.detach().clone()
                 self._undo.append((partial(_copy, thing, before), lambda: not torch.equal(thing, before)))
         elif isinstance(thing, (set, deque)):
@@ -153,16 +154,11 @@ class Snapshot:
         return has_moved
 
     def restore(self) -> None:
-        for read, write, before in self._numbers:
-            for name, value in before.items():
-                with suppress(Exception):  # of objects that allow no change
-                    if read().get(name) != value:
-                        write(name, value)
-        for values, items in self._lists:
-            values[:] = items
-        for undo, _ in self._undo:
-            with suppress(Exception):
-                undo()
+        steps: list[Callable[[], object]] = [partial(_write_again, *numbers) for numbers in self._numbers]
+        steps += [partial(values.__setitem__, slice(None), items) for values, items in self._lists]
+        for put_back in (*steps, *(undo for undo, _ in self._undo)):
+            with only_warned("putting back what a hook or a module holds"):  # some objects allow no change
+                put_back()
 
 
 def _numbers_of(thing: Any) -> Iterator[tuple[Callable[[], dict[Any, Any]], Callable[[Any, Any], object]]]:
@@ -226,6 +222,15 @@ def _contents_of_cells(cells: tuple[Any, ...]) -> dict[Any, Any]:
 
 def _only_numbers(values: dict[Any, Any]) -> dict[Any, Any]:
     return {name: value for name, value in list(values.items()) if isinstance(value, _NUMBERS)}
+
+
+def _write_again(
+    read: Callable[[], dict[Any, Any]], write: Callable[[Any, Any], object], before: dict[Any, Any]
+) -> None:
+    now = read()
+    for name, value in before.items():
+        if now.get(name) != value:
+            write(name, value)
 
 
 def _copy(tensor: torch.Tensor, before: torch.Tensor) -> None:

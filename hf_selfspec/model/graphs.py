@@ -33,8 +33,6 @@ _USES, _USES_CAPTURED = 8, 3
 _MOST, _FAILURES = 128, 4
 # A capture leaves at least this share of a device's memory free.
 _FREE = 1 / 16
-# How often results are compared: in the first run numbers that were captured as they were are still right.
-COMPARISONS = 3
 # Forwards before a capture, in which libraries choose their kernels.
 _WARM_UPS = 2
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
@@ -45,6 +43,8 @@ _TIMES, _AGAIN = 3, 8
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
 _LOST, _ASKED = 2, 16
+# How often results are compared: in the first run numbers that became constants are still right.
+COMPARISONS = 3
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 _PLACES = 2
 # Module attributes with values of these types are constants of a graph.

@@ -58,6 +58,7 @@ def take_in(cache: SpeculativeCache, other: Cache, columns: torch.Tensor | None,
             if type(source) in _MOVED:
                 setattr(source, name, None)
         layer.lazy_initialization(*like[:2])
+        source.is_initialized = type(source) not in _MOVED
 
 
 def run_out(target: Target, tokens: torch.Tensor, roots: Sequence[int], lengths: Sequence[int], pad_token: int) -> None:
@@ -77,6 +78,8 @@ def hand_back(cache: SpeculativeCache, other: Cache, prompt: Prompt, columns: in
     slots = [base + columns + new - 1 for base in prompt.base]
     cache.put_back = None
     empty(other)
+    if other.layer_class_to_replicate is not None:  # one that was made without a config
+        other.layers += [other.layer_class_to_replicate() for _ in cache.layers[len(other.layers) :]]
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StateLayer):
             layer.hand_states(other.layers[index], slots)
@@ -101,8 +104,9 @@ def _fill(
     where it was moved from."""
     for layer, target in zip(cache.layers, other.layers, strict=False):
         is_moved, kept = type(target) in _MOVED, dict[str, torch.Tensor]()
-        if is_moved and not only_moved and layer.is_initialized:
+        if is_moved and layer.is_initialized and not target.is_initialized:
             target.lazy_initialization(*layer.buffers())
+            target.keys = target.values = None
         for name in list(layer.banks):
             if only_moved and not (is_moved and getattr(target, name) is None):
                 continue
@@ -136,12 +140,12 @@ def _fill(
 
 def empty(cache: Cache) -> None:
     """Empties a dynamic or static cache."""
-    cache.reset()
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
             # Older versions' `reset` leaves zeros, to which `update` would append.
             layer.keys = layer.values = None
             layer.is_initialized = False
+    cache.reset()
 
 
 def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ class LinearAutotuner:
         choice.left = 1 << 62  # other threads use it meanwhile
         try:
             self._look(choice, input, weight, alike)
-        except BaseException:
+        except BaseException:  # interrupts, too
             choice.left = 0
             raise
 

@@ -93,8 +93,6 @@ def libraries_of(function: object) -> Iterator[str]:
             yield str(inner.__globals__.get("__name__")).partition(".")[0]
         elif isinstance(inner, functools.partial):
             waiting.append(inner.func)
-            # accelerate keeps the forward that its own calls on the module.
-            waiting += [vars(module).get("_old_forward") for module in inner.args if isinstance(module, nn.Module)]
         else:
             yield library_of(inner)
         # What code around a function sets, not attributes of an object that happens to have them.

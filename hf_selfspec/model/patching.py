@@ -76,13 +76,13 @@ class InstanceForward(partial[Any]):
         vars(forward).update(module=module, before=before, original=module.forward, run=run, is_over=False)
         if type_ not in copyreg.dispatch_table:
             # For good: it makes a difference only while a module has such a forward.
-            copyreg.pickle(type_, _reduced)  # type: ignore[arg-type]
+            copyreg.pickle(type_, _reduced)  # type: ignore[arg-type]  # of a class by its name
         return forward
 
     def end(self) -> Any:
         """Leaves calls, of whoever still has it, to the original forward, and returns what comes back."""
         # ``run`` stays in its attributes: another thread may be in it.
-        self.__setstate__((self.original, (), {}, vars(self) | {"is_over": True}))  # type: ignore[attr-defined]
+        self.__setstate__((self.original, (), {}, vars(self) | {"is_over": True}))  # type: ignore[attr-defined]  # of functools.partial
         return self.remaining
 
     @property
@@ -216,7 +216,7 @@ class _Use(AbstractContextManager[None]):
                     self._make(forwards)
                 if self._add is not None:
                     self._add(forwards)
-        except BaseException:
+        except BaseException:  # interrupts, too
             self.__exit__()
             raise
 

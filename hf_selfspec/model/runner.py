@@ -124,6 +124,9 @@ class GraphRunner:
             run.captured = run.exit_state = run.best = None  # perhaps those of a graph
             return target.run_eagerly(feed, run)
 
+        if graph is None:
+            return eager()
+
         def by_graph() -> torch.Tensor | None:
             assert graph is not None
             found = list(graph.run(*inputs))

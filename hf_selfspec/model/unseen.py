@@ -204,8 +204,10 @@ def _treats_rows_alone(model: PreTrainedModel, weight: Any) -> bool:
     looked_at = _weights.setdefault(model, {})
     if type(weight) not in looked_at:
         try:
-            numbers = torch.randn(2, weight.shape[-1], generator=torch.Generator().manual_seed(0))
-            rows = (numbers * torch.tensor([[1.0], [30.0]])).to(weight.device, weight.dtype)
+            generator = torch.Generator("cpu").manual_seed(0)
+            rows = torch.randn(2, weight.shape[-1], generator=generator, dtype=torch.float32, device="cpu")
+            rows[1] *= 30
+            rows = rows.to(weight.device, weight.dtype)
             with torch.no_grad():
                 together, alone = (nn.functional.linear(given, weight)[0].float() for given in (rows, rows[:1]))
             rounding = _ROUNDINGS * torch.finfo(weight.dtype).eps

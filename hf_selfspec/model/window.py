@@ -71,13 +71,13 @@ class Window(Extent):
             known = zip(cursors, counts, self.roots, strict=True)
             self.roots = RowNumbers([cursor if count else root for cursor, count, root in known])
         if (needed := _furthest(cursors, self.bases) + new) > self.capacity:
-            self._reserve(limit)
+            self.reserve(limit)
         if needed > self.capacity:
             reach = min(self.kept, max(self.roots))
             self.bases = self.roots.ahead(-reach)
             needed = _furthest(cursors, self.bases) + new
             self.capacity = 0  # what a long draft needed is no longer held
-            self._reserve(limit)
+            self.reserve(limit)
             if counts is None:
                 self.capacity = max(self.capacity, -(-needed // self.grain) * self.grain)
             elif needed > self.capacity:
@@ -101,11 +101,12 @@ class Window(Extent):
     def begin(self, roots: Sequence[int], known: int, limit: int) -> None:
         """Begins with a text before these slots, of which the last ``known`` have keys and values."""
         self.roots = RowNumbers.of(roots)
-        self._reserve(limit)
+        self.reserve(limit)
         self.bases = self.next_bases = self.roots.ahead(-min(self.kept, max(roots)))
         self._floors = RowNumbers([max(root - known, 0) for root in roots])
 
-    def _reserve(self, limit: int) -> None:
+    def reserve(self, limit: int) -> None:
+        """Has room for a window and some tokens, or at most ``limit`` slots."""
         room = max(self.size // _SHARE, _LEAST, self.grain)
         self.capacity = max(self.capacity, min(-(-(self.kept + room) // self.grain) * self.grain, limit))
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..draft.quantized import Quantized
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
+from ..model.cache import window_of
 from ..model.packing import has_widths, packed_bytes, why_not
 from ..model.runner import why_no_graphs
 from ..model.unseen import Unseen, why_plain
+from ..model.window import Window
 from ..search.proposers import SkipSpace
 from ..verify.probation import outcomes_of
 from .tables import as_text
@@ -61,6 +63,8 @@ class Inspection:
         position_limit: whether the model cannot go beyond ``max_positions``.
         shares: parameters by part: embeddings, layers, output head and the rest.
         cache_bytes: bytes of one token's keys and values in all layers, ``None`` if the config does not give it.
+        held_bytes: bytes of keys and values of a text of ``max_positions`` tokens, and those with plain ``generate``,
+            if some layers have a window: room for a draft that is longer than an eighth of it comes on top.
         packed_bytes: bytes that drafts in four bits take besides a model in bfloat16 (:class:`Quantized`), ``None``
             where most weights are not in layers that can be packed.
     """
@@ -83,6 +87,7 @@ class Inspection:
     max_positions: int | None = None
     position_limit: bool = False
     cache_bytes: int | None = None
+    held_bytes: tuple[int, int] | None = None
     packed_bytes: int | None = None
     unseen: str = ""
 
@@ -117,7 +122,12 @@ class Inspection:
             ("drafts in four bits", self._in_four_bits()),
             ("positions", self._positions()),
             ("cache of a token", "unknown" if self.cache_bytes is None else f"{self.cache_bytes / 1024:,.1f} KiB"),
+            *([] if self.held_bytes is None else [("cache of such a text", self._held(*self.held_bytes))]),
         ]
+
+    @staticmethod
+    def _held(ours: int, plain: int) -> str:
+        return f"{ours / _MIB:,.1f} MiB, with plain generate {plain / _MIB:,.1f}, since some layers see a window"
 
     def _skips(self) -> str:
         blocks = sum(map(len, self.skippable))
@@ -183,6 +193,7 @@ def inspect_model(model: Any) -> Inspection:
         unseen=_unseen(inner),
         position_limit=anatomy.position_limit is not None,
         cache_bytes=_cache_bytes(config.get_text_config(decoder=True), inner.dtype),
+        held_bytes=_held_bytes(config.get_text_config(decoder=True), anatomy.max_positions, inner.dtype),
         packed_bytes=_packed_bytes(inner, anatomy),
     )
 
@@ -247,6 +258,18 @@ def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
         return None
     size = torch.empty((), dtype=dtype, device="meta").element_size()
     return 2 * int(config.num_hidden_layers) * heads * width * size
+
+
+def _held_bytes(config: Any, tokens: int | None, dtype: torch.dtype) -> tuple[int, int] | None:
+    """Bytes of a long text's keys and values in our buffers and in plain's, if a window makes these differ."""
+    token, layers = _cache_bytes(config, dtype), DynamicCache(config=config).layers
+    sizes = [size for layer in layers if (size := window_of(layer)) and tokens is not None and size < tokens]
+    if token is None or tokens is None or not sizes:
+        return None
+    window, others = Window(max(sizes), 1), tokens * (len(layers) - len(sizes))
+    window.reserve(tokens)
+    of_layer = token // int(config.num_hidden_layers)
+    return (of_layer * (others + len(sizes) * window.capacity), of_layer * (others + sum(sizes) - len(sizes)))
 
 
 def _packed_bytes(model: PreTrainedModel, anatomy: Anatomy) -> int | None:

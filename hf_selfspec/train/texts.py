@@ -118,7 +118,7 @@ def _of_first_process(make: Callable[[], list[list[int]]], is_for_all: bool = Fa
     if is_for_all or PartialState().is_main_process:
         try:
             made = [make()]
-        except Exception as error:
+        except Exception as error:  # the other processes have to learn of any
             made = [error]
     broadcast_object_list(made)
     if isinstance(made[0], Exception):

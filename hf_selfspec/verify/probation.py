@@ -100,16 +100,15 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     if any(module.training and module.p for module in dropouts):
         return Outcome()  # with dropout, plain generate has other logits each time
     outcomes = _outcomes.setdefault(call.model, _Outcomes())
-    given = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
+    tensors = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
     numbers = {name: value for name, value in call.model_kwargs.items() if isinstance(value, (bool, int, float, str))}
-    cache = given_cache(call.model_kwargs)
     kind = (
         unseen.state,
         len(call.input_ids) > 1,
         call.input_ids.shape[1].bit_length(),
-        frozenset(given),
+        frozenset(tensors),
         repr(sorted(numbers.items())),
-        _is_used(cache),
+        _is_used(given_cache(call.model_kwargs)),
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
     )
     with outcomes.lock:
@@ -121,13 +120,12 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         before = Snapshot(unseen.things)
         try:
             outcome = _compared(call, decode, before)
-            if before.moves:
-                key = loose
+            key = loose if before.moves else key
         except PlainError:  # what that leaves is plain's
             raise
         except _StatefulError as error:
             key, outcome = unseen.reasons, Outcome(str(error))
-        except BaseException:
+        except BaseException:  # interrupts, too
             before.restore()
             raise
         before.restore()
@@ -156,7 +154,7 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
         try:
             count = TOKENS if len(call.input_ids) == 1 else _TOKENS_OF_ROWS
             short = _short(call, count)
-        except Exception as error:
+        except Exception as error:  # of the user's cache
             return Outcome(f"its cache cannot be copied ({brief(error)})", is_final=False)
         try:
             chosen, expected = _by_plain(short)
@@ -174,7 +172,7 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
         if counts := before.count_on():
             try:
                 steers = _apart(expected[:1], _by_plain(_short(call, 1))[1]) > allowed
-            except Exception:
+            except Exception:  # that of a count which nothing is for any more
                 steers = True
             if steers:
                 raise _StatefulError("what it does depends on how many forwards there were, which drafts change")
@@ -304,7 +302,7 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
                 short.generation_config,
                 **short.model_kwargs,
             )
-    except Exception as error:
+    except Exception as error:  # of the user's model
         raise PlainError(len(logits)) from error
     return ids[:, -len(logits) :], logits
 
@@ -347,6 +345,6 @@ def cannot_be_laid_out(call: Any, error: Exception, lay_out: Callable[..., Any])
     settings = Settings(draft=Lookup())
     try:
         lay_out(call, settings, settings._known(call.model), checks_logits=False)
-    except Exception:
+    except Exception:  # of the user's model
         return True
     return False

@@ -381,7 +381,7 @@ def test_calls_do_not_wait_for_a_file_that_another_process_holds(
     monkeypatch.setattr(files_shared, "locked", trying)
     start = shared.monotonic()
     for now in times:
-        monkeypatch.setattr(shared, "monotonic", lambda: start + now)  # noqa: B023
+        monkeypatch.setattr(shared, "monotonic", lambda: start + now)  # noqa: B023  # used within its turn
         llama.generate(**OTHER, max_new_tokens=4, assistant=spec)
     # After 10 s, and then 20, 40, ...
     assert tried == [20.0, 40.0, 80.0, 160.0, 320.0, 640.0]

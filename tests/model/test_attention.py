@@ -54,7 +54,7 @@ def ragged(rows: int = 3, width: int = 40) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-class Telling(type(ALL_MASK_ATTENTION_FUNCTIONS)):  # type: ignore[misc]
+class Telling(type(ALL_MASK_ATTENTION_FUNCTIONS)):  # type: ignore[misc]  # a class that is found at runtime
     """Masks that are told something of which nobody knows."""
 
     def __getitem__(self, name: str) -> Any:

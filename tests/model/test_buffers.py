@@ -14,8 +14,8 @@ from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
-from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model import graphs, runner, traceable
+from hf_selfspec.model.bank import Bank
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import graphs_of
 
@@ -139,7 +139,7 @@ def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -
     def exhausted(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(cache_module._Bank, "_allocate", exhausted)
+    monkeypatch.setattr(Bank, "_allocate", exhausted)
     cache.seek([4], 400)
     with pytest.raises(torch.OutOfMemoryError):
         cache.update(torch.ones(1, 2, 400, 8), torch.ones(1, 2, 400, 8), 0)

@@ -17,9 +17,9 @@ from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, register_architecture
 from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import anatomy as anatomy_module
-from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import MaskSpec
+from hf_selfspec.model.bank import Bank
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.logits import Logits, Tops
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
@@ -130,13 +130,13 @@ def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
 
 def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, without Python's search for reference cycles."""
-    keep, made = cache_module._Bank._keep, list[weakref.ref[torch.Tensor]]()
+    keep, made = Bank._keep, list[weakref.ref[torch.Tensor]]()
 
     def watched(self: Any, buffer: torch.Tensor) -> None:
         keep(self, buffer)
         made.append(weakref.ref(buffer))
 
-    monkeypatch.setattr(cache_module._Bank, "_keep", watched)
+    monkeypatch.setattr(Bank, "_keep", watched)
     gc.disable()
     try:
         llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())

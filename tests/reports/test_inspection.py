@@ -89,6 +89,14 @@ def test_the_cache_of_a_token() -> None:
     assert inspect_model(build("mamba2").config).cache_bytes is None
 
 
+def test_the_cache_of_a_text_with_windows() -> None:
+    """Two of four layers keep 8 tokens and room for 16, with plain generate 7; a token has 128 bytes in each."""
+    told = inspect_model(build("gemma3_text"))
+    assert told.held_bytes == (128 * (2 * 128 + 2 * 24), 128 * (2 * 128 + 2 * 7))
+    assert "cache of such a text   0.0 MiB, with plain generate 0.0" in str(told)
+    assert inspect_model(tiny_llama()).held_bytes is None
+
+
 def test_models_that_are_refused() -> None:
     told = inspect_model(T5ForConditionalGeneration(T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)))
     assert "is an encoder-decoder model" in told.refused
