@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,7 +18,7 @@ from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
-from .graphs import COMPARISONS, FAILURES, Graph, Graphs, graphs_of
+from .graphs import COMPARISONS, Graph, Graphs, graphs_of
 from .layout import Feed, TreeLayout
 from .linear import ADAPTED
 from .modules import has_hooks, is_compiled, is_tensor_parallel
@@ -38,8 +38,9 @@ class GraphRunner:
 
     target: Target
     graphs: Graphs
-    compares: bool  # whether results of all new graphs, not of captures alone, are compared with the model's own
+    compares: bool  # whether numbers of a model's code are unknown, which graphs may hold and which may change
     waited_seconds: float = 0.0  # for graphs to be compiled
+    _compared_here: set[Graph] = field(default_factory=set)
     _is_served: bool = True
 
     @classmethod
@@ -140,10 +141,11 @@ class GraphRunner:
         if graph is None:
             return eager()
         try:
-            if graph.compared < COMPARISONS and (self.compares or device.type == "cuda"):
+            is_new = graph.compared < COMPARISONS and (self.compares or device.type == "cuda")
+            if is_new or (self.compares and graph not in self._compared_here):
                 return self._compared(graph, run, by_graph, eager)
             return graph.faster_of(s, by_graph, eager)
-        except FAILURES as error:
+        except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, key)
             return eager()
 
@@ -156,8 +158,9 @@ class GraphRunner:
         pairs = zip(ours, (logits, run.captured, run.exit_state), strict=True)
         apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
         if max(read(torch.stack(apart))[0]) > 1:
-            raise NoGraphError(f"the graph of {graph.what} has other results than the model's own code")
+            raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
+        self._compared_here.add(graph)
         return logits
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:

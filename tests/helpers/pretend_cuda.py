@@ -11,21 +11,22 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 # What torch asks of a device's runtime before it dispatches anything.
@@ -48,7 +49,7 @@ static impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Runtime()
 
 
 def _register_runtime() -> None:
-    torch_folder, name = Path(torch.__file__).parent, f"pretended_cuda_runtime_{torch.__version__}.so"
+    torch_folder, name = Path(torch.__file__).parent, f"pretended_cuda_{torch.__version__}_{crc32(_RUNTIME.encode())}.so"
     if not (library := Path(tempfile.gettempdir(), name)).exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             (source := Path(folder, "runtime.cpp")).write_text(_RUNTIME)
@@ -124,40 +125,48 @@ counts = Counts()
 class Graph:
     """A ``torch.cuda.CUDAGraph``."""
 
-    captured: Graph | None = None  # the one that is being captured
+    captures = threading.local()  # of this thread the one that is ``running``
 
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
 
+    @staticmethod
+    def captured() -> Graph | None:
+        return getattr(Graph.captures, "running", None)
+
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        assert Graph.captured is None
-        Graph.captured = self
+        assert Graph.captured() is None
+        Graph.captures.running = self
         try:
             yield
         finally:
-            Graph.captured = None
+            del Graph.captures.running
 
     def replay(self) -> None:
         """Does all operations again on the same tensors, and writes their results to the same ones."""
-        assert Graph.captured is None
+        assert Graph.captured() is None
         counts.launch("graph")
-        for func, args, kwargs, results in self._steps:
-            for before, now in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(now, torch.Tensor) and now.untyped_storage() != before.untyped_storage():
-                    before.copy_(now)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # values are a CPU's
+            for func, args, kwargs, results in self._steps:
+                now = func(*args, **kwargs)
+                for before, value in zip(results, now if isinstance(now, tuple) else (now,), strict=False):
+                    before.copy_(value)
 
     @staticmethod
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
+    def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation on raw tensors, of which a capture takes note."""
         result = func(*args, **kwargs)
-        if Graph.captured is not None:
-            Graph.captured._steps.append((func, args, kwargs, tree_leaves(result)))
+        if (graph := Graph.captured()) is not None and name not in _VIEWS:
+            before = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
+            new = [value for value in _tensors(result) if value.untyped_storage().data_ptr() not in before]
+            assert not new or len(new) == len(_tensors(result))
+            graph._steps.append((func, args, kwargs, new))
         return result
 
     @staticmethod
     def forbid(what: str) -> None:
-        if Graph.captured is not None:
+        if Graph.captured() is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
 
@@ -186,6 +195,18 @@ class Pretended(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """As of ``torch.utils._pytree``, whose functions take as long as a tiny model's operations."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(function, item) for item in value])
+    return {key: _mapped(function, item) for key, item in value.items()} if isinstance(value, dict) else function(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [value] if isinstance(value, torch.Tensor) else [tensor for item in items for tensor in _tensors(item)]
+
+
 def _raw(value: Any) -> Any:
     return value.raw if isinstance(value, Pretended) else value
 
@@ -196,13 +217,13 @@ def _is_here(device: Any) -> bool:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.split("::")[1]
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    tensors = _tensors((args, kwargs))
     here = [value for value in tensors if isinstance(value, Pretended)]
     elsewhere = [value for value in tensors if not isinstance(value, Pretended)]
     device = kwargs.get("device")
     if not here and not _is_here(device):
         return func(*args, **kwargs)
-    raw_args, raw_kwargs = tree_map(_raw, (args, dict(kwargs)))
+    raw_args, raw_kwargs = _mapped(_raw, (args, kwargs))
     if device is not None:
         raw_kwargs["device"] = "cpu"
     raw_kwargs.pop("pin_memory", None)
@@ -217,13 +238,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
     if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
         func = partial(_histogram, func)
-    result = Graph.run(func, raw_args, raw_kwargs)
+    result = Graph.run(name, func, raw_args, raw_kwargs)
     for value in here:
         if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
             return value  # in place
     if name == "_to_copy" and any(result is value.raw for value in here):
         result = result.clone()
-    return tree_map(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
+    return _mapped(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
 
 
 def _histogram(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -270,19 +291,27 @@ class _Called(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
             counts.launch("attention")
-            here = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Pretended)]
+            here = [value for value in _tensors((args, kwargs)) if isinstance(value, Pretended)]
             if counts.is_on:
                 counts.attention.add(tuple((value.shape, value.stride()) for value in here))
             place = _place_of("attention", args, here)
-            raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+            raw_args, raw_kwargs = _mapped(_raw, (args, kwargs))
             with torch._C.DisableTorchFunction():
-                return Pretended(Graph.run(func, raw_args, raw_kwargs), place)
+                return Pretended(Graph.run("attention", func, raw_args, raw_kwargs), place)
         if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
             counts.upload("tensor")
             return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
         if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
             counts.upload("new_tensor")
             return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], Pretended):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, list) for part in index):
+                counts.upload("index")
+                index = tuple(
+                    Pretended(torch.tensor(part), args[0].device) if isinstance(part, list) else part for part in index
+                )
+                return func(args[0], index, *args[2:])
         if func is torch.Tensor.pin_memory:
             return args[0].clone()
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
@@ -332,7 +361,7 @@ _MODULE: dict[str, Any] = {
     "CUDAGraph": Graph,
     "graph": lambda graph, **_: graph.capturing(),
     "graph_pool_handle": lambda: (0, 1),
-    "is_current_stream_capturing": lambda: Graph.captured is not None,
+    "is_current_stream_capturing": lambda: Graph.captured() is not None,
 }
 
 
@@ -343,8 +372,17 @@ def pretended() -> Iterator[None]:
         for name, value in _MODULE.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.accelerator, "synchronize", _synchronize))
-        stack.enter_context(_Dispatched())
-        stack.enter_context(_Called())
+        # Else weights that move keep their objects, which are a CPU's.
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.enter_context(here())
+        yield
+
+
+@contextmanager
+def here() -> Iterator[None]:
+    """Makes the devices usable in a further thread."""
+    with _Dispatched(), _Called():
         yield
 
 

@@ -2,9 +2,10 @@
 
 import json
 import sys
-import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -15,12 +16,13 @@ from helpers import pretend_cuda
 from helpers.architectures import build
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_cuda import Graph, Pretended, counts, move, pretended, spread
+from helpers.pretend_cuda import Graph, Pretended, counts, here, move, pretended, spread
 from hf_selfspec import AdaptiveThreshold, ClosestLayers, ConfidenceThreshold, CostTree, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model import graphs as graphs_module
+from hf_selfspec.model.runner import GraphRunner
 from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.lora import DraftLora
@@ -116,59 +118,99 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     }
 
 
-# What goes wrong with captures, and when: at the start of one, in the midst of it, or when it is replayed.
 def _fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("CUDA error: it fails")
 
 
+def _by_slot(function: Callable[..., Any]) -> Any:
+    """Logits that grow with the text, by a number that a graph holds as it was; ids are the same."""
+
+    def scaled(owner: Any, *args: Any) -> Any:
+        found = function(owner, *args)
+        logits = found[0] if isinstance(found, list) else found
+        if logits is not None and logits.shape[-1] == VOCABULARY:
+            logits.mul_(1.0 + _SLOT.now)
+        return found
+
+    return scaled
+
+
+_SLOT = SimpleNamespace(now=0)
+
+
+@contextmanager
+def _changing_number() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, name in ((Target, "run_eagerly"), (GraphRunner, "_forward")):
+            stack.enter_context(patch.object(kind, name, _by_slot(getattr(kind, name))))
+        yield
+
+
+# What goes wrong with captures, and when: at the start of one, in its midst, when it is replayed, or unseen.
 FAILURES: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "begin": lambda: patch.object(torch.cuda, "graph", _fail),
     "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),
     "replay": lambda: patch.object(Graph, "replay", _fail),
     "other results": lambda: patch.object(Graph, "replay", lambda graph: None),
+    "a number": _changing_number,
 }
 
 
-def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str) -> dict[str, Any]:
+def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", threads: int = 1) -> dict[str, Any]:
     """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
-    model, calls, is_same = build(architecture), [], True
+    model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for number, (width, new) in enumerate([(20, 40), (20, 40), (20, 40), (9, 90), (20, 40)]):
-        ids = torch.randint(5, 60, (rows, 5), generator=torch.Generator().manual_seed(number)).repeat(1, width // 4)
+    for number, (repeats, new) in enumerate([(4, 30), (21, 20), (2, 30)]):  # in 128 slots, in 256, and in 128 again
+        ids = torch.randint(5, 60, (rows, 5), generator=torch.Generator().manual_seed(number)).repeat(1, repeats)
         mask = torch.ones_like(ids)
         for row in range(1, rows):
             mask[row, :row] = 0
         inputs = {"input_ids": ids, "attention_mask": mask}
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
-    forwards = Target._run
+    original_run, original_round = Target._run, Decoder._round
+    forwards = rounds = 0
 
-    def forward(target: Target, *args: Any, **kwargs: Any) -> Any:
-        counts.launches["forwards", ""] += 1
-        return forwards(target, *args, **kwargs)
+    def forward(target: Target, tokens: torch.Tensor, cursors: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += counts.is_on
+        _SLOT.now = max(cursors)
+        return original_run(target, tokens, cursors, *args, **kwargs)
 
-    with ExitStack() as stack:
-        for context in (pretended(), FAILURES[failure](), warnings.catch_warnings()):
-            stack.enter_context(context)
-        stack.enter_context(patch.object(Target, "_run", forward))
-        # Times tell nothing here.
-        stack.enter_context(
-            patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
-        )
-        warnings.simplefilter("ignore")
-        move(model)
-        for inputs, expected, new in calls:
-            counts.reset("round")
-            counts.is_on = True
+    def counted(decoder: Decoder) -> None:
+        nonlocal rounds
+        counts.is_on, rounds = True, rounds + 1
+        try:
+            original_round(decoder)
+        finally:
+            counts.is_on = False
+
+    def generated(inputs: dict[str, torch.Tensor], expected: torch.Tensor, new: int) -> bool:
+        with here():
             on_device = {name: Pretended(value) for name, value in inputs.items()}
             ids = model.generate(**on_device, **options, max_new_tokens=new, assistant=spec)
-            is_same = is_same and torch.equal(ids.raw, expected)
-    assert spec.stats is not None
-    replays, all_forwards = counts.launches["round", "graph"], counts.launches["forwards", ""] - 1  # but the prefill
+            return torch.equal(ids.raw, expected)
+
+    are_same = []
+    with ExitStack() as stack:
+        # Times tell nothing here.
+        taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+        patches = patch.object(Target, "_run", forward), patch.object(Decoder, "_round", counted)
+        for context in (pretended(), FAILURES[failure](), taken, *patches):
+            stack.enter_context(context)
+        move(model)
+        for call in calls:
+            counts.reset("round")
+            forwards = rounds = 0
+            with ThreadPoolExecutor(threads) as pool:
+                are_same += pool.map(generated, *zip(*[call] * threads, strict=True))
+    replays = counts.launches["round", "graph"]
     return {
-        "same": is_same,
-        "replays": replays / all_forwards,
-        "launches a round": (counts.launches.total() - replays) / spec.stats.verify_passes,
+        "same": all(are_same),
+        "waits": counts.reads.total() / rounds,
+        "uploads": {name: count / rounds for name, count in counts.uploads.items() if "blocking" in name},
+        "replays": replays / forwards,
+        "launches": (counts.launches.total() - replays) / rounds,
         "graphs": sum(graphs.count for graphs in graphs_module._of_models.get(model, [])),
     }
 
