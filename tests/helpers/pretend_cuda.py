@@ -49,7 +49,10 @@ static impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Runtime()
 
 
 def _register_runtime() -> None:
-    torch_folder, name = Path(torch.__file__).parent, f"pretended_cuda_{torch.__version__}_{crc32(_RUNTIME.encode())}.so"
+    torch_folder, name = (
+        Path(torch.__file__).parent,
+        f"pretended_cuda_{torch.__version__}_{crc32(_RUNTIME.encode())}.so",
+    )
     if not (library := Path(tempfile.gettempdir(), name)).exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             (source := Path(folder, "runtime.cpp")).write_text(_RUNTIME)

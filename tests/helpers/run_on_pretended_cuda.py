@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +18,16 @@ from helpers.architectures import build
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import Graph, Pretended, counts, here, move, pretended, spread
-from hf_selfspec import AdaptiveThreshold, ClosestLayers, ConfidenceThreshold, CostTree, FixedLength, SelfSpec, TopKTree
+from hf_selfspec import (
+    AdaptiveThreshold,
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    FixedLength,
+    SelfSpec,
+    TopKTree,
+    errors,
+)
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
@@ -198,6 +208,8 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         patches = patch.object(Target, "_run", forward), patch.object(Decoder, "_round", counted)
         for context in (pretended(), FAILURES[failure](), taken, *patches):
             stack.enter_context(context)
+        told = stack.enter_context(warnings.catch_warnings(record=True))
+        errors.issued.clear()
         move(model)
         for call in calls:
             counts.reset("round")
@@ -207,11 +219,13 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     replays = counts.launches["round", "graph"]
     return {
         "same": all(are_same),
+        "rounds": rounds,
         "waits": counts.reads.total() / rounds,
-        "uploads": {name: count / rounds for name, count in counts.uploads.items() if "blocking" in name},
+        "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
         "replays": replays / forwards,
         "launches": (counts.launches.total() - replays) / rounds,
         "graphs": sum(graphs.count for graphs in graphs_module._of_models.get(model, [])),
+        "warnings": [str(warning.message) for warning in told],
     }
 
 
