@@ -10,8 +10,8 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -22,6 +22,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, brief, muted, warn_once
 from ..forks import in_children, new_lock
+from .captures import Captured, Run, Shared, reserved_bytes
 from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
@@ -33,8 +34,6 @@ _USES, _USES_CAPTURED = 8, 3
 _MOST, _FAILURES = 128, 4
 # A capture leaves at least this share of a device's memory free.
 _FREE = 1 / 16
-# Forwards before a capture, in which libraries choose their kernels.
-_WARM_UPS = 2
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
 _COUNTED = 512
 # Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts. Both are timed
@@ -50,7 +49,6 @@ _PLACES = 2
 # Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 
-Run = Callable[..., Sequence[torch.Tensor]]
 What = Callable[[], str]  # returns what a graph is of, for messages
 Result = TypeVar("Result")
 
@@ -116,6 +114,7 @@ class Graphs:
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _unasked: int = 0  # forwards that have not asked for a graph, since none is faster
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
+    _bytes: int = 0  # and of a GPU's memory
     _failures: int = 0
     _captured: Any = None  # what captures share
     _lock: Any = field(default_factory=new_lock)
@@ -154,6 +153,7 @@ class Graphs:
         if like.is_cuda:
             free, total = torch.cuda.mem_get_info(like.device)
             if free < _FREE * total:
+                warn_once(f"{self.whose} has no further graphs while so little of its device's memory is free.")
                 return True
         return len(self._graphs) >= _MOST
 
@@ -162,8 +162,10 @@ class Graphs:
         with self._lock:
             if count := len(self._new):
                 graphs = "graph" if count == 1 else "graphs"
-                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s.")
+                memory = f" and {self._bytes / 2**20:.0f} MiB" if self._bytes else ""
+                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s{memory}.")
                 self._new.clear()
+                self._bytes = 0
             self._are_slower()
 
     def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, what: What) -> Graph | None:
@@ -176,10 +178,11 @@ class Graphs:
         began = perf_counter()
         try:
             with _one:
+                reserved = reserved_bytes(device)
                 run = self._compiled(function, inputs) if self.config else function
                 if device.type == "cuda":
-                    self._captured = self._captured or _Shared(torch.cuda.graph_pool_handle())
-                    run = _Captured(run, inputs, fixed, self._captured)
+                    self._captured = self._captured or Shared(torch.cuda.graph_pool_handle())
+                    run = Captured(run, inputs, fixed, self._captured)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
             return None
@@ -187,6 +190,7 @@ class Graphs:
             self.failed(error)
             return None
         self._new.append(perf_counter() - began)
+        self._bytes += max(reserved_bytes(device) - reserved, 0)
         graph = Graph(run, what(), _clock_of(device))
         _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
@@ -240,49 +244,6 @@ class Graphs:
             run: Run = torch.compile(graph, **_options(self.config, inputs[0].device))
             run(*inputs)
         return run if inputs[0].is_cuda else partial(_in_turn, run)
-
-
-class _Shared:
-    """What captured forwards of a model share: memory, which each of them overwrites, so that one runs at a time."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool, self.lock = pool, new_lock()
-        self.stream: Any = None  # the one of the last run
-
-    @contextmanager
-    def alone(self, device: torch.device) -> Iterator[None]:
-        with self.lock:
-            stream, before = torch.cuda.current_stream(device), self.stream
-            if before is not None and before != stream:  # of another thread
-                stream.wait_stream(before)
-            self.stream = stream
-            yield
-
-
-class _Captured:
-    """The kernels of a forward, which read its inputs from memory of their own, and all of which one launch runs."""
-
-    def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, shared: _Shared) -> None:
-        self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
-        changing, rest = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
-        stream = torch.cuda.Stream(self._device)
-        with shared.alone(self._device):
-            self._inputs = [value.clone() for value in changing]
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    function(*self._inputs, *rest)
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-            # Work of other threads goes on, and is no part of it.
-            with torch.cuda.graph(self._graph, pool=shared.pool, stream=stream, capture_error_mode="thread_local"):
-                self._results = function(*self._inputs, *rest)
-
-    def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        with self._shared.alone(self._device):
-            for mine, value in zip(self._inputs, inputs, strict=False):
-                mine.copy_(value)
-            self._graph.replay()
-            return [value.clone() for value in self._results]
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:

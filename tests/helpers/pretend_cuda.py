@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ _register_runtime()
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 # What has a size that depends on values.
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "nonzero_numpy", "unique_dim", "_unique2", "repeat_interleave"}
+_RANDOM = {"bernoulli_", "exponential_", "multinomial", "rand", "rand_like", "uniform_"}
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # What launches nothing.
 _VIEWS = {
@@ -129,6 +130,7 @@ class Graph:
     """A ``torch.cuda.CUDAGraph``."""
 
     captures = threading.local()  # of this thread the one that is ``running``
+    left_open = False  # whether torch's generator of random numbers still waits for the end of a capture that failed
 
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
@@ -138,11 +140,14 @@ class Graph:
         return getattr(Graph.captures, "running", None)
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capturing(self, stream: Any = None, **_: Any) -> Iterator[None]:
         assert Graph.captured() is None
-        Graph.captures.running = self
+        before, Graph.captures.running, Graph.left_open = _streams.current, self, True
+        _streams.current = stream
         try:
             yield
+            # As torch leaves these after an error in a capture.
+            _streams.current, Graph.left_open = before, False
         finally:
             del Graph.captures.running
 
@@ -237,6 +242,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _READS:
         counts.read(name)
         return func(*raw_args, **raw_kwargs)
+    if name in _RANDOM and Graph.left_open and Graph.captured() is None:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
     _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
     if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
@@ -345,6 +352,21 @@ class _Stream:
         pass
 
 
+class _Streams(threading.local):
+    current = default = _Stream()
+
+    @contextmanager
+    def during(self, stream: _Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+_streams = _Streams()
+
+
 def _synchronize(device: Any = None) -> None:
     counts.read("synchronize")
 
@@ -359,10 +381,11 @@ _MODULE: dict[str, Any] = {
     "synchronize": _synchronize,
     "Event": _Event,
     "Stream": _Stream,
-    "current_stream": lambda device=None: _Stream(),
-    "stream": lambda stream: nullcontext(),
+    "current_stream": lambda device=None: _streams.current,
+    "default_stream": lambda device=None: _streams.default,
+    "stream": _streams.during,
     "CUDAGraph": Graph,
-    "graph": lambda graph, **_: graph.capturing(),
+    "graph": Graph.capturing,
     "graph_pool_handle": lambda: (0, 1),
     "is_current_stream_capturing": lambda: Graph.captured() is not None,
 }

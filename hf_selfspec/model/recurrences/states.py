@@ -150,9 +150,7 @@ class StateUpdate:
     """The tokens that the running forward feeds into recurrent states: prompts, of which some count, a line, a tree."""
 
     starts: Sequence[int]  # for each row the slot of the first token
-    counts: RowNumbers | Sequence[int] | None = (
-        None  # for each row how many of a prompt count, None where all may be rolled back
-    )
+    counts: Sequence[int] | None = None  # for each row how many of a prompt count, None where all may be rolled back
     nodes: TreeLayout | None = None  # the tree that they form, None for a line
     is_scratch: bool = False  # whether nothing of it is kept
 
@@ -167,7 +165,8 @@ class StateUpdate:
         """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
         if self.counts is None or min(self.counts) == length:
             return None
-        return torch.arange(length, device=device) < self.counts.on(device).expand(len(self.counts), 1)
+        counts = RowNumbers.of(self.counts).on(device)
+        return torch.arange(length, device=device) < counts.expand(len(self.counts), 1)
 
     def begin(self, log: StateLog) -> Sequence[int]:
         """For each row the slot of its first token in a log; a row without tokens stays where it is."""
