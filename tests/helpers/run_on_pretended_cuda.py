@@ -17,7 +17,7 @@ from helpers import pretend_cuda
 from helpers.architectures import build
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_cuda import Graph, Pretended, counts, here, move, pretended, spread
+from helpers.pretend_cuda import DEVICE, Graph, Pretended, counts, here, move, pretended, spread
 from hf_selfspec import (
     AdaptiveThreshold,
     ClosestLayers,
@@ -80,16 +80,25 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+def _prompts(rows: int, width: int, repeats: int = 1, seed: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (rows, width), generator=torch.Generator().manual_seed(seed)).repeat(1, repeats)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, :row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _moved(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: Pretended(values) for name, values in inputs.items()}
+
+
 def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[..., None] = move) -> dict[str, Any]:
     """Reads, uploads and launches outside of layers, for each round or draft step, and whether ids are plain's."""
     torch.manual_seed(0)
     model = tiny_llama(layers=4, factor=0.1)
-    ids = torch.randint(3, 90, (rows, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, :row] = 0
+    inputs = _prompts(rows, 12)
     options = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0} | options
-    plain = model.generate(ids, attention_mask=mask, **options)
+    plain = model.generate(**inputs, **options)
     original_round, original_propose = Decoder._round, PartialDraft.propose
     steps: list[int] = []
 
@@ -113,7 +122,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
         place(model)
         pretend_cuda.leave_out(model.model.layers)
-        output = model.generate(Pretended(ids), attention_mask=Pretended(mask), assistant=spec, **options)
+        output = model.generate(**_moved(inputs), assistant=spec, **options)
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
     return {
@@ -176,12 +185,8 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for number, (repeats, new) in enumerate([(4, 30), (21, 20), (2, 30)]):  # in 128 slots, in 256, and in 128 again
-        ids = torch.randint(5, 60, (rows, 5), generator=torch.Generator().manual_seed(number)).repeat(1, repeats)
-        mask = torch.ones_like(ids)
-        for row in range(1, rows):
-            mask[row, :row] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask}
+    for number, (repeats, new) in enumerate([(4, 24), (21, 16), (2, 24)]):  # in 128 slots, in 256, and in 128 again
+        inputs = _prompts(rows, 5, repeats, number)
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
     original_run, original_round = Target._run, Decoder._round
     forwards = rounds = 0
@@ -201,12 +206,14 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
             counts.is_on = False
 
     def generated(inputs: dict[str, torch.Tensor], expected: torch.Tensor, new: int) -> bool:
-        with here():
-            on_device = {name: Pretended(value) for name, value in inputs.items()}
-            ids = model.generate(**on_device, **options, max_new_tokens=new, assistant=spec)
-            return torch.equal(ids.raw, expected)
+        ids = model.generate(**_moved(inputs), **options, max_new_tokens=new, assistant=spec)
+        return torch.equal(ids.raw, expected)
 
-    are_same = []
+    def in_thread(_: int) -> bool:
+        with here():
+            return generated(*calls[0])
+
+    are_same: list[bool] = []
     with ExitStack() as stack:
         # Times tell nothing here.
         taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
@@ -216,14 +223,15 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
         move(model)
-        for call in calls:
+        with ThreadPoolExecutor(threads) as pool:
+            are_same += pool.map(in_thread, range(threads if threads > 1 else 0))
+        for call in calls if threads == 1 else []:
             counts.reset("round")
             forwards = rounds = 0
-            with ThreadPoolExecutor(threads) as pool:
-                are_same += pool.map(generated, *zip(*[call] * threads, strict=True))
-        if failure:  # whatever it was, this thread goes on as before
-            are_same.append(generated(*calls[0]) and torch.cuda.current_stream() is torch.cuda.default_stream())
-            torch.rand(1, device="cuda")
+            are_same.append(generated(*call))
+        # Whatever has failed, further work goes on as before.
+        are_same.append(torch.cuda.current_stream() is torch.cuda.default_stream())
+        torch.rand(1, device=DEVICE)
     replays = counts.launches["round", "graph"]
     return {
         "same": all(are_same),
