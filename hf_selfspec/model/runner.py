@@ -30,6 +30,8 @@ from .transfer import read
 
 # The rounding of TF32, and how many roundings of the largest number results may be apart.
 _REDUCED, _ROUNDINGS = 2.0**-10, 32.0
+# The share of a GPU's memory up to which keys and values stay where graphs look for them; else a call makes new graphs.
+_KEPT = 1 / 16
 
 
 @dataclass(eq=False)
@@ -79,7 +81,11 @@ class GraphRunner:
         finally:
             graphs.report()
             if place is not None:
-                graphs.places.append(Place() if graphs.refused else place)
+                is_large = graphs.config is None and _is_large(place, self.target.model.device)  # captures are quick
+                if graphs.refused or is_large:
+                    graphs.forget(lambda key: key[0] is place)
+                    cache.place, place = None, Place()
+                graphs.places.append(place)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
@@ -231,6 +237,11 @@ def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _needs_addresses(device: torch.device) -> bool:
     """Whether graphs write where they were recorded, as CUDA graphs do."""
     return device.type != "cpu"
+
+
+def _is_large(place: Place, device: torch.device) -> bool:
+    """Whether it would take more of a GPU's memory than may stay with a model after a call."""
+    return device.type == "cuda" and place.bytes > _KEPT * torch.cuda.mem_get_info(device)[1]
 
 
 def _modes(device: torch.device) -> Hashable:

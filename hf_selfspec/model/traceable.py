@@ -54,6 +54,10 @@ class Place:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
         self.version = 0  # of the addresses of earlier buffers
 
+    @property
+    def bytes(self) -> int:
+        return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+
     def buffer(self, name: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Returns a buffer of zeros, of which the generation uses only the last one of a name."""
         pieces, size = self._pieces.setdefault((name, like.dtype, like.device), []), math.prod(shape)

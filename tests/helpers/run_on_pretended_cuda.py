@@ -178,6 +178,7 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "replay": lambda: patch.object(Graph, "replay", _fail),
     "other results": lambda: patch.object(Graph, "replay", lambda graph: None),
     "a number": _changing_number,
+    "small device": lambda: patch.object(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 10)),
 }
 
 

@@ -54,6 +54,7 @@ WARM = [
 FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
 NUMBER, THREADS = ("fixed", "graphs llama", 1, "a number"), ("fixed", "graphs llama", 1, "", 8)
 EAGER = ("lookup", "graphs bloom", 3)
+SMALL = ("fixed", "graphs llama", 1, "small device")
 
 
 def measured(script: str, *cases: tuple[Any, ...]) -> Any:
@@ -63,7 +64,7 @@ def measured(script: str, *cases: tuple[Any, ...]) -> Any:
 @pytest.fixture(scope="module")
 def measures() -> dict[tuple[Any, ...], Any]:
     """Two processes run all cases."""
-    cases = [*BOUNDS, *FEW, *WARM, *FAILING, NUMBER, THREADS, EAGER]
+    cases = [*BOUNDS, *FEW, *WARM, *FAILING, NUMBER, THREADS, EAGER, SMALL]
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(lambda half: measured("run_on_pretended_cuda.py", *half), (cases[::2], cases[1::2]))
         return {case: found for half in (0, 1) for case, found in zip(cases[half::2], next(halves), strict=True)}
@@ -120,6 +121,8 @@ def test_what_fails_in_captures_ends_no_call(measures: dict[tuple[Any, ...], Any
     assert [len(measures[case]["warnings"]) for case in (*FAILING, NUMBER, THREADS, EAGER)] == [1] * 6 + [0, 1]
     assert 0 < measures[NUMBER]["replays"] < 0.5  # those of forwards without logits
     assert measures[THREADS]["graphs"]
+    assert measures[SMALL]["replays"] > 0.5
+    assert not measures[SMALL]["graphs"]  # nor the memory of keys and values, after a call
 
 
 def test_what_a_step_of_a_training_needs() -> None:
