@@ -186,7 +186,8 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for number, (repeats, new) in enumerate([(4, 24), (21, 16), (2, 24)]):  # in 128 slots, in 256, and in 128 again
+    lengths = [(4, 24), (4, 24), (21, 16), (2, 24)]  # in 128 slots, in 256, and in 128 again
+    for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
     original_run, original_round = Target._run, Decoder._round
