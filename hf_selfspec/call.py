@@ -210,7 +210,8 @@ def _lay_out(
         plan=source.whole_model(anatomy),
         is_exact=_is_exact(call, spec, inputs),
     )
-    if (compile_config := _compile_config(call, spec.compile)) is not None:
+    compile_config = _compile_config(call, spec.compile)
+    if compile_config is not None or (spec.compile is None and _captures(call) and not target.is_exact):
         target.compile(GraphRunner.of(target, compile_config, compares=bool(unseen)))
     stateful = (*scorer.stateful, *stopper.stateful)
     loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
@@ -283,11 +284,16 @@ def _is_rounded(model: PreTrainedModel) -> bool:
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
 
 
-def _compile_config(call: Call, wanted: bool | CompileConfig) -> CompileConfig | None:
+def _captures(call: Call) -> bool:
+    """Whether the kernels of forwards can be captured."""
+    return call.input_ids.device.type == "cuda" and call.model.device.type == "cuda"
+
+
+def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileConfig | None:
     """How forwards are compiled, if the ``SelfSpec`` wants it (:attr:`SelfSpec.compile`) or the call."""
-    if wanted is not False:
+    if wanted:
         return CompileConfig() if wanted is True else wanted
-    config: CompileConfig | None = call.generation_config.compile_config
+    config: CompileConfig | None = None if wanted is False else call.generation_config.compile_config
     if config is not None and call.input_ids.device.type == "cpu" and not config._compile_all_devices:
         return None  # as in transformers
     return config

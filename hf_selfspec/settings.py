@@ -53,7 +53,7 @@ class Settings:
     max_draft: int = 25
     cache_dir: StrPath | None = None
     task: str = "default"
-    compile: bool | CompileConfig = field(default=False, hash=False)
+    compile: bool | CompileConfig | None = field(default=None, hash=False)
     exact: bool = False
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
@@ -75,9 +75,9 @@ class Settings:
                 f"{_LONGEST_TASK} of them, got {task!r}."
             )
         check_flag("SelfSpec(exact)", self.exact)
-        if not isinstance(self.compile, (bool, CompileConfig)):
+        if not isinstance(self.compile, (bool, CompileConfig, type(None))):
             raise SettingTypeError(
-                f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
+                f"SelfSpec(compile) must be None, True, False or a transformers.CompileConfig, got {self.compile!r}."
             )
 
     @property

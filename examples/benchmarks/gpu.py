@@ -1,8 +1,11 @@
 """Times random models of usual sizes on an accelerator (synthetic acceptance): generation, forwards, training steps.
 
-``pytest -m cuda tests`` checks there that ids, losses and waits are right. Each piece runs in a process of its own and
-is saved at once, so that one that fails, or takes longer than its limit, leaves the others; the same command goes on
-after what ``--out`` has. ``--device cpu --shapes tiny`` tries it without an accelerator.
+``pytest -m cuda tests`` checks there that ids, losses and waits are right. Each piece runs in a process of its own, and
+each figure is printed and saved as soon as it is there, so that a piece that fails, or takes longer than its limit,
+leaves all others; the same command goes on after what ``--out`` has. The first piece, two minutes at most, tells
+whether the rest is worth its time. Prompts repeat themselves, and random models do, too, so free drafts find more than
+in texts of people: read the speed-up of a way together with its M. ``--device cpu --shapes tiny --prompts 64`` tries it
+without an accelerator.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))  # the package, where it is not installed
 
 import torch
 from synthetic import DTYPES, LlamaShape, exit_damping, random_prompt
@@ -23,7 +31,7 @@ from timing import peak_mib, print_row, print_table_head
 from training import VARIANTS, step_seconds
 from transformers import DynamicCache, LlamaForCausalLM
 
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, __version__
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, __version__
 from hf_selfspec.bench.compare import machine
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import without_cudnn_attention
@@ -39,10 +47,15 @@ SHAPES = {
     "100m": LlamaShape(768, 12, 2048, 16000, heads=12, key_heads=12),
     "1b": LlamaShape(2048, 22, 5632, 32000, heads=32, key_heads=4),  # TinyLlama
     "7b": LlamaShape(4096, 32, 11008, 32000, heads=32, key_heads=32),  # Llama 2
+    "8b": LlamaShape(4096, 32, 14336, 128256, heads=32, key_heads=8),  # Llama 3.1
     "13b": LlamaShape(5120, 40, 13824, 32000, heads=40, key_heads=40),
 }
 # How often drafts should agree, about as often as those of a model that was trained for it.
-AGREEMENT, NUM_DRAFT, PROMPT = 0.8, 4, 128
+AGREEMENT, NUM_DRAFT = 0.8, 4
+# Attention of a verification: query heads of 32 tokens over grouped keys of an 8B model.
+HEADS, KEY_HEADS, HEAD_WIDTH = 32, 8, 128
+# How often a prompt repeats what it begins with.
+REPEATS = 4
 # Forwards between two synchronisations.
 IN_A_ROW = 16
 # Seconds after which a piece is cut, so that it cannot take the time of all others. Not measured on a GPU yet.
@@ -68,25 +81,62 @@ def bandwidth(args: argparse.Namespace, done: Result) -> Result:
     return {"bytes_per_second": 2 * count / statistics.median(seconds[1:])}
 
 
+def probe(args: argparse.Namespace, done: Result) -> Iterator[Result]:
+    """What launches take, with few layers and with many, eager and captured; and attention with a mask, and without."""
+    found: Result = {}
+    for layers in (16, 32):
+        shape = LlamaShape(256, layers, 512, 4096, heads=4, key_heads=4, device=args.device, dtype=torch.bfloat16)
+        model = shape.damped(layers // 4, 0.02)
+        inputs, device = random_prompt(model, 1, 64), torch.device(args.device)
+        ways: dict[str, Any] = {"plain": {}}
+        for name, how in (("eager", False), ("captured", None)):
+            ways[name] = {"assistant": SelfSpec(EarlyExit(layers // 4), FixedLength(NUM_DRAFT), compile=how)}
+        for name, given in ways.items():
+            run = partial(model.generate, **inputs, max_new_tokens=64, do_sample=False, **given)
+            seconds = [seconds_of(run, device) for _ in range(4)]
+            what, ms = (
+                f"{layers} layers, {name}: ms a token, and of the first call",
+                [1e3 * one / 64 for one in seconds],
+            )
+            found[what] = [min(ms), ms[0]]
+            yield found | {"line": f"{what}: {min(ms):.3f} {ms[0]:.3f}"}
+    for slots in (1024, 4096, 8192):
+        query = torch.randn(1, HEADS, NUM_DRAFT + 1, HEAD_WIDTH, dtype=torch.bfloat16, device=args.device)
+        key = torch.randn(1, HEADS, slots, HEAD_WIDTH, dtype=torch.bfloat16, device=args.device)
+        mask = torch.zeros(1, 1, NUM_DRAFT + 1, slots, dtype=torch.bfloat16, device=args.device)
+        for name, given in (("a mask", {"attn_mask": mask}), ("no mask", {})):
+            attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key, **given)
+            often = seconds_of(lambda: [attend() for _ in range(IN_A_ROW)], query.device)  # noqa: B023
+            often = min(often, seconds_of(lambda: [attend() for _ in range(IN_A_ROW)], query.device))  # noqa: B023
+            found[what := f"attention over {slots} slots, {name}: ms"] = [1e3 * often / IN_A_ROW]
+            yield found | {"line": f"{what}: {found[what][0]:.3f}"}
+
+
 def damping(args: argparse.Namespace, done: Result, name: str) -> Result:
     """The damping of the blocks after the exit, a quarter of the layers, with which drafts agree as often as wanted."""
     shape = shape_of(args, name, args.dtype)
     return {"factor": exit_damping(shape, shape.layers // 4, NUM_DRAFT, AGREEMENT)}
 
 
-def generate(args: argparse.Namespace, done: Result, name: str, rows: str) -> Result:
+def generate(args: argparse.Namespace, done: Result, name: str, rows: str, prompt: str) -> Iterator[Result]:
     """Times each way in turn, and forwards of the same model; a way that fails does not stop the others."""
     shape = shape_of(args, name, args.dtype)
     early, device = shape.layers // 4, torch.device(args.device)
     model = shape.damped(early, done[f"damping {name}"]["factor"])
-    inputs = random_prompt(model, int(rows), PROMPT)
-
-    def ours() -> SelfSpec:
-        return SelfSpec(EarlyExit(early), FixedLength(NUM_DRAFT))
-
-    static = {"cache_implementation": "static"}
-    ways = {"plain": {}, "plain, static and compiled": static, "ours": {"assistant": ours()}}
-    ways["ours, compiled"] = static | {"assistant": ours()}
+    inputs = random_prompt(model, int(rows), int(prompt) // REPEATS)
+    inputs = {key: values.repeat(1, REPEATS) for key, values in inputs.items()}
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, static and compiled": {"cache_implementation": "static"}}
+    if rows == "1":
+        ways["transformers' prompt lookup"] = {"prompt_lookup_num_tokens": NUM_DRAFT}
+    line, tree = (EarlyExit(early), FixedLength(NUM_DRAFT)), TopKTree()
+    specs = {
+        "SelfSpec()": SelfSpec(),
+        "lookup()": SelfSpec.lookup(),
+        "an exit": SelfSpec(*line),
+        "an exit, eager": SelfSpec(*line, compile=False),
+        "an exit, a tree": SelfSpec(*line, tree),
+    }
+    ways |= {way: {"assistant": spec} for way, spec in specs.items()}
     first: dict[str, float] = {}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     peaks: dict[str, float] = {}
@@ -97,6 +147,8 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str) -> Re
         with without_cudnn_attention():
             return seconds_of(lambda: model.generate(**inputs, **given), device)
 
+    size = bytes_read(model, shape.layers, int(rows), int(prompt))
+    found: Result = {"ways": {}, "errors": errors, "bytes": size}
     for _ in range(args.repeats + 1):
         for way in [way for way in ways if way not in errors]:
             try:
@@ -109,29 +161,31 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str) -> Re
                 first.setdefault(way, one + whole)
             except Exception as error:  # whatever it is, the other ways can still be timed
                 errors[way] = " ".join(str(error).split())[:300]
-    found: Result = {"ways": {}, "errors": errors, "bytes": bytes_read(model, shape.layers, int(rows), PROMPT)}
-    for way in [way for way in ways if way not in errors]:
-        stats = ways[way]["assistant"].stats if "assistant" in ways[way] else None
-        rates = {} if stats is None else {"alpha": stats.acceptance_rate, "m": stats.mean_generated_length}
-        ms = [1e3 * one for one in seconds[way]]
-        middle = statistics.median(ms)
-        times = {"ms": middle, "spread": (max(ms) - min(ms)) / 2 / middle, "first_seconds": first[way]}
-        found["ways"][way] = times | {"peak_mib": peaks[way]} | rates
-    return found | {"forwards": forwards(model, int(rows), early, args.repeats)}
+            if seconds[way]:
+                stats = ways[way]["assistant"].stats if "assistant" in ways[way] else None
+                rates = {} if stats is None else {"alpha": stats.acceptance_rate, "m": stats.mean_generated_length}
+                ms = [1e3 * one for one in seconds[way]]
+                middle = statistics.median(ms)
+                times = {"ms": middle, "spread": (max(ms) - min(ms)) / 2 / middle, "first_seconds": first[way]}
+                found["ways"][way] = times | {"peak_mib": peaks[way]} | rates
+                yield found | {"line": f"{way}: {ms[-1]:.3f} ms a token {rates or ''}"}
+            elif way in errors:
+                yield found | {"line": f"{way}: {errors[way]}"}
+    yield found | {"forwards": forwards(model, int(rows), int(prompt), early, args.repeats)}
 
 
 @torch.no_grad()
-def forwards(model: LlamaForCausalLM, rows: int, early: int, repeats: int) -> Result:
+def forwards(model: LlamaForCausalLM, rows: int, prompt: int, early: int, repeats: int) -> Result:
     """Times a one-token forward of plain ``generate``, a drafting step and a verification, many of each in a row."""
-    ids, starts = random_prompt(model, rows, PROMPT + NUM_DRAFT + 1)["input_ids"], [PROMPT] * rows
+    ids, starts = random_prompt(model, rows, prompt + NUM_DRAFT + 1)["input_ids"], [prompt] * rows
     layers = model.config.num_hidden_layers
     cache = DynamicCache(config=model.config)
     past = {"use_cache": True, cache_name(model): cache}
-    model(ids[:, :PROMPT], logits_to_keep=1, **past)
+    model(ids[:, :prompt], logits_to_keep=1, **past)
     anatomy = Anatomy.of(model)
     target = Target(model, anatomy, cache_for(model, anatomy, rows, ids.shape[1]))
     exit_plan = LayerPlan.early_exit(layers, early)
-    one, several = ids[:, PROMPT : PROMPT + 1], ids[:, PROMPT:]
+    one, several = ids[:, prompt : prompt + 1], ids[:, prompt:]
 
     def plain() -> None:
         model(one, **past)
@@ -143,7 +197,7 @@ def forwards(model: LlamaForCausalLM, rows: int, early: int, repeats: int) -> Re
         "verification": (lambda: target.step(several, starts), layers),
     }
     with target.prepared():
-        target.prefill(ids[:, :PROMPT], [0] * rows, [PROMPT] * rows)
+        target.prefill(ids[:, :prompt], [0] * rows, [prompt] * rows)
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 + repeats):
         for name, (run, _) in runs.items():
@@ -151,7 +205,7 @@ def forwards(model: LlamaForCausalLM, rows: int, early: int, repeats: int) -> Re
             with without_cudnn_attention() if name == "plain step" else target.prepared():
                 often = seconds_of(lambda: [run() for _ in range(IN_A_ROW)], model.device)  # noqa: B023
             found[name].append(1e3 * often / IN_A_ROW)
-    sizes = {name: bytes_read(model, of, rows, PROMPT) for name, (_, of) in runs.items()}
+    sizes = {name: bytes_read(model, of, rows, prompt) for name, (_, of) in runs.items()}
     return {name: {"ms": statistics.median(found[name][1:]), "bytes": sizes[name]} for name in runs}
 
 
@@ -170,17 +224,18 @@ def training(args: argparse.Namespace, done: Result, name: str) -> Result:
     return step_seconds(model, args.repeats, TRAINING_ROWS, tokens, args.device != "cpu", args.device)
 
 
-PIECES = {"bandwidth": bandwidth, "damping": damping, "generate": generate, "training": training}
+PIECES = {"probe": probe, "bandwidth": bandwidth, "damping": damping, "generate": generate, "training": training}
 
 
 def pieces(args: argparse.Namespace) -> Iterator[str]:
     """The names of all pieces: the first batch size of each model first."""
+    yield "probe"
     yield "bandwidth"
     for rows in args.rows:
         for name in args.shapes:
             if rows == args.rows[0]:
                 yield f"damping {name}"
-            yield f"generate {name} {rows}"
+            yield from (f"generate {name} {rows} {prompt}" for prompt in args.prompts)
         if rows == args.rows[0]:
             yield f"training {args.shapes[0]}"
 
@@ -200,17 +255,25 @@ def run(args: argparse.Namespace, header: dict[str, str]) -> dict[str, Result]:
         left = args.seconds - (time.perf_counter() - begun)
         if left <= 0 or (piece.startswith("generate") and "factor" not in found.get(f"damping {piece.split()[1]}", {})):
             continue
-        command, started = [sys.executable, *sys.argv, "--piece", piece], time.perf_counter()
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT, left), check=True)
-            found[piece] = json.loads(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired as error:
-            if left < LIMIT:
-                continue
-            found[piece] = {"error": f"it was not done after {error.timeout:.0f} s"}
-        except subprocess.CalledProcessError as error:
-            found[piece] = {"error": " ".join(error.stderr.splitlines()[-1:])[:300]}
-        print(f"{time.perf_counter() - started:7.1f} s  {piece}  {found[piece].get('error', '')}", flush=True)
+        started, limit = time.perf_counter(), min(LIMIT, left)
+        with tempfile.TemporaryFile("w+") as told:
+            process = subprocess.Popen(
+                [sys.executable, *sys.argv, "--piece", piece], stdout=subprocess.PIPE, stderr=told, text=True
+            )
+            (timer := threading.Timer(limit, process.kill)).start()
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    found[piece] = json.loads(line)
+                    about = found[piece].pop("line", "")
+                    print(f"{time.perf_counter() - started:7.1f} s  {piece}  {about}", flush=True)
+                    args.out.write_text(json.dumps(record, indent=1))
+            is_late, code = not timer.is_alive(), process.wait()
+            timer.cancel()
+            told.seek(0)
+            if code and not (is_late and limit < LIMIT and piece not in found):
+                why = f"it was not done after {limit:.0f} s" if is_late else " ".join(told.read().splitlines()[-1:])
+                found.setdefault(piece, {})["error"] = why[:300]
+        print(f"{time.perf_counter() - started:7.1f} s  {piece}  {found.get(piece, {}).get('error', '')}", flush=True)
         args.out.write_text(json.dumps(record, indent=1))
     return found
 
@@ -218,6 +281,8 @@ def run(args: argparse.Namespace, header: dict[str, str]) -> dict[str, Result]:
 def report(args: argparse.Namespace, found: dict[str, Result]) -> None:
     speed = found.get("bandwidth", {}).get("bytes_per_second")
     print(f"\nBandwidth of a large copy: {'-' if speed is None else f'{speed / 1e9:.1f} GB/s'}.\n")
+    for name, numbers in found.get("probe", {}).items():
+        print(f"{name}: {', '.join(f'{number:.3f}' for number in numbers)}" if name != "error" else "")
     timed = {piece: one for piece, one in found.items() if "ways" in one}
 
     def floor(size: int, ms: float) -> str:
@@ -239,7 +304,7 @@ def report(args: argparse.Namespace, found: dict[str, Result]) -> None:
     print()
     print_table_head("forward", "kind", "ms", "of plain's", "floor / time")
     for piece, one in timed.items():
-        for name, kind in one["forwards"].items():
+        for name, kind in one.get("forwards", {}).items():
             share = kind["ms"] / one["forwards"]["plain step"]["ms"]
             print_row(piece, name, f"{kind['ms']:.3f}", f"{share:.2f}", floor(kind["bytes"], kind["ms"]))
     print()
@@ -263,10 +328,9 @@ def main() -> None:
         "--out", type=Path, default=Path("gpu.json"), help="file of results, which a run may have begun"
     )
     parser.add_argument("--seconds", type=float, default=540, help="time limit; what takes longer is left out")
-    parser.add_argument(
-        "--shapes", nargs="+", default=["1b", "7b", "13b"], choices=SHAPES, help="models that are timed"
-    )
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--shapes", nargs="+", default=["1b", "8b"], choices=SHAPES, help="models that are timed")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8], help="batch sizes")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[1024, 8192], help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of a timed generation")
     parser.add_argument("--repeats", type=int, default=3, help="timings of each way")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
@@ -275,7 +339,9 @@ def main() -> None:
     if args.piece is not None:
         name, *given = args.piece.split()
         done = json.loads(args.out.read_text())["pieces"] if args.out.exists() else {}
-        print(json.dumps(PIECES[name](args, done, *given)))
+        result = PIECES[name](args, done, *given)
+        for part in [result] if isinstance(result, dict) else result:
+            print(json.dumps(part), flush=True)
         return
     torch.tensor(1, device=args.device)  # fails at once where torch has no such device
     about = {"machine": machine(torch.device(args.device)), "package": f"hf_selfspec {__version__}"}

@@ -21,7 +21,7 @@ from .layer import RecurrentLayer, SpeculativeLayer
 from .layout import TreeLayout
 from .recurrences.states import StateLog, StateUpdate
 from .traceable import Place, size_for, step_above
-from .transfer import RowNumbers, upload
+from .transfer import RowNumbers, Uploads, upload
 from .window import Extent, Window, rows_of
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
@@ -51,7 +51,7 @@ class SpeculativeCache(Cache, Extent):
         self.write_at([0] * batch_size)
         self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
         self.place: Place | None = None  # where the buffers are, where that matters
-        self.state_update = StateUpdate(self.cursors)
+        self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
         self._history = 0
         self.has_states = False  # recurrent ones

@@ -1,9 +1,9 @@
-"""Forwards of fixed shape as compiled graphs.
+"""Forwards of fixed shape as graphs.
 
-Our own forward runs once under a tracer, with the rows' cursors as a tensor, keys and values written by index into
-buffers of fixed capacity, and masks over the whole capacity. The result is one graph of operations without any Python:
-plans and hooks of a forward are constants of its graph. ``torch.compile`` turns it into a sequence of kernels (a CUDA
-graph with ``mode="reduce-overhead"``).
+Our own forward runs with the rows' cursors as a tensor, keys and values written by index into buffers of fixed
+capacity, and masks over the whole capacity; plans and hooks of a forward are constants of its graph. On CUDA its
+kernels are captured and replayed with one launch. Where that is asked for, a tracer and ``torch.compile`` fuse them
+before; on a CPU these alone make the graph.
 """
 
 import itertools
@@ -22,13 +22,18 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, brief, muted, warn_once
 from ..forks import in_children, new_lock
+from .captures import Captured, Run, Shared, reserved_bytes
 from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
-# the last draft of a text, which is cut by its end.
-_USES = 8
+# the last draft of a text, which is cut by its end. A capture takes about as long as ten forwards.
+_USES, _USES_CAPTURED = 8, 3
+# Graphs of a model at most, and shapes that fail before no more are tried.
+_MOST, _FAILURES = 128, 4
+# A capture leaves at least this share of a device's memory free.
+_FREE = 1 / 16
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
 _COUNTED = 512
 # Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts. Both are timed
@@ -44,15 +49,14 @@ _PLACES = 2
 # Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 
-Run = Callable[..., Sequence[torch.Tensor]]
 What = Callable[[], str]  # returns what a graph is of, for messages
 Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
 
-# Graphs of a CPU run concurrently, so many at a time. But graphs are made one at a time, while none runs, since torch's
-# tracer changes process-wide state, and those of a GPU run one at a time.
+# Graphs of a CPU run concurrently, so many at a time. But they are made one at a time, while none runs, since torch's
+# tracer changes process-wide state; CUDA takes one capture at a time.
 _AT_ONCE = 16
 _running, _one = threading.Semaphore(_AT_ONCE), new_lock()
 
@@ -66,7 +70,7 @@ def _let_all_run() -> None:
 in_children(_let_all_run)
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """One graph, and for each number of tokens padded to it whether it is faster than the model's own code. That is
     looked at seldom once it is known, so that equal calls have equal results."""
@@ -99,7 +103,7 @@ class Graph:
 class Graphs:
     """The graphs of one model."""
 
-    config: CompileConfig
+    config: CompileConfig | None  # of torch.compile, ``None`` for captures alone
     state: Hashable  # properties of the model that they depend on
     whose: str  # name of the model, for messages
     refused: str = ""  # why no graphs are made or used
@@ -110,67 +114,100 @@ class Graphs:
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _unasked: int = 0  # forwards that have not asked for a graph, since none is faster
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
+    _bytes: int = 0  # and of a GPU's memory
+    _failures: int = 0
+    _captured: Any = None  # what captures share
     _lock: Any = field(default_factory=new_lock)
 
     @property
     def count(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
-        """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none."""
+    def find(
+        self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What, fixed: int = 0
+    ) -> Graph | None:
+        """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none. The last
+        ``fixed`` inputs are always in the same memory."""
         with self._lock:
             if key in self._graphs or self.refused:
                 return self._graphs.get(key)
             uses = self._uses[key] = self._uses.pop(key, 0) + 1
             if len(self._uses) > _COUNTED:
                 del self._uses[next(iter(self._uses))]
-            if uses < _USES or self._are_slower():
+            if uses < (_USES if self.config else _USES_CAPTURED) or self._are_slower() or self._are_enough(inputs[0]):
                 return None
-            return self._made(key, function, inputs, what)
+            self._graphs[key] = None  # other threads run without it until it is there
+        graph = self._made(function, inputs, fixed, what)
+        with self._lock:
+            if not self.refused:
+                self._graphs[key] = graph
+            return self._graphs.get(key)
+
+    def forget(self, is_over: Callable[[Any], bool]) -> None:
+        """Leaves graphs to be collected by their keys."""
+        with self._lock:
+            for key in [key for key in self._graphs if is_over(key)]:
+                del self._graphs[key]
+
+    def _are_enough(self, like: torch.Tensor) -> bool:
+        if like.is_cuda:
+            free, total = torch.cuda.mem_get_info(like.device)
+            if free < _FREE * total:
+                warn_once(f"{self.whose} has no further graphs while so little of its device's memory is free.")
+                return True
+        return len(self._graphs) >= _MOST
 
     def report(self) -> None:
         """Logs how many graphs were made since the last report, how long that took, and whether no more are made."""
         with self._lock:
             if count := len(self._new):
                 graphs = "graph" if count == 1 else "graphs"
-                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s.")
+                memory = f" and {self._bytes / 2**20:.0f} MiB" if self._bytes else ""
+                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s{memory}.")
                 self._new.clear()
+                self._bytes = 0
             self._are_slower()
 
-    def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What) -> Graph | None:
-        if not self.count:
+    def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, what: What) -> Graph | None:
+        device = inputs[0].device
+        if self.config and not self.count:
             _logger.warning(
                 f"{self.whose}: making compiled graphs, one for each shape that recurs; each takes a second to a "
                 "minute, once per process."
             )
         began = perf_counter()
         try:
-            with _one, ExitStack() as stack:
-                for _ in range(_AT_ONCE):
-                    stack.enter_context(_running)
-                run = self._compiled(function, inputs)
-        except torch.OutOfMemoryError:
-            raise
+            with _one:
+                reserved = reserved_bytes(device)
+                run = self._compiled(function, inputs) if self.config else function
+                if device.type == "cuda":
+                    self._captured = self._captured or Shared(torch.cuda.graph_pool_handle())
+                    run = Captured(run, inputs, fixed, self._captured)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
-            self._graphs[key] = None
             return None
-        except (AssertionError, RuntimeError, TypeError) as error:
-            self.refuse(error)
+        except Exception as error:  # of a compiler or a device, else the model's own code raises it again
+            self.failed(error)
             return None
         self._new.append(perf_counter() - began)
-        graph = self._graphs[key] = Graph(run, what(), _clock_of(inputs[0].device))
+        self._bytes += max(reserved_bytes(device) - reserved, 0)
+        graph = Graph(run, what(), _clock_of(device))
         _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
 
-    def refuse(self, error: Exception) -> None:
-        """Makes and uses no more graphs after an error of torch's compiler."""
-        self.refused = brief(error)
-        self._graphs.clear()
+    def failed(self, error: Exception, key: Hashable | None = None) -> None:
+        """Runs what could not be captured, compiled or replayed without a graph from now on."""
         warn_once(
-            f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forwards "
-            f"({self.refused}). The output is the same."
+            f"{self.whose} runs some forwards without graphs, since torch could not make or run one of them "
+            f"({brief(error)}). The output is the same.",
+            ignore_numbers=True,
         )
+        with self._lock:
+            self._failures += 1
+            if key is not None:
+                self._graphs[key] = None
+            if self._failures >= _FAILURES and not self.count:
+                self.refused = brief(error)
 
     @property
     def rest(self) -> bool:
@@ -195,28 +232,36 @@ class Graphs:
         # Imported here: it takes a second, and most programs do not compile.
         from torch.fx.experimental.proxy_tensor import make_fx
 
+        assert self.config is not None
         if inputs[0].device.type == "cpu":
             function(*inputs)  # linear layers choose how to multiply this many tokens, for which they need values
-        with muted(), tracing.during(True):
+        with ExitStack() as stack:
+            for _ in range(_AT_ONCE):
+                stack.enter_context(_running)
+            stack.enter_context(muted())
+            stack.enter_context(tracing.during(True))
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-            run: Run = torch.compile(graph, **_options(self.config))
+            run: Run = torch.compile(graph, **_options(self.config, inputs[0].device))
             run(*inputs)
-        return partial(_copied if inputs[0].is_cuda else _in_turn, run)
+        return run if inputs[0].is_cuda else partial(_in_turn, run)
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:
     """A clock that waits for a device, so that it measures more than launches there."""
 
     def settled() -> float:
-        with _one:  # a wait would end the recording of a CUDA graph in another thread
-            wait_for(device)
+        wait_for(device)
         return perf_counter()
 
     return perf_counter if device.type == "cpu" else settled
 
 
-def _options(config: CompileConfig) -> dict[str, Any]:
-    return config.to_dict() | {"fullgraph": True, "dynamic": False}
+def _options(config: CompileConfig, device: torch.device) -> dict[str, Any]:
+    options = config.to_dict() | {"fullgraph": True, "dynamic": False}
+    # Its kernels are captured here.
+    return (
+        options | {"mode": "default"} if device.type == "cuda" and options.get("mode") == "reduce-overhead" else options
+    )
 
 
 def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -224,28 +269,22 @@ def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         return run(*inputs)
 
 
-def _copied(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Runs alone and copies the results, since the next run of any CUDA graph overwrites them."""
-    with _one:
-        torch.compiler.cudagraph_mark_step_begin()
-        return [value.clone() for value in run(*inputs)]
-
-
 _of_models: weakref.WeakKeyDictionary[PreTrainedModel, list[Graphs]] = weakref.WeakKeyDictionary()
 _lock = new_lock()
 
 
-def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
+def graphs_of(model: PreTrainedModel, config: CompileConfig | None) -> Graphs:
     """Returns the graphs of a model with these options; they live as long as the model."""
     state = _state_of(model)
     with _lock:
         # Graphs refer to the weights that they were made with.
         known = _of_models[model] = [one for one in _of_models.get(model, []) if one.state == state]
         for graphs in known:
-            if graphs.config.to_dict() == config.to_dict():
+            if (graphs.config and graphs.config.to_dict()) == (config and config.to_dict()):
                 return graphs
         try:
-            torch.compile(torch.nn.Identity(), **_options(config))
+            if config is not None:
+                torch.compile(torch.nn.Identity(), **_options(config, model.device))
         except (RuntimeError, TypeError) as error:
             raise SettingError(
                 f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "

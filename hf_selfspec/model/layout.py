@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ class TreeLayout:
     depths: Sequence[Sequence[int]]
     hidden: int = 0
     ids: Sequence[Sequence[int]] | None = None
-    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
+    _on: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @classmethod
     def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
@@ -83,6 +84,19 @@ class TreeLayout:
                     row[index, index] = 1
             self._on[device] = upload(packed, device)
         return self._on[device]
+
+    def windows(self, width: int, device: torch.device) -> torch.Tensor:
+        """For each token the last ``width`` columns on its path, of the text's last ``width`` and the tokens, side by
+        side ``[1 or b, 1, t * width]``."""
+        if (device, width) not in self._on:
+            paths = []
+            for parents in self.parents:
+                path = [[*range(width)]]  # the first is that of the text, which is parent -1
+                for token, parent in enumerate(parents):
+                    path.append([*path[parent + 1][1:], width + token])
+                paths.append(path[1:])
+            self._on[device, width] = upload(paths, device).view(len(paths), 1, -1)
+        return self._on[device, width]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions ``[b, n]`` in the cache, and which a token may see ``[b, s, n]``, for a tree in ``slots``

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -30,6 +30,8 @@ from .transfer import read
 
 # The rounding of TF32, and how many roundings of the largest number results may be apart.
 _REDUCED, _ROUNDINGS = 2.0**-10, 32.0
+# The share of a GPU's memory up to which keys and values stay where graphs look for them; else a call makes new graphs.
+_KEPT = 1 / 16
 
 
 @dataclass(eq=False)
@@ -38,20 +40,24 @@ class GraphRunner:
 
     target: Target
     graphs: Graphs
-    compares: bool  # whether results of new graphs are compared with those of the model's own code
+    compares: bool  # whether numbers of a model's code are unknown, which graphs may hold and which may change
     waited_seconds: float = 0.0  # for graphs to be compiled
+    _compared_here: set[Graph] = field(default_factory=set)
     _is_served: bool = True
 
     @classmethod
-    def of(cls, target: Target, config: CompileConfig, compares: bool = False) -> GraphRunner | None:
-        """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
+    def of(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> GraphRunner | None:
+        """Returns the graphs for a generation, or ``None``, if its forwards cannot be graphs; where these were asked
+        for (a ``config``), that warns."""
         why = why_no_graphs(target.model, target.anatomy)
         if not target.takes_any_rows or target.following.offsets is not None:
             why = why or "its prompts have masked columns, images or other inputs that forwards need"
         if why:
-            warn_once(
-                f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
-            )
+            if config is not None:
+                warn_once(
+                    f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the "
+                    "same."
+                )
             return None
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs, compares)
@@ -65,16 +71,21 @@ class GraphRunner:
                 place = cache.place = graphs.places.pop()
             except IndexError:
                 self._is_served = False
-                warn_once(
-                    f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. "
-                    "The output is the same."
-                )
+                if graphs.config is not None:
+                    warn_once(
+                        f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same "
+                        "time. The output is the same."
+                    )
         try:
             yield
         finally:
             graphs.report()
             if place is not None:
-                graphs.places.append(Place() if graphs.refused else place)
+                is_large = graphs.config is None and _is_large(place, self.target.model.device)  # captures are quick
+                if graphs.refused or is_large:
+                    graphs.forget(lambda key: key[0] is place)
+                    cache.place, place = None, Place()
+                graphs.places.append(place)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
@@ -98,7 +109,10 @@ class GraphRunner:
             *([] if window is None else [_plain(window.bases.on(device).expand(b, 1))]),
             *buffers,
         ]
+        if (place := target.cache.place) is not None:
+            self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
         key: Hashable = (
+            *(place, None if place is None else place.version),
             *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast),
             *(run.plan, run.start, run.stop, run.capture, run.chooses),
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
@@ -109,7 +123,8 @@ class GraphRunner:
             return f"{shape}, layers {run.plan.picture()}"
 
         begun = perf_counter()
-        graph = self.graphs.find(key, partial(self._forward, run, nodes is not None), inputs, what)
+        forward = partial(self._forward, run, nodes is not None)
+        graph = self.graphs.find(key, forward, inputs, what, fixed=len(buffers))
         self.waited_seconds += perf_counter() - begun
 
         def eager() -> torch.Tensor | None:
@@ -120,11 +135,8 @@ class GraphRunner:
             return eager()
 
         def by_graph() -> torch.Tensor | None:
-            try:
-                found = list(graph.run(*inputs))
-            except AssertionError as error:  # of torch's trees of CUDA graphs
-                self.graphs.refuse(error)
-                return eager()
+            assert graph is not None
+            found = list(graph.run(*inputs))
             logits = found.pop(0)[:, :s] if whole else None
             run.captured = found.pop(0)[..., :s, :] if run.capture else None
             run.exit_state = found.pop(0)[..., :s, :]
@@ -132,21 +144,29 @@ class GraphRunner:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
-        if self.compares and graph.compared < COMPARISONS:
-            return self._compared(graph, run, by_graph, eager)
-        return graph.faster_of(s, by_graph, eager)
+        if graph is None:
+            return eager()
+        try:
+            is_new = graph.compared < COMPARISONS and (self.compares or device.type == "cuda")
+            if is_new or (self.compares and graph not in self._compared_here):
+                return self._compared(graph, run, by_graph, eager)
+            return graph.faster_of(s, by_graph, eager)
+        except Exception as error:  # of a device, else the model's own code raises it again
+            self.graphs.failed(error, key)
+            return eager()
 
     def _compared(
         self, graph: Graph, run: ForwardPass, by_graph: Callable[[], Any], eager: Callable[[], Any]
     ) -> torch.Tensor | None:
-        """Results of the model's own code; without graphs from now on where those of its graph are others."""
+        """Results of the model's own code; raises an error where those of its graph are others."""
         ours = (by_graph(), run.captured, run.exit_state)
         logits = eager()
         pairs = zip(ours, (logits, run.captured, run.exit_state), strict=True)
         apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
         if max(read(torch.stack(apart))[0]) > 1:
-            self.graphs.refuse(NoGraphError(f"{graph.what} has other results than the model's own code"))
+            raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
+        self._compared_here.add(graph)
         return logits
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
@@ -211,12 +231,17 @@ def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     mine, other = mine.float(), other.float()
     largest = torch.where(other.isfinite(), other.abs(), 0.0).amax()
     apart = torch.where(mine == other, 0.0, (mine - other).abs()).nan_to_num(math.inf).amax()
-    return apart / (_ROUNDINGS * rounding * largest).clamp(min=1e-30)
+    return apart / (_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps) * largest).clamp(min=1e-30)
 
 
 def _needs_addresses(device: torch.device) -> bool:
     """Whether graphs write where they were recorded, as CUDA graphs do."""
     return device.type != "cpu"
+
+
+def _is_large(place: Place, device: torch.device) -> bool:
+    """Whether it would take more of a GPU's memory than may stay with a model after a call."""
+    return device.type == "cuda" and place.bytes > _KEPT * torch.cuda.mem_get_info(device)[1]
 
 
 def _modes(device: torch.device) -> Hashable:

@@ -52,6 +52,11 @@ class Place:
 
     def __init__(self) -> None:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
+        self.version = 0  # of the addresses of earlier buffers
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
 
     def buffer(self, name: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Returns a buffer of zeros, of which the generation uses only the last one of a name."""
@@ -60,10 +65,8 @@ class Place:
         if piece is None:
             while sum(map(len, pieces)) > size:
                 del pieces[0]
+                self.version += 1
             with torch.inference_mode(False):  # other calls could not write to an inference tensor
                 piece = torch.empty(size, dtype=like.dtype, device=like.device)
             pieces.append(piece)
-        buffer = piece[:size].view(shape).zero_()
-        if buffer.is_cuda:
-            torch._dynamo.mark_static_address(buffer)
-        return buffer
+        return piece[:size].view(shape).zero_()

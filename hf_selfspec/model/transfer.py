@@ -4,7 +4,7 @@ tells when a device has done its work."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +15,8 @@ from ..forks import cached_property
 
 # Devices whose events have times, with the interface of ``torch.cuda``.
 TIMED = ("cuda",)
+# Uploads that are kept for further layers; recurrent ones need up to five between two rounds.
+_RECENT = 8
 
 # Seconds of the host's clock, or an event of a device.
 Moment = Any
@@ -87,6 +89,22 @@ def _fetched(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     pieces = zip(torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes]), tensors, strict=True)
     # A number starts at a multiple of its size.
     return [piece.clone().view(like.dtype).view(like.shape).numpy() for piece, like in pieces]
+
+
+class Uploads:
+    """Numbers on a device that many layers need in turn: each is uploaded for the first of them."""
+
+    def __init__(self) -> None:
+        self._recent: dict[Hashable, torch.Tensor] = {}
+
+    def of(self, numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+        array = np.array(numbers)
+        key = array.tobytes(), array.shape, array.dtype, device
+        if key not in self._recent:
+            if len(self._recent) == _RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._recent[key] = upload(array, device)
+        return self._recent[key]
 
 
 class RowNumbers(tuple[int, ...]):

@@ -20,7 +20,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import CompileConfig, GPTQConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -287,7 +286,8 @@ def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any]
 
 def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = tiny_llama().to(torch.bfloat16)
-    quantize_(quantised, Int8WeightOnlyConfig())
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(quantised, quantization.Int8WeightOnlyConfig())
     narrow, gptq, offloaded = (tiny_llama().to(torch.bfloat16) for _ in range(3))
     offloaded.model.layers.to("meta")
     gptq.config.quantization_config = GPTQConfig(bits=4)  # whose layers hold whole numbers in buffers

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import hf_selfspec
@@ -321,7 +320,8 @@ def test_accelerate(
 
 def test_torchao_int8(llama: LlamaForCausalLM) -> None:
     model = tiny_llama(factor=0.5)
-    quantize_(model, Int8WeightOnlyConfig())
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     assert type(model.model.layers[0].mlp.up_proj.weight) is not torch.nn.Parameter
     assert not torch.equal(model(**ROW).logits, llama(**ROW).logits)
     assert_serves(model, SPECS["tree"])

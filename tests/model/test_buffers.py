@@ -14,7 +14,7 @@ from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
-from hf_selfspec.model import runner, traceable
+from hf_selfspec.model import graphs, runner, traceable
 from hf_selfspec.model.bank import Bank
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import graphs_of
@@ -111,12 +111,15 @@ def test_assertions_of_torchs_graph_trees(at: str, recorded: Recorded, monkeypat
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
     graphs_of(model, QUICK)
     monkeypatch.setattr(torch, "compile", compiled)
-    with pytest.warns(UserWarning, match="runs without compiled graphs, since .*the tree has no such node"):
+    with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*the tree has no such node"):
         same_ids(model, spec)
-    same_ids(model, spec)
-    assert left[0] == -1
-    for place in graphs_of(model, QUICK).places:
-        assert not place._pieces  # no memory is kept for nothing
+    for _ in range(3):
+        same_ids(model, spec)
+    assert left[0] < 0
+    if at == "making":  # none of them works
+        assert left[0] == -graphs._FAILURES
+        for place in graphs_of(model, QUICK).places:
+            assert not place._pieces  # no memory is kept for nothing
 
 
 def test_long_texts_attend_over_few_empty_slots() -> None:

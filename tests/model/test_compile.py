@@ -111,7 +111,7 @@ def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) ->
 
 def test_settings() -> None:
     assert {SelfSpec(EarlyExit(2), compile=CompileConfig()): 1}  # a key
-    with pytest.raises(SettingTypeError, match=r"SelfSpec\(compile\) must be True, False or"):
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\(compile\) must be None, True, False or"):
         SelfSpec(compile="inductor")
 
 
@@ -136,23 +136,20 @@ def test_forwards_reading_values_are_eager(traced: list[torch.fx.GraphModule], m
         return found if states.sum().item() < 1e9 else -found
 
     monkeypatch.setattr(type(model.model.norm), "forward", reading)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, since torch could not"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM runs some forwards without graphs, since torch could not"):
         same_ids(model, specs()["exit"])
     assert not traced
 
 
-def test_too_little_memory_is_an_error(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_ends_no_call(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     model = tiny_llama(4, factor=0.5)
     graphs_of(model, QUICK)
     monkeypatch.setattr(torch, "compile", exhausted)
-    # That of a draft's forward ends drafts, that of a verification the call.
-    ends = pytest.warns(UserWarning, match="went on without drafts and learning: OutOfMemoryError")
-    with pytest.raises(torch.OutOfMemoryError), ends:
+    with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*no memory"):
         same_ids(model, specs()["exit"])
-    assert not graphs_of(model, QUICK).refused
 
 
 def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
@@ -281,14 +278,6 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
     assert other.find("two", slow, inputs, lambda: "two numbers") is not None
     thread.join()
     assert found == [[2.0, 2.0]]
-
-
-def test_results_of_a_cuda_graph_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run overwrites them."""
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
-    place = torch.zeros(1)
-    found = [graphs._copied(lambda value: [place.copy_(value)], torch.tensor([number]))[0] for number in (1.0, 2.0)]
-    assert found == [1.0, 2.0]
 
 
 def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:

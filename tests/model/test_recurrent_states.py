@@ -23,6 +23,7 @@ from hf_selfspec.model.recurrences.linear_attention import GatedDelta
 from hf_selfspec.model.recurrences.recurrence import BLOCK
 from hf_selfspec.model.recurrences.states import StateLog
 from hf_selfspec.model.target import Target
+from hf_selfspec.model.transfer import Uploads
 
 # One type of each kind of state, and of each that is put together in its own way.
 FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "mamba", "zamba", "lfm2")
@@ -43,7 +44,7 @@ def add_up(state: torch.Tensor, entries: tuple[torch.Tensor, ...], kept: torch.T
 
 
 def log_at(slots: list[int], digits: list[int]) -> StateLog:
-    log = StateLog(add_up)
+    log = StateLog(add_up, Uploads())
     log.restart(slots, torch.tensor(digits)[:, None])
     return log
 

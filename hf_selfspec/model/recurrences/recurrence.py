@@ -88,13 +88,7 @@ class Convolution:
         """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, from inputs ``[b, c, t]``."""
         whole = torch.cat([state, inputs], 2)
         b, t = whole.shape[0], inputs.shape[2]
-        paths: list[list[list[int]]] = []  # for each row and token the columns of its window; the state's come first
-        for parents in nodes.parents:
-            path = [[*range(self.width)]]  # the first is that of the text, which is parent -1
-            for token, parent in enumerate(parents):
-                path.append([*path[parent + 1][1:], self.width + token])
-            paths.append(path[1:])
-        places = torch.tensor(paths, device=whole.device).view(len(paths), 1, -1).expand(b, whole.shape[1], -1)
+        places = nodes.windows(self.width, whole.device).expand(b, whole.shape[1], -1)
         return whole.gather(2, places).unflatten(2, (t, self.width)).transpose(1, 2).flatten(0, 1)
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:

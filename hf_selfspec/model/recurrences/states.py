@@ -17,6 +17,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...errors import UnsupportedModelError
 from ..layout import TreeLayout
+from ..transfer import RowNumbers, Uploads
 from .kernels import current_turn
 from .recurrence import Advance, Convolution, Entries, Recurrence
 
@@ -28,8 +29,9 @@ class _Point:
     slots: list[int]
     state: torch.Tensor
 
-    def keep_rows(self, kept: list[int]) -> None:
-        self.slots, self.state = [self.slots[row] for row in kept], self.state[kept]
+    def keep_rows(self, kept: list[int], uploads: Uploads) -> None:
+        self.slots = [self.slots[row] for row in kept]
+        self.state = self.state[uploads.of(kept, self.state.device)]
 
 
 class StateLog:
@@ -39,8 +41,8 @@ class StateLog:
     root: _Point
     _latest: _Point  # where the last forward began
 
-    def __init__(self, advance: Advance) -> None:
-        self.advance = advance
+    def __init__(self, advance: Advance, uploads: Uploads) -> None:
+        self.advance, self._uploads = advance, uploads
         self._entries: Entries = ()  # [b, c, t, ...]: the first is that of the floor's slot in each row
         self._ends: list[int] = []  # for each row the slot after the last entry
 
@@ -66,7 +68,7 @@ class StateLog:
         entries, kept = tuple(values[:, :, low:high] for values in self._entries), None
         if any(span != (low, high) for span in spans):
             counted = [[start <= t < end for t in range(low, high)] for start, end in spans]
-            kept = torch.tensor(counted, device=entries[0].device)
+            kept = self._uploads.of(counted, entries[0].device)
         state = self.advance(point.state, entries, kept)
         if _is_before(self.root.slots, slots):
             self._latest = _Point(slots, state)
@@ -96,14 +98,15 @@ class StateLog:
             for here, skip in zip(known, skipped, strict=True)
         ]
         joined = (torch.cat([old, new], 2) for old, new in zip(before, entries, strict=True))
-        self._entries = _picked(tuple(joined), columns)
+        self._entries = self._picked(tuple(joined), columns)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves entries of the last forward; see :meth:`SpeculativeCache.keep_path`."""
-        for row, source, target in moves:
-            floor = self.floor.slots[row]
-            for values in self._entries:
-                values[row, :, target - floor] = values[row, :, source - floor]
+        floors = self.floor.slots
+        for values in self._entries:
+            places = self._uploads.of([(row, a - floors[row], z - floors[row]) for row, a, z in moves], values.device)
+            rows, sources, targets = places.unbind(1)
+            values[rows, :, targets] = values[rows, :, sources]
 
     def commit(self, roots: Sequence[int], history: int) -> None:
         """Makes the state at these slots the checkpoint; at least ``history`` slots before them stay in the log."""
@@ -124,19 +127,18 @@ class StateLog:
             last = self._entries[0].shape[2] - 1
             width = max(end - new for end, new in zip(self._ends, first, strict=True))
             gone = [new - old for new, old in zip(first, floors, strict=True)]
-            self._entries = _picked(self._entries, [[min(t + less, last) for t in range(width)] for less in gone])
+            self._entries = self._picked(self._entries, [[min(t + less, last) for t in range(width)] for less in gone])
 
     def keep_rows(self, kept: list[int]) -> None:
         for point in {id(point): point for point in (self.floor, self.root, self._latest)}.values():
-            point.keep_rows(kept)
+            point.keep_rows(kept, self._uploads)
         self._ends = [self._ends[row] for row in kept]
-        self._entries = tuple(values[kept] for values in self._entries)
+        self._entries = tuple(values[self._uploads.of(kept, values.device)] for values in self._entries)
 
-
-def _picked(entries: Entries, columns: list[list[int]]) -> Entries:
-    device = entries[0].device
-    rows, places = torch.arange(len(columns), device=device)[:, None], torch.tensor(columns, device=device)
-    return tuple(values[rows, :, places].transpose(1, 2) for values in entries)
+    def _picked(self, entries: Entries, columns: list[list[int]]) -> Entries:
+        device = entries[0].device
+        rows, places = torch.arange(len(columns), device=device)[:, None], self._uploads.of(columns, device)
+        return tuple(values[rows, :, places].transpose(1, 2) for values in entries)
 
 
 def _is_before(slots: Sequence[int], others: Sequence[int]) -> bool:
@@ -153,6 +155,7 @@ class StateUpdate:
     is_scratch: bool = False  # whether nothing of it is kept
 
     def __post_init__(self) -> None:
+        self.counts = None if self.counts is None else RowNumbers.of(self.counts)
         if self.nodes is not None and self.nodes.hidden:
             # A line that is in the text already starts at the slot of its first token.
             self.starts = [start - self.nodes.hidden for start in self.starts]
@@ -162,7 +165,8 @@ class StateUpdate:
         """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
         if self.counts is None or min(self.counts) == length:
             return None
-        return torch.arange(length, device=device) < torch.tensor(self.counts, device=device)[:, None]
+        counts = RowNumbers.of(self.counts).on(device)
+        return torch.arange(length, device=device) < counts.expand(len(self.counts), 1)
 
     def begin(self, log: StateLog) -> Sequence[int]:
         """For each row the slot of its first token in a log; a row without tokens stays where it is."""
@@ -214,7 +218,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         for index, inputs in source.conv_states.items():
             if inputs is not None and source.has_previous_state[index]:
                 convolution = Convolution(source.conv_kernel_size[index] or inputs.shape[2])
-                log = StateLog(convolution.advance)
+                log = StateLog(convolution.advance, self._cache.uploads)
                 log.restart(slots, inputs[:, :, -convolution.width :].clone())
                 self._convolutions[index] = convolution, log
         for index, state in source.recurrent_states.items():
@@ -225,7 +229,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         for log in self.logs():
             log.keep_rows(kept)
         for point in self._given.values():
-            point.keep_rows(kept)
+            point.keep_rows(kept, self._cache.uploads)
 
     def hand_states(self, target: Any, slots: Sequence[int]) -> None:
         """Fills an empty layer with the states before these slots."""
@@ -253,7 +257,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             )
         if state_idx not in self._convolutions:
             convolution = Convolution(width)
-            self._convolutions[state_idx] = convolution, StateLog(convolution.advance)
+            self._convolutions[state_idx] = convolution, StateLog(convolution.advance, self._cache.uploads)
         convolution, log = self._convolutions[state_idx]
         length = conv_states.shape[2]
         starts, kept = update.begin(log), update.kept(length, conv_states.device)
@@ -308,7 +312,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if part == len(states):
             assert self._recurrence is not None
             recurrence = self._recurrence()
-            log = StateLog(recurrence.advance)
+            log = StateLog(recurrence.advance, self._cache.uploads)
             if state_idx in self._given:
                 point = self._given[state_idx]
                 log.restart(point.slots, recurrence.load(point.state, part))

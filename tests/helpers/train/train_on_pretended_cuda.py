@@ -3,14 +3,20 @@
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from helpers import pretend_cuda
 from helpers.distributed_training import rows, tiny
-from helpers.pretend_gpu import Pretended, counts, move, pretended
+from helpers.pretend_cuda import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout
 
+# A device of another name: the backward pass of a CPU's build of torch takes none that says ``cuda``.
+_setup_privateuseone_for_python_backend("pretended")
+DEVICE = torch.device("pretended", 0)
 CASES: dict[str, Any] = {
     "plain": lambda: [],
     "distilled": lambda: [EarlyExitLoss(1.0, None, self_distillation=True)],
@@ -41,10 +47,10 @@ def measure(make: Any) -> dict[str, float]:
     expected = step(tiny().train(), make(), batch)
     counts.reset("step")
     model = tiny().train()
-    with pretended():
-        move(model)
+    with patch.object(pretend_cuda, "DEVICE", DEVICE), pretended():
+        move(model, DEVICE)
         model.requires_grad_()
-        loss = step(model, make(), {name: Pretended(value) for name, value in batch.items()})
+        loss = step(model, make(), {name: Pretended(value, DEVICE) for name, value in batch.items()})
     return {"loss": loss, "expected": expected, "reads": counts.reads.total(), "uploads": counts.uploads.total()}
 
 

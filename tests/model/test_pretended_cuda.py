@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,14 +44,34 @@ DRAFTS = (
 )  # fmt: skip
 
 
+# Each preset, and each of some architectures, once; all of them together are `slow`.
+ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_next", "falcon_h1", "bamba")
+RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
+WARM = [
+    *((spec, "graphs llama", rows) for spec, rows in (("default", 1), ("default", 3), ("lookup", 1), ("skips", 3))),
+    *(("fixed", f"graphs {name}", 1 + 2 * (place % 2)) for place, name in enumerate(ARCHITECTURES)),
+]
+FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
+NUMBER, THREADS = ("fixed", "graphs llama", 1, "a number"), ("fixed", "graphs llama", 1, "", 8)
+EAGER = ("lookup", "graphs bloom", 3)
+SMALL = ("fixed", "graphs llama", 1, "small device")
+
+
 def measured(script: str, *cases: tuple[Any, ...]) -> Any:
     return json.loads(python(TESTS / "helpers" / script, json.dumps(cases)).stdout.splitlines()[-1])
 
 
-def test_what_a_round_needs() -> None:
-    """One test, so that one process runs them all. Nothing mixes tensors of two devices, and greedy ids are plain's."""
-    cases = [*BOUNDS, *FEW]
-    measures = dict(zip(cases, measured("run_on_pretended_gpu.py", *cases), strict=True))
+@pytest.fixture(scope="module")
+def measures() -> dict[tuple[Any, ...], Any]:
+    """Two processes run all cases."""
+    cases = [*BOUNDS, *FEW, *WARM, *FAILING, NUMBER, THREADS, EAGER, SMALL]
+    with ThreadPoolExecutor(2) as pool:
+        halves = pool.map(lambda half: measured("run_on_pretended_cuda.py", *half), (cases[::2], cases[1::2]))
+        return {case: found for half in (0, 1) for case, found in zip(cases[half::2], next(halves), strict=True)}
+
+
+def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
+    """Nothing mixes tensors of two devices, and ids are plain's."""
     for case, found in measures.items():
         assert found["same"], case
     for case, (step, rest) in BOUNDS.items():
@@ -70,9 +91,43 @@ def test_what_a_round_needs() -> None:
             assert found["launches a round"] <= 45, case
 
 
+def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:
+    assert found["same"], case
+    assert not found["blocking"], (case, found)
+    assert found["waits"] <= 1.05 + 4 / found["rounds"], (case, found)  # what a call reads once
+    if case[1].split()[1] not in RECURRENT:
+        assert found["replays"] > 0.5, (case, found)
+        assert found["launches"] <= 130, (case, found)
+
+
+@pytest.mark.parametrize("case", WARM, ids=str)
+def test_forwards_are_captured_by_default(case: tuple[Any, ...], measures: dict[tuple[Any, ...], Any]) -> None:
+    """Once shapes have come again; ids are plain's whatever the text and its length, and a round waits once."""
+    check_warm(case, measures[case])
+
+
+@pytest.mark.slow
+def test_all_that_is_captured() -> None:
+    presets = ("default", "lookup", "layerskip", "swift")
+    cases = [(spec, f"graphs {name}", rows) for spec in presets for name in ARCHITECTURES for rows in (1, 3)]
+    for case, found in zip(cases, measured("run_on_pretended_cuda.py", *cases), strict=True):
+        check_warm(case, found)
+
+
+def test_what_fails_in_captures_ends_no_call(measures: dict[tuple[Any, ...], Any]) -> None:
+    """A number that a graph holds is seen when it changes, and takes no other graph along."""
+    for case in (*FAILING, EAGER):
+        assert not measures[case]["graphs"], case
+    assert [len(measures[case]["warnings"]) for case in (*FAILING, NUMBER, THREADS, EAGER)] == [1] * 6 + [0, 0]
+    assert 0 < measures[NUMBER]["replays"] < 0.5  # those of forwards without logits
+    assert measures[THREADS]["graphs"]
+    assert measures[SMALL]["replays"] > 0.5
+    assert not measures[SMALL]["graphs"]  # nor the memory of keys and values, after a call
+
+
 def test_what_a_step_of_a_training_needs() -> None:
     """A read of the number of targets, before the layers run; the rows that layers drop go to the device together."""
-    found = measured("train/train_on_pretended_gpu.py")
+    found = measured("train/train_on_pretended_cuda.py")
     assert all(case["loss"] == pytest.approx(case["expected"], rel=1e-5) for case in found.values())
     plain = found["plain"]
     more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
@@ -119,5 +174,5 @@ def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monke
 def test_all_drafts_run_on_a_device() -> None:
     calls = (("greedy", 1), ("greedy", 3), ("drawn", 1), ("drawn", 3))
     cases = [(kind, *call, *two) for kind in DRAFTS for call in calls for two in ((), ("two devices",))]
-    for case, found in zip(cases, measured("run_on_pretended_gpu.py", *cases), strict=True):
+    for case, found in zip(cases, measured("run_on_pretended_cuda.py", *cases), strict=True):
         assert found["same"], case

@@ -1,0 +1,462 @@
+"""Devices that say ``cuda`` with a CPU's build of torch: values lie in the CPU's memory, rules are CUDA's.
+
+Each operation is one launch, views are none, and what would make the host wait is counted. Operations over tensors of
+two devices fail as on CUDA. ``torch.cuda.CUDAGraph`` keeps the operations of a capture with their tensors and does them
+again on these; what CUDA forbids in a capture raises. There are no streams, pools or kernels. Importing this needs
+``g++`` and is for the whole process, so tests run it in one of their own (:mod:`run_on_pretended_cuda`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from zlib import crc32
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+# What torch asks of a device's runtime before it dispatches anything.
+_RUNTIME = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+struct Runtime final : impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = DeviceType::CUDA;
+  DeviceType type() const override { return static_type; }
+  Device getDevice() const override { return Device(static_type, 0); }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device place) const noexcept override { return Stream(Stream::DEFAULT, place); }
+  Stream exchangeStream(Stream stream) const noexcept override { return stream; }
+  DeviceIndex deviceCount() const noexcept override { return 2; }
+};
+static impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Runtime());
+"""
+
+
+def _register_runtime() -> None:
+    torch_folder, name = (
+        Path(torch.__file__).parent,
+        f"pretended_cuda_{torch.__version__}_{crc32(_RUNTIME.encode())}.so",
+    )
+    if not (library := Path(tempfile.gettempdir(), name)).exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            (source := Path(folder, "runtime.cpp")).write_text(_RUNTIME)
+            linked = [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+            made = Path(folder, name)
+            command = [
+                "g++",
+                "-shared",
+                "-fPIC",
+                "-std=c++20",
+                f"-I{torch_folder}/include",
+                source,
+                "-o",
+                made,
+                *linked,
+            ]
+            subprocess.run(command, check=True)
+            made.replace(library)  # whole, whoever else makes it
+    ctypes.CDLL(str(library))
+
+
+_register_runtime()
+
+# What looks at the values on the host.
+_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
+# What has a size that depends on values.
+_SIZED_BY_VALUES = {"nonzero", "masked_select", "nonzero_numpy", "unique_dim", "_unique2", "repeat_interleave"}
+_RANDOM = {"bernoulli_", "exponential_", "multinomial", "rand", "rand_like", "uniform_"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# What launches nothing.
+_VIEWS = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like",
+    "empty_strided", "expand", "is_same_size", "lift", "lift_fresh", "narrow", "new_empty", "new_empty_strided",
+    "permute", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "sym_stride", "t",
+    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as_real",
+}  # fmt: skip
+
+
+@dataclass
+class Counts:
+    """What was counted while :attr:`is_on`."""
+
+    reads: Counter[str] = field(default_factory=Counter)  # values that the host waited for, by operation
+    uploads: Counter[str] = field(default_factory=Counter)  # copies from the host, by operation
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # outside of layers, by phase and operation
+    phase: str = ""  # what launches are counted for
+    depth: int = 0  # how many layers are running, one within another
+    is_on: bool = False
+    attention: set[Any] = field(default_factory=set)  # shapes and strides, by which kernels keep their plans
+
+    def reset(self, phase: str) -> None:
+        """Counts from zero, for ``phase`` at first."""
+        for counter in (self.reads, self.uploads, self.launches):
+            counter.clear()
+        self.phase, self.depth, self.is_on = phase, 0, False
+        self.attention.clear()
+
+    def read(self, name: str) -> None:
+        Graph.forbid(name)
+        self.reads[name] += self.is_on
+
+    def upload(self, name: str, blocks: bool = True) -> None:
+        if blocks:
+            Graph.forbid(name)
+        self.uploads[f"{name}{', blocking' * blocks}"] += self.is_on
+
+    def launch(self, name: str) -> None:
+        self.launches[self.phase, name] += self.is_on and not self.depth
+
+
+counts = Counts()
+
+
+class Graph:
+    """A ``torch.cuda.CUDAGraph``."""
+
+    captures = threading.local()  # of this thread the one that is ``running``
+    left_open = False  # whether torch's generator of random numbers still waits for the end of a capture that failed
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    @staticmethod
+    def captured() -> Graph | None:
+        return getattr(Graph.captures, "running", None)
+
+    @contextmanager
+    def capturing(self, stream: Any = None, **_: Any) -> Iterator[None]:
+        assert Graph.captured() is None
+        before, Graph.captures.running, Graph.left_open = _streams.current, self, True
+        _streams.current = stream
+        try:
+            yield
+            # As torch leaves these after an error in a capture.
+            _streams.current, Graph.left_open = before, False
+        finally:
+            del Graph.captures.running
+
+    def replay(self) -> None:
+        """Does all operations again on the same tensors, and writes their results to the same ones."""
+        assert Graph.captured() is None
+        counts.launch("graph")
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # values are a CPU's
+            for func, args, kwargs, results in self._steps:
+                now = func(*args, **kwargs)
+                for before, value in zip(results, now if isinstance(now, tuple) else (now,), strict=False):
+                    before.copy_(value)
+
+    @staticmethod
+    def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation on raw tensors, of which a capture takes note."""
+        result = func(*args, **kwargs)
+        if (graph := Graph.captured()) is not None and name not in _VIEWS:
+            before = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
+            new = [value for value in _tensors(result) if value.untyped_storage().data_ptr() not in before]
+            assert not new or len(new) == len(_tensors(result))
+            graph._steps.append((func, args, kwargs, new))
+        return result
+
+    @staticmethod
+    def forbid(what: str) -> None:
+        if Graph.captured() is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+
+
+class Pretended(torch.Tensor):
+    """A tensor of one of the devices."""
+
+    raw: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor, device: torch.device = DEVICE) -> Pretended:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=device if device.index is not None else DEVICE,
+        )
+        tensor.raw = raw
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """As of ``torch.utils._pytree``, whose functions take as long as a tiny model's operations."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(function, item) for item in value])
+    return {key: _mapped(function, item) for key, item in value.items()} if isinstance(value, dict) else function(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [value] if isinstance(value, torch.Tensor) else [tensor for item in items for tensor in _tensors(item)]
+
+
+def _raw(value: Any) -> Any:
+    return value.raw if isinstance(value, Pretended) else value
+
+
+def _is_here(device: Any) -> bool:
+    return device is not None and torch.device(device).type == DEVICE.type
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.split("::")[1]
+    tensors = _tensors((args, kwargs))
+    here = [value for value in tensors if isinstance(value, Pretended)]
+    elsewhere = [value for value in tensors if not isinstance(value, Pretended)]
+    device = kwargs.get("device")
+    if not here and not _is_here(device):
+        return func(*args, **kwargs)
+    raw_args, raw_kwargs = _mapped(_raw, (args, kwargs))
+    if device is not None:
+        raw_kwargs["device"] = "cpu"
+    raw_kwargs.pop("pin_memory", None)
+    if name == "_to_copy" and here and device is not None and not _is_here(device):
+        counts.read("to the host")
+        raw_kwargs.pop("non_blocking", None)
+        return func(*raw_args, **raw_kwargs).clone()
+    if name in _READS:
+        counts.read(name)
+        return func(*raw_args, **raw_kwargs)
+    if name in _RANDOM and Graph.left_open and Graph.captured() is None:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+    _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
+    place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
+    if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
+        func = partial(_histogram, func)
+    result = Graph.run(name, func, raw_args, raw_kwargs)
+    for value in here:
+        if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
+            return value  # in place
+    if name == "_to_copy" and any(result is value.raw for value in here):
+        result = result.clone()
+    return _mapped(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _histogram(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    counted: torch.Tensor = func(values.float(), *args, **kwargs)
+    return counted.to(values.dtype)
+
+
+def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:
+    """The device of an operation's tensors, of which numbers alone may lie elsewhere."""
+    if name == "copy_" and isinstance(args[0], Pretended):
+        return args[0].device
+    places = {value.device for value in here if value.dim()} or {here[0].device}
+    if len(places) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, found several: {name}")
+    return places.pop()
+
+
+def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Tensor], blocks: bool) -> None:
+    if name == "_to_copy" and not here:
+        counts.upload("to the device", blocks)
+    elif name == "copy_" and elsewhere:
+        counts.upload("copy_", blocks) if isinstance(args[0], Pretended) else counts.read("copy_")
+    elif name in _SIZED_BY_VALUES or (
+        name in _INDEXES and any(i is not None and i.dtype is torch.bool for i in args[1])
+    ):
+        counts.read(f"{name} by values")
+    elif any(value.dim() for value in elsewhere):
+        if name not in _INDEXES or not isinstance(args[0], Pretended):
+            raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+        counts.upload("index")
+    if name not in _VIEWS:
+        counts.launch(name)
+
+
+class _Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Called(TorchFunctionMode):
+    """What goes to the host or comes from it before anything is dispatched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
+            counts.launch("attention")
+            here = [value for value in _tensors((args, kwargs)) if isinstance(value, Pretended)]
+            if counts.is_on:
+                counts.attention.add(tuple((value.shape, value.stride()) for value in here))
+            place = _place_of("attention", args, here)
+            raw_args, raw_kwargs = _mapped(_raw, (args, kwargs))
+            with torch._C.DisableTorchFunction():
+                return Pretended(Graph.run("attention", func, raw_args, raw_kwargs), place)
+        if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
+            counts.upload("tensor")
+            return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
+        if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
+            counts.upload("new_tensor")
+            return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], Pretended):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, list) for part in index):
+                counts.upload("index")
+                index = tuple(
+                    Pretended(torch.tensor(part), args[0].device) if isinstance(part, list) else part for part in index
+                )
+                return func(args[0], index, *args[2:])
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()
+        if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
+            counts.read("tolist")
+            return args[0].raw.tolist()
+        return func(*args, **kwargs)
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+class _Streams(threading.local):
+    current = default = _Stream()
+
+    @contextmanager
+    def during(self, stream: _Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+_streams = _Streams()
+
+
+def _synchronize(device: Any = None) -> None:
+    counts.read("synchronize")
+
+
+# What ``torch.cuda`` is for a GPU, as far as it is used.
+_MODULE: dict[str, Any] = {
+    "_lazy_init": lambda: None,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "get_device_capability": lambda device=None: (9, 0),
+    "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
+    "synchronize": _synchronize,
+    "Event": _Event,
+    "Stream": _Stream,
+    "current_stream": lambda device=None: _streams.current,
+    "default_stream": lambda device=None: _streams.default,
+    "stream": _streams.during,
+    "CUDAGraph": Graph,
+    "graph": Graph.capturing,
+    "graph_pool_handle": lambda: (0, 1),
+    "is_current_stream_capturing": lambda: Graph.captured() is not None,
+}
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Makes the devices usable."""
+    with ExitStack() as stack:
+        for name, value in _MODULE.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch.accelerator, "synchronize", _synchronize))
+        # Else weights that move keep their objects, which are a CPU's.
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.enter_context(here())
+        yield
+
+
+@contextmanager
+def here() -> Iterator[None]:
+    """Makes the devices usable in a further thread."""
+    with _Dispatched(), _Called():
+        yield
+
+
+def move(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
+    """Moves a model, whose layers then are not counted."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(Pretended(parameter.data, device), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = Pretended(buffer, device)
+
+
+def spread(model: torch.nn.Module) -> None:
+    """Moves a Llama to both devices, as ``device_map`` does: the second half of its layers, norm and head to another.
+
+    accelerate's own hooks move what goes from one to the other.
+    """
+    inner = model.model
+    second = [*inner.layers[len(inner.layers) // 2 :], inner.norm, model.lm_head]
+    for module in (inner.embed_tokens, inner.rotary_emb, *inner.layers, inner.norm, model.lm_head):
+        place = OTHER if any(module is other for other in second) else DEVICE
+        move(module, place)
+        add_hook_to_module(module, _moved_to(place, is_outer=False), append=True)
+    add_hook_to_module(model, _moved_to(DEVICE, is_outer=True), append=True)
+
+
+def _moved_to(device: torch.device, is_outer: bool) -> AlignDevicesHook:
+    return AlignDevicesHook(
+        execution_device=device, io_same_device=is_outer, skip_keys=["past_key_values", "cache"], place_submodules=False
+    )
+
+
+def _enter(*_: Any) -> None:
+    counts.depth += 1
+
+
+def _leave(*_: Any) -> None:
+    counts.depth -= 1
+
+
+# Beside hooks of torch rows that have ended leave the batch, which is to be counted, too.
+_enter.__module__ = _leave.__module__ = "torch"
+
+
+def leave_out(layers: Any) -> None:
+    """Does not count what layers launch."""
+    for layer in layers:
+        layer.register_forward_pre_hook(_enter)
+        layer.register_forward_hook(_leave)

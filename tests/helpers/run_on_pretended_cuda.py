@@ -1,0 +1,261 @@
+"""Generates on pretended devices, and prints what a round needs as JSON; a process of its own."""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from helpers import pretend_cuda
+from helpers.architectures import build
+from helpers.fitted import heads_of
+from helpers.models import VOCABULARY, tiny_llama
+from helpers.pretend_cuda import DEVICE, Graph, Pretended, counts, here, move, pretended, spread
+from hf_selfspec import (
+    AdaptiveThreshold,
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    FixedLength,
+    SelfSpec,
+    TopKTree,
+    errors,
+)
+from hf_selfspec.decoding import Decoder
+from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.model import graphs as graphs_module
+from hf_selfspec.model.runner import GraphRunner
+from hf_selfspec.model.target import Target
+from hf_selfspec.modules.adapter import Adapter
+from hf_selfspec.modules.lora import DraftLora
+from hf_selfspec.modules.probe import LinearProbe
+from hf_selfspec.modules.reduced_head import ReducedHead
+
+_EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
+_DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+# Rounds before a text is long enough for all that is cached to be there.
+_WARM = 2
+
+
+class _Silent(BaseStreamer):
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+
+    def end(self) -> None:
+        pass
+
+
+SPECS: dict[str, Callable[[], SelfSpec]] = {
+    "fixed": lambda: SelfSpec(_EXIT, _THREE),
+    "rule": lambda: SelfSpec(_EXIT, _SURE, max_draft=3),
+    "tree": lambda: SelfSpec(_EXIT, _THREE, TopKTree()),
+    "skips": lambda: SelfSpec(SkipLayers(attention=(1,), mlp=(2,)), _THREE),
+    "adaptive": lambda: SelfSpec(_EXIT, AdaptiveThreshold()),
+    "lookup": SelfSpec.lookup,
+    "default": SelfSpec,
+    "layerskip": SelfSpec.layerskip,
+    "swift": SelfSpec.swift,
+    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
+    "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), _THREE),
+    "lora": lambda: SelfSpec(EarlyExitLora(DraftLora(2, 4, [("0.mlp.up_proj", 64, 128)])), _THREE),
+    "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
+    "heads": lambda: SelfSpec.dssd(heads_of(tiny_llama(layers=4, factor=0.1), 0.5, (1, 3))),
+    "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, CostTree()),
+    "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "eos": {"eos_token_id": [5, 17]},
+    "drawn": _DRAWN,
+    "streamed": {"streamer": _Silent()},
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
+}
+
+
+def _prompts(rows: int, width: int, repeats: int = 1, seed: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (rows, width), generator=torch.Generator().manual_seed(seed)).repeat(1, repeats)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, :row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _moved(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: Pretended(values) for name, values in inputs.items()}
+
+
+def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[..., None] = move) -> dict[str, Any]:
+    """Reads, uploads and launches outside of layers, for each round or draft step, and whether ids are plain's."""
+    torch.manual_seed(0)
+    model = tiny_llama(layers=4, factor=0.1)
+    inputs = _prompts(rows, 12)
+    options = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0} | options
+    plain = model.generate(**inputs, **options)
+    original_round, original_propose = Decoder._round, PartialDraft.propose
+    steps: list[int] = []
+
+    def counted(decoder: Decoder) -> None:
+        counts.is_on = len(steps) >= _WARM
+        before = decoder.draft.steps
+        try:
+            original_round(decoder)
+        finally:
+            counts.is_on = False
+        steps.append(decoder.draft.steps - before)
+
+    def proposed(draft: PartialDraft, *given: Any) -> Any:
+        counts.phase = "draft"
+        try:
+            return original_propose(draft, *given)
+        finally:
+            counts.phase = "round"
+
+    counts.reset("round")
+    with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
+        place(model)
+        pretend_cuda.leave_out(model.model.layers)
+        output = model.generate(**_moved(inputs), assistant=spec, **options)
+    rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
+    launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
+    return {
+        "waits": counts.reads.total() / rounds,
+        "rounds": rounds,
+        "steps": taken / rounds,
+        "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,
+        "launches a step": launches["draft"] / max(taken, 1),
+        "launches a round": launches["round"] / rounds,
+        "attention keys": len(counts.attention) / rounds,
+        "same": float(options["do_sample"] or torch.equal(output.raw, plain)),
+    }
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("CUDA error: it fails")
+
+
+def _by_slot(function: Callable[..., Any]) -> Any:
+    """Logits that grow with the text, by a number that a graph holds as it was; ids are the same."""
+
+    def scaled(owner: Any, *args: Any) -> Any:
+        found = function(owner, *args)
+        logits = found[0] if isinstance(found, list) else found
+        if logits is not None and logits.shape[-1] == VOCABULARY:
+            logits.mul_(1.0 + _SLOT.now)
+        return found
+
+    return scaled
+
+
+_SLOT = SimpleNamespace(now=0)
+
+
+@contextmanager
+def _changing_number() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, name in ((Target, "run_eagerly"), (GraphRunner, "_forward")):
+            stack.enter_context(patch.object(kind, name, _by_slot(getattr(kind, name))))
+        yield
+
+
+def _reading(function: Callable[..., Any]) -> Any:
+    return lambda *args: [value for value in function(*args) if value.flatten()[0].item() < 1e9]
+
+
+# What goes wrong with captures, and when: at the start of one, in its midst, when it is replayed, or unseen.
+FAILURES: dict[str, Callable[[], Any]] = {
+    "": nullcontext,
+    "begin": lambda: patch.object(torch.cuda, "graph", _fail),
+    "midst": lambda: patch.object(GraphRunner, "_forward", _reading(GraphRunner._forward)),
+    "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),
+    "replay": lambda: patch.object(Graph, "replay", _fail),
+    "other results": lambda: patch.object(Graph, "replay", lambda graph: None),
+    "a number": _changing_number,
+    "small device": lambda: patch.object(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 10)),
+}
+
+
+def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", threads: int = 1) -> dict[str, Any]:
+    """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
+    model, calls = build(architecture), []
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    lengths = [(4, 24), (4, 24), (21, 16), (2, 24)]  # in 128 slots, in 256, and in 128 again
+    for number, (repeats, new) in enumerate(lengths):
+        inputs = _prompts(rows, 5, repeats, number)
+        calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
+    original_run, original_round = Target._run, Decoder._round
+    forwards = rounds = 0
+
+    def forward(target: Target, tokens: torch.Tensor, cursors: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += counts.is_on
+        _SLOT.now = max(cursors)
+        return original_run(target, tokens, cursors, *args, **kwargs)
+
+    def counted(decoder: Decoder) -> None:
+        nonlocal rounds
+        counts.is_on, rounds = True, rounds + 1
+        try:
+            original_round(decoder)
+        finally:
+            counts.is_on = False
+
+    def generated(inputs: dict[str, torch.Tensor], expected: torch.Tensor, new: int) -> bool:
+        ids = model.generate(**_moved(inputs), **options, max_new_tokens=new, assistant=spec)
+        return torch.equal(ids.raw, expected)
+
+    def in_thread(_: int) -> bool:
+        with here():
+            return generated(*calls[0])
+
+    are_same: list[bool] = []
+    with ExitStack() as stack:
+        # Times tell nothing here.
+        taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+        patches = patch.object(Target, "_run", forward), patch.object(Decoder, "_round", counted)
+        for context in (pretended(), FAILURES[failure](), taken, *patches):
+            stack.enter_context(context)
+        told = stack.enter_context(warnings.catch_warnings(record=True))
+        errors.issued.clear()
+        move(model)
+        with ThreadPoolExecutor(threads) as pool:
+            are_same += pool.map(in_thread, range(threads if threads > 1 else 0))
+        for call in calls if threads == 1 else []:
+            counts.reset("round")
+            forwards = rounds = 0
+            are_same.append(generated(*call))
+        # Whatever has failed, further work goes on as before.
+        are_same.append(torch.cuda.current_stream() is torch.cuda.default_stream())
+        torch.rand(1, device=DEVICE)
+    replays = counts.launches["round", "graph"]
+    return {
+        "same": all(are_same),
+        "rounds": rounds,
+        "waits": counts.reads.total() / rounds,
+        "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
+        "replays": replays / forwards,
+        "launches": (counts.launches.total() - replays) / rounds,
+        "graphs": sum(graphs.count for graphs in graphs_module._of_models.get(model, [])),
+        "warnings": [str(warning.message) for warning in told],
+    }
+
+
+def main(cases: list[list[Any]]) -> None:
+    found = [
+        replayed(call.partition(" ")[2], SPECS[spec](), rows, *more)
+        if call.startswith("graphs")
+        else measure(SPECS[spec](), rows, CALLS[call], spread if more else move)
+        for spec, call, rows, *more in cases
+    ]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
