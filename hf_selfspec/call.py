@@ -21,7 +21,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .batch import Text
-from .decoding import Decoder
+from .decode.decoder import Decoder
+from .decode.loop import Loop
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
@@ -29,7 +30,6 @@ from .errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain
 from .forks import cached_property
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
-from .loop import Loop
 from .model.anatomy import Anatomy
 from .model.cache import cache_for
 from .model.exact import reduced_precision

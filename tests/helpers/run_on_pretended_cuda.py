@@ -28,7 +28,7 @@ from hf_selfspec import (
     TopKTree,
     errors,
 )
-from hf_selfspec.decoding import Decoder
+from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model import graphs as graphs_module

@@ -42,7 +42,9 @@ def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) 
     assert vars(fresh_llama).keys() == state.keys()
 
 
-@pytest.mark.parametrize("where", ["model.layers.1", "hf_selfspec.decoding.prefill", "hf_selfspec.call.cache_for"])
+@pytest.mark.parametrize(
+    "where", ["model.layers.1", "hf_selfspec.decode.decoder.prefill", "hf_selfspec.call.cache_for"]
+)
 def test_a_default_never_breaks_a_call(
     fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

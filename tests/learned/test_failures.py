@@ -14,7 +14,7 @@ from helpers.architectures import build
 from helpers.findings import LAYERS, SEARCHES, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import AdaptiveThreshold, Cascade, EarlyExit, Lookup, SelfSpec, SkipLayers
-from hf_selfspec.decoding import Decoder
+from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import controlled, searching
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.looking import LastLogits
@@ -182,7 +182,7 @@ def test_memory_that_runs_out_in_one_of_several_processes_is_an_error(
 ) -> None:
     """The others would wait for its next forward, or take another one for it."""
     failing = Failing(monkeypatch, SkipSearch, "register", OUT)
-    monkeypatch.setattr("hf_selfspec.decoding.is_tensor_parallel", lambda _: True)
+    monkeypatch.setattr("hf_selfspec.decode.decoder.is_tensor_parallel", lambda _: True)
     with pytest.raises(torch.OutOfMemoryError):
         generate(model, prompt(), TOKENS, assistant=replace(SKIPS))
     failing.fails = lambda: False

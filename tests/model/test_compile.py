@@ -21,7 +21,8 @@ from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, decoding
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec.decode import decoder
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
 from hf_selfspec.model.traceable import tracing
@@ -87,7 +88,7 @@ def test_inductor() -> None:
 @pytest.mark.usefixtures("traced")
 def test_graphs_find_what_the_full_model_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Off a CPU, where a host would wait for them; not where processors change the scores."""
-    monkeypatch.setattr(decoding, "SLOW_CHOICES", ())
+    monkeypatch.setattr(decoder, "SLOW_CHOICES", ())
     model, spec = tiny_llama(4, factor=0.5), specs()["rule"]
     for _ in range(2):
         same_ids(model, spec, 3)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
-from hf_selfspec.decoding import Decoder
+from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.model.transfer import read, upload

@@ -7,11 +7,11 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from .batch import Text, Verdict, by_step
-from .model.logits import Logits
-from .model.prompt import CACHE_NAME
-from .stats import GenerationStats
-from .verify.stopping import Stopper
+from ..batch import Text, Verdict, by_step
+from ..model.logits import Logits
+from ..model.prompt import CACHE_NAME
+from ..stats import GenerationStats
+from ..verify.stopping import Stopper
 
 
 class Output:

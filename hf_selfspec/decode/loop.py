@@ -19,10 +19,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .model.inputs import MARKS, Inputs
-from .model.modules import is_tensor_parallel
-from .model.prompt import cache_name, given_cache
-from .model.target import Target
+from ..model.inputs import MARKS, Inputs
+from ..model.modules import is_tensor_parallel
+from ..model.prompt import cache_name, given_cache
+from ..model.target import Target
 
 # Called with all ids ``[b, s]``, for each new step the rows ``[b]`` that end with it, and the seconds of these steps,
 # without the first of a run; returns after how many steps it is to be called again, 0 to end the loop.

@@ -11,8 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 from helpers.calls import ROW
 from helpers.models import ragged_batch
 from hf_selfspec import SelfSpec
+from hf_selfspec.decode.loop import Loop
 from hf_selfspec.draft.controlled import ControlledDrafter
-from hf_selfspec.loop import Loop
 from hf_selfspec.model.prompt import CACHE_NAME
 
 pytestmark = pytest.mark.times_decide

@@ -10,27 +10,27 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from .batch import Draft, Text, Verdict
-from .draft.source import FixedDrafter
-from .errors import UnsupportedOptionError, brief, warn_once
+from ..batch import Draft, Text, Verdict
+from ..draft.source import FixedDrafter
+from ..errors import UnsupportedOptionError, brief, warn_once
+from ..model.exact import MOST_TOKENS
+from ..model.experts import decoding_experts
+from ..model.handover import hand_back, run_out, take_in
+from ..model.inputs import Inputs
+from ..model.layout import TreeLayout
+from ..model.logits import Logits, Tops
+from ..model.modules import is_tensor_parallel
+from ..model.partial import ForwardPass
+from ..model.prefill import prefill
+from ..model.target import Target
+from ..model.transfer import is_out_of_memory, moment, seconds_between
+from ..stats import GenerationStats
+from ..verify.in_step import verify_in_step
+from ..verify.scoring import Scorer, check_highest
+from ..verify.stopping import Stopper
+from ..verify.walk import verify
 from .loop import Loop
-from .model.exact import MOST_TOKENS
-from .model.experts import decoding_experts
-from .model.handover import hand_back, run_out, take_in
-from .model.inputs import Inputs
-from .model.layout import TreeLayout
-from .model.logits import Logits, Tops
-from .model.modules import is_tensor_parallel
-from .model.partial import ForwardPass
-from .model.prefill import prefill
-from .model.target import Target
-from .model.transfer import is_out_of_memory, moment, seconds_between
 from .output import Output
-from .stats import GenerationStats
-from .verify.in_step import verify_in_step
-from .verify.scoring import Scorer, check_highest
-from .verify.stopping import Stopper
-from .verify.walk import verify
 
 # The most bytes of keys and values that are copied for a change to transformers' own loop, or 1/16 of the model.
 _COPIED = 2**26
