@@ -60,13 +60,14 @@ class ArmStats:
         return self.rounds >= self.trusted_after or (self.rounds >= _TRIED and self.lost >= self.may_lose)
 
     def speedup(self, promised: float | None) -> float:
-        """Tokens per second over those of plain rounds; ``promised``, its own estimate, until there are results."""
+        """Tokens per second over those of plain rounds; until there are results ``promised``, its own estimate, but no
+        more than if all that it has drafted had been right."""
         if promised == 0.0:
             return 0.0
         if self.is_trusted:
             return self.gained / self.spent
         hoped = _HOPED if promised is None else promised
-        return min(hoped, self.most / self.spent) if self.weight else hoped
+        return min(hoped, self.most / self.spent) if self.drafted else hoped
 
     def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0, rows: int = 1) -> None:
         self.waiting = 0
@@ -82,10 +83,17 @@ class ArmStats:
         """Records rounds of others, ``pace`` times as fast as nothing; what would lose little may be tried again, where
         the way there takes ``switch`` plain rounds more."""
         self.waiting += rounds
-        if self.is_trusted and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
+        is_tried = self.is_trusted or self.drafted > 0.0
+        if is_tried and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
-            if _TRIED * min(loss, self.most_lost) + switch <= self.waiting * _PRICE:
-                self.doubt()
+            rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
+            if rounds_lost * min(loss, self.most_lost) + switch <= self.waiting * _PRICE:
+                self.doubt() if self.is_trusted else self._forget()
+
+    def _forget(self) -> None:
+        for name in _SUMS:
+            setattr(self, name, 0.0)
+        self.rounds = 1  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""

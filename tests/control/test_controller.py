@@ -114,7 +114,8 @@ class World:
             name = self.controller.choose({source: promised.get(source) for source in self.sources})
             price, tokens = self.sources[name] if name else (1.0, 1.0)
             gained = int(tokens) + (self.random.random() < tokens % 1)
-            self.controller.record(name, 4 if name else 0, gained, 0.02 * price * self.random.gauss(1, 0.02))
+            seconds = 0.02 * price * self.random.gauss(1, 0.02)
+            self.controller.record(name, 4 if name else 0, gained, seconds, drafted=8 if name else 0)
             chosen[name] += 1
         return chosen
 
@@ -139,8 +140,12 @@ def test_the_fastest_source_drafts(sources: dict[str, tuple[float, float]]) -> N
 
 
 def test_promises_are_believed_until_tried() -> None:
+    assert World(one=(4.0, 3.0)).play(60, one=5.0)["one"] == 4
     world = World(one=(10.0, 4.0))
-    assert world.play(60, one=5.0)["one"] == 4
+    assert world.play(60, one=5.0)["one"] == 2, "nine tokens would not be enough"
+    world.sources["one"] = (1.2, 4.0)
+    world.play(1_700, one=5.0)
+    assert world.play(100, one=5.0)["one"] > 95, "whatever disturbed the round that was timed"
     assert World(one=(0.1, 4.0)).play(60, one=0.5)["one"] == World(one=(0.1, 4.0)).play(60, one=0.0)["one"] == 0
 
 

@@ -188,7 +188,7 @@ def test_a_source_that_drafts_nothing_is_not_asked_again() -> None:
 def test_free_tokens_are_not_the_drafts_own() -> None:
     """A source of one token that is always right, behind which those of the same text before are accepted."""
     replay = Replay("flat", sources=[("layers", 1, lambda place: 1.0, 0.01, 3.0)])
-    replay.play([stream("repeats", TOKENS, 0)])
+    replay.play([stream("mixed", TOKENS, 0)])
     arm = replay.found.arms["layers"]
     assert arm.drafted > 2
     assert arm.accepted == pytest.approx(arm.drafted)
