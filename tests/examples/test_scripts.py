@@ -29,7 +29,7 @@ TRAINED = "--model {model} --data {tasks} --repeats 1"
 FITTED = f"{TRAINED} --prompts 2 --tokens 12 --out {{folder}}/fitted"
 TUNED = "--model {model} --steps 2 --batch_size 2 --longest 64 --pairs 2 --timed 1 --tuning 1 --head 50"
 TUNED += " --output {folder}/tuned --data "
-EQUAL = "Self-speculative tokens equal plain generation's: yes, for all 2 pairs"
+EQUAL = "Self-speculative tokens equal plain generation's: yes, for all"
 # For each case a script, its words, and what it has to print.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine": (f"{RANDOM} --exit-layer 2 --tokens 12 --repeats 1", ("| width 64, float32, batch 1, prompt 64 |",)),
