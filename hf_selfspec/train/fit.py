@@ -152,7 +152,8 @@ class TrainedFit(Fit[M]):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
         if args is not None:
             check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
-            check_positive(f"{name}(args): learning_rate", args.learning_rate)
+            if not args.learning_rate >= 0:
+                raise SettingError(f"{name}(args): learning_rate must be at least 0, got {args.learning_rate!r}.")
             if args.max_steps <= 0:
                 check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
         if self.cache_bytes is not None:
