@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
@@ -87,7 +88,9 @@ def _list_of(kind: type) -> Callable[[str], list[Any]]:
 
 
 def _gib(text: str) -> int:
-    return max(1, round(float(text) * 2**30))
+    if not 0 < (size := float(text)) < math.inf:
+        raise ValueError
+    return max(1, round(size * 2**30))
 
 
 def fit(context: typer.Context) -> None:
@@ -122,7 +125,7 @@ def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
 
     from .. import SettingError
     from ..data.loading import NamedModel
-    from ..data.texts import texts
+    from ..data.prompts import texts
     from ..learned.files import check_folder
     from ..modules.draft_module import FILES
     from ..train.fit_trainer import checkpoints_of

@@ -23,7 +23,7 @@ from helpers.models import VOCABULARY, tiny_llama
 from helpers.processes import told_in_one_line
 from hf_selfspec import Adapter, EarlyExit, EarlyExitLora, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.cli import main
-from hf_selfspec.data.texts import texts
+from hf_selfspec.data.prompts import texts
 
 TEXT = "def f(x): return x + 1 "
 
