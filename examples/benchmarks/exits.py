@@ -30,7 +30,7 @@ from timing import (
 from transformers import PreTrainedModel
 
 from hf_selfspec import SelfSpec
-from hf_selfspec.data.texts import read_prompts
+from hf_selfspec.data.prompts import read_prompts
 
 CHOOSING = 8
 MODES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from timing import add_trained, compare, load, print_head, print_row, print_tabl
 from transformers import TrainingArguments
 
 from hf_selfspec import SelfSpec
-from hf_selfspec.data.texts import read_prompts
+from hf_selfspec.data.prompts import read_prompts
 
 COLUMNS = ("method", "speed-up", "mean over prompts, 95 %", "α", "M", "mean exit layer", "discarded", "agreement")
 

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 import hf_selfspec
 from hf_selfspec import MTP, Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SelfSpec, SettingError
-from hf_selfspec.data.prompts import as_prompts, encoded
-from hf_selfspec.data.texts import read_prompts
+from hf_selfspec.data.prompts import as_prompts, encoded, read_prompts
 
 SETTINGS = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 10}
 

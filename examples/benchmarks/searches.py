@@ -28,7 +28,7 @@ from timing import (
 from transformers import PreTrainedModel
 
 from hf_selfspec import ClosestLayers, ConfidenceThreshold, CostTree, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.data.texts import read_prompts
+from hf_selfspec.data.prompts import read_prompts
 
 LONGEST = 25
 # Prompts between two rows of the table of a change.

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt as Given
-from ..data.prompts import as_prompts, token_ids
-from ..data.texts import read_rows
+from ..data.prompts import as_prompts, read_rows, token_ids
 from ..errors import SettingError
 from ..validation import check_count, check_share
 

@@ -87,8 +87,7 @@ def audit(
 
     from .. import SampleTest, SettingError, audit
     from ..data.loading import NamedModel, set_up
-    from ..data.prompts import as_prompts
-    from ..data.texts import read_prompts
+    from ..data.prompts import as_prompts, read_prompts
     from .spec_text import read_spec, split
 
     given = {"temperature": temperature, "top_p": top_p, "draws": draws}
@@ -200,7 +199,7 @@ def exit_report(
     """Show how well each layer of a model predicts the next token."""
     from .. import exit_report
     from ..data.loading import NamedModel, set_up
-    from ..data.texts import texts
+    from ..data.prompts import texts
 
     given, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
@@ -235,8 +234,7 @@ def generate(
 
     from .. import SettingError, stream
     from ..data.loading import NamedModel, set_up
-    from ..data.prompts import check_chats, has_chats
-    from ..data.texts import content
+    from ..data.prompts import check_chats, content, has_chats
     from ..streaming import sampling
     from .spec_text import read_spec
 
@@ -319,7 +317,7 @@ def tune(
     """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from .. import OfflineSearch, tune
     from ..data.loading import NamedModel, set_up
-    from ..data.texts import texts
+    from ..data.prompts import texts
     from ..learned.files import check_folder
     from ..learned.saving import FILE_NAME
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
@@ -66,10 +67,8 @@ def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
 
 def _read_as(name: str, hint: Any) -> dict[str, Any]:
     """How the command line reads a setting of that type, not at all where that is empty."""
-    from ..train.mtp import read_prompts_file
-
-    if name == "prompts":
-        return {"type": read_prompts_file}
+    if name == "prompts":  # a file
+        return {"type": str}
     if hint is bool:
         return {"action": "store_true"}
     for item in (int, float, str):
@@ -89,7 +88,9 @@ def _list_of(kind: type) -> Callable[[str], list[Any]]:
 
 
 def _gib(text: str) -> int:
-    return max(1, round(float(text) * 2**30))
+    if not 0 < (size := float(text)) < math.inf:
+        raise ValueError
+    return max(1, round(size * 2**30))
 
 
 def fit(context: typer.Context) -> None:
@@ -124,10 +125,11 @@ def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
 
     from .. import SettingError
     from ..data.loading import NamedModel
-    from ..data.texts import texts
+    from ..data.prompts import texts
     from ..learned.files import check_folder
     from ..modules.draft_module import FILES
     from ..train.fit_trainer import checkpoints_of
+    from ..train.mtp import read_prompts_file
 
     try:
         *training, given = parser_of(name, kind).parse_args_into_dataclasses(words, look_for_args_file=False)
@@ -138,6 +140,8 @@ def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
     for args in training:
         args.output_dir = args.output_dir or checkpoints_of(given.out)
     chosen = {one.name: getattr(given, one.name) for one in fields(kind) if hasattr(given, one.name)}
+    if chosen.get("prompts") is not None:
+        chosen["prompts"] = read_prompts_file(given.prompts)
     settings: Any = kind(**chosen, output_dir=given.out, **dict(zip(["args"], training, strict=False)))
     settings.check()
     check_folder("--out", given.out, FILES)

@@ -1,17 +1,29 @@
-"""Turns what users give, texts or chats, into a model's inputs."""
+"""Texts and prompts: read from a file or a dataset of the Hub, checked, and turned into a model's inputs."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import SettingError, SettingTypeError
+from ..errors import SettingError, SettingTypeError, brief
+from ..learned.files import is_name, path_of, read_text
+from .loading import NO_ANSWER, hub_error
 
 # A text to continue, or the messages of a chat to answer.
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 # Characters of what was given that a message repeats.
 _SHOWN = 100
+_LINES, _WHOLE = (".jsonl", ".json"), ".txt"
+# Columns in which a prompt is looked for; the first one that exists counts.
+COLUMNS = ("messages", "prompt", "text", "question", "instruction")
+# Characters of a row that a message repeats.
+_SHOWN_OF_ROW = 60
+_EXAMPLE = 'e.g. {"text": "..."}.'
 
 
 def is_chat(given: Any) -> bool:
@@ -80,3 +92,124 @@ def encoded(
     if not ids.numel():
         raise SettingError("the prompt is empty. Give at least one token to continue from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class Row(NamedTuple):
+    """A line of a file, or a row of a dataset."""
+
+    place: str  # for messages
+    columns: Mapping[str, Any]
+
+    def prompt(self, field: str | None = None) -> Prompt:
+        """Returns the text or the chat in a column, by default in the first one of ``COLUMNS`` that exists."""
+        found: Any = next(filter(None, map(self.columns.get, COLUMNS if field is None else (field,))), None)
+        where = f"any of the columns {', '.join(COLUMNS)}" if field is None else f"the column {field!r}"
+        return found if is_chat(found) else self._text(found, f"{where}, and no chat")
+
+    def text(self, field: str) -> str:
+        return self._text(self.columns.get(field), f"the column {field!r}")
+
+    def _text(self, found: Any, where: str) -> str:
+        """The text, unless it contains half of a surrogate pair, which no tokenizer accepts."""
+        if not isinstance(found, str):
+            raise SettingError(
+                f"{self.place}: there is no text in {where}. Name one of the columns "
+                f"{sorted(map(str, self.columns))} with --field."
+            )
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(
+                f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Drop that character."
+            ) from error
+        return found
+
+
+def texts(data: str, field: str | None = None) -> list[str]:
+    """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
+    found = [row.text(field or "text") for row in read_rows(data, field, is_one=True)]
+    return _some(found, data, any(text.strip() for text in found))
+
+
+def read_rows(data: str, field: str | None = None, is_one: bool = False) -> list[Row]:
+    """All rows, at least one, of a file (lines of a ``.txt``, unless it ``is_one``; ``.jsonl``) or a Hub dataset."""
+    if Path(data).suffix != _WHOLE:
+        found = _rows(data)
+    elif field is not None:
+        why = "is one text" if is_one else "has a prompt in each line"
+        raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
+    else:
+        parts = [(1, content("--data", data))] if is_one else _lines(data)
+        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in parts]
+    return _some(found, data, bool(found))
+
+
+def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
+    """Returns the texts and chats of all rows."""
+    return [row.prompt(field) for row in read_rows(data, field)]
+
+
+def content(option: str, file: str) -> str:
+    """Returns the text of a file that an option names."""
+    try:
+        return read_text(path_of(file))
+    except FileNotFoundError as error:
+        raise SettingError(f"{option} {file}: there is no such file.") from error
+    except ValueError as error:
+        raise SettingError(f"{option} {file} cannot be read as text in UTF-8 ({error}).") from error
+
+
+def _some(found: list[Any], data: str, is_any: bool) -> list[Any]:
+    if not is_any:
+        raise SettingError(f"--data {data}: the dataset is empty. Give texts that the model is used for.")
+    return found
+
+
+def _rows(data: str) -> list[Row]:
+    suffix = Path(data).suffix
+    if suffix in _LINES:
+        places = [(f"--data {data}, line {number}", line) for number, line in _lines(data)]
+        return [Row(place, _object(place, line)) for place, line in places]
+    if os.path.exists(data):
+        kind = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
+        raise SettingError(
+            f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
+        )
+    return [Row(f"--data {data}, row {number}", row) for number, row in enumerate(_rows_of_hub(data), start=1)]
+
+
+def _lines(data: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, with their numbers."""
+    # Not splitlines, which also splits at line ends that may occur inside a JSON string.
+    lines = enumerate(content("--data", data).split("\n"), start=1)
+    return ((number, line.strip()) for number, line in lines if line.strip())
+
+
+def _object(place: str, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{place}: this is not JSON ({error}). Each line is one object, {_EXAMPLE}") from error
+    if not isinstance(found, dict):
+        raise SettingError(f"{place}: {repr(found)[:_SHOWN_OF_ROW]} is not an object with a text, {_EXAMPLE}")
+    return found
+
+
+def _rows_of_hub(data: str) -> Sequence[Any]:
+    if not is_name(data):
+        raise SettingError(f"--data {data}: there is no such file, and it is not the name of a dataset of the Hub.")
+    try:
+        from datasets import exceptions, load_dataset
+    except ImportError as error:
+        raise SettingError(
+            f"--data {data} names a dataset of the Hub, which needs `pip install datasets`. Or give a .jsonl or .txt "
+            "file."
+        ) from error
+    advice = "Give a .jsonl or .txt file, or set HF_HUB_OFFLINE=1 for a dataset that was loaded before."
+    if why := hub_error(HfApi().dataset_info, data):
+        raise SettingError(f"--data {data}: there is no such file, and the Hub has no such dataset ({why}). {advice}")
+    try:
+        rows: Sequence[Any] = load_dataset(data, split="train")
+    except (*NO_ANSWER, ValueError, RuntimeError, exceptions.DatasetsError) as error:
+        raise SettingError(f"--data {data}: the dataset cannot be loaded ({brief(error)}). {advice}") from error
+    return rows

@@ -152,7 +152,8 @@ class TrainedFit(Fit[M]):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
         if args is not None:
             check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
-            check_positive(f"{name}(args): learning_rate", args.learning_rate)
+            if not args.learning_rate >= 0:
+                raise SettingError(f"{name}(args): learning_rate must be at least 0, got {args.learning_rate!r}.")
             if args.max_steps <= 0:
                 check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
         if self.cache_bytes is not None:
@@ -191,44 +192,44 @@ class TrainedFit(Fit[M]):
             chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
             stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience)]
             trained = FitModule(module, frozen, self)
-            both: Any = rows, held_out
-            data = [StackDataset(input_ids=some) for some in both]
+            texts: Any = rows, held_out
+            data = [StackDataset(input_ids=text) for text in texts]
             trainer = Trainer(
                 trained, chosen, default_data_collator, *data, compute_metrics=trained.means, callbacks=stops
             )
-            known = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
-            last, begun = last_checkpoint(args, known, rows), perf_counter()
-            trainer.train(resume_from_checkpoint=last)
+            what_is_fitted = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
+            checkpoint, begun = last_checkpoint(args, what_is_fitted, rows), perf_counter()
+            trainer.train(resume_from_checkpoint=checkpoint)
             seconds = perf_counter() - begun
             broadcast(module.eval().state_dict())  # the best weights, which the first process has kept
-            wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
-            if wrong:
+            diverged = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
+            if diverged:
                 forget(args, self.output_dir)
                 raise SettingError(
-                    f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning "
+                    f"the fit has diverged: {diverged[0]} is not finite, so nothing was saved. Give a smaller learning "
                     "rate, or text and a model whose states are finite."
                 )
             recipe |= {"tokens": rows.numel(), "steps": trainer.state.global_step}
             module.about = about(model, recipe, {})
             self.finish(module, frozen, held_out)
             with seeded(args):
-                measured = trainer.evaluate() if len(held_out) else {}
-                pace = speed_figures(module, model, held_out, self.spec)
-        found = {name.removeprefix("eval_"): value for name, value in measured.items()}
+                evaluated = trainer.evaluate() if len(held_out) else {}
+                speeds = speed_figures(module, model, held_out, self.spec)
+        metrics = {name.removeprefix("eval_"): value for name, value in evaluated.items()}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
-        figures |= {name.replace("_", " "): found[name] for name in trained.names if name in found}
+        figures |= {name.replace("_", " "): metrics[name] for name in trained.names if name in metrics}
         figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
-        saved(module, module.about | {"figures": figures | pace}, self.output_dir)
+        saved(module, module.about | {"figures": figures | speeds}, self.output_dir)
         forget(args, self.output_dir)
         return module
 
     def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
         """The user's arguments, or the usual ones, which keep checkpoints beside the module's folder."""
-        if self.args is None:
-            out = self.output_dir
-            return training_arguments(folder if out is None else checkpoints_of(out), device, is_kept=out is not None)
-        args = self.args
+        args, out = self.args, self.output_dir
+        if args is None:
+            folder = folder if out is None else checkpoints_of(out)
+            args = training_arguments(folder, device, is_kept=out is not None)
         if args.n_gpu > 1:
             args = copy.copy(args)  # the user's
             args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them

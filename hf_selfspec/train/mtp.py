@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
-from ..data.texts import read_prompts
+from ..data.prompts import Prompt, as_prompts, checked_texts, read_prompts, token_ids
 from ..draft.mtp import MTP
 from ..errors import SettingError, SettingTypeError
 from ..learned.files import path_of

@@ -21,7 +21,7 @@ from hf_selfspec.cli import app, main
 from hf_selfspec.cli.fit import fits, parser_of
 from hf_selfspec.data import loading
 from hf_selfspec.data.loading import NamedModel
-from hf_selfspec.data.texts import read_prompts
+from hf_selfspec.data.prompts import read_prompts
 
 HEAVY = ("numpy", "torch", "transformers")
 

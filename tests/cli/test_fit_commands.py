@@ -23,7 +23,7 @@ from helpers.models import VOCABULARY, tiny_llama
 from helpers.processes import told_in_one_line
 from hf_selfspec import Adapter, EarlyExit, EarlyExitLora, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.cli import main
-from hf_selfspec.data.texts import texts
+from hf_selfspec.data.prompts import texts
 
 TEXT = "def f(x): return x + 1 "
 
@@ -205,6 +205,8 @@ OPTIONS = [
     ("probe", "--temperature 0.7", "(temperature=0.7) has no effect without fit_probe(do_sample=True)"),
     ("probe", "--sample --top-p 1.5", "fit_probe(top_p) must lie between 0 and 1"),
     ("adapter", "--batch 0", "per_device_train_batch_size must be at least 1, got 0"),
+    ("mtp", "--prompts FILE.jsonl", "FILE.jsonl: there is no such file"),
+    ("adapter", "--learning-rate -1", "learning_rate must be at least 0, got -1.0"),
     ("adapter", "--bf16 --fp16", "At most one of fp16 and bf16 can be True"),
     ("adapter", "--epoch 3", "--epoch"),
     ("head", "--size 0", "(size) must be at least 1, got 0"),

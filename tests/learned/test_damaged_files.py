@@ -10,7 +10,7 @@ import pytest
 from helpers.models import tiny_llama
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, ExitReport, FixedLength, LinearProbe, SelfSpec
 from hf_selfspec.cli.spec_text import read_spec
-from hf_selfspec.data.texts import texts
+from hf_selfspec.data.prompts import texts
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule

@@ -285,6 +285,8 @@ def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
     with interrupted_in(fits, "perf_counter"):
         fit_in(tmp_path / "kept", EXIT + 1, FEW)
     assert {path.name for path in (tmp_path / "kept").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    with pytest.raises(SettingError, match=r"with another bf16\. Repeat"):
+        fit_in(tmp_path / "kept", EXIT + 1, FEW, bf16=True)
     found = fit_in(tmp_path / "kept", EXIT + 1, FEW)
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
     with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
