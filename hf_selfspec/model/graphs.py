@@ -32,6 +32,8 @@ from .transfer import wait_for
 _USES, _USES_CAPTURED = 8, 3
 # Graphs of a model at most, and shapes that fail before no more are tried.
 _MOST, _FAILURES = 128, 4
+# A captured graph makes room for others after so many forwards without it; then captures take little of all time.
+_UNUSED = 4096
 # A capture leaves at least this share of a device's memory free.
 _FREE = 1 / 16
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
@@ -112,6 +114,8 @@ class Graphs:
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(_PLACES)])
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
+    _asked: int = 0  # forwards that have asked for a graph
+    _last: dict[Hashable, int] = field(default_factory=dict)  # of these the last one for each graph
     _unasked: int = 0  # forwards that have not asked for a graph, since none is faster
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
     _bytes: int = 0  # and of a GPU's memory
@@ -129,17 +133,21 @@ class Graphs:
         """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none. The last
         ``fixed`` inputs are always in the same memory."""
         with self._lock:
-            if key in self._graphs or self.refused:
-                return self._graphs.get(key)
+            self._asked += 1
+            if self.refused:
+                return None
+            if key in self._graphs:
+                self._last[key] = self._asked
+                return self._graphs[key]
             uses = self._uses[key] = self._uses.pop(key, 0) + 1
             if len(self._uses) > _COUNTED:
                 del self._uses[next(iter(self._uses))]
             if uses < (_USES if self.config else _USES_CAPTURED) or self._are_slower() or self._are_enough(inputs[0]):
                 return None
-            self._graphs[key] = None  # other threads run without it until it is there
+            self._graphs[key], self._last[key] = None, self._asked  # other threads run without it until it is there
         graph = self._made(function, inputs, fixed, what)
         with self._lock:
-            if not self.refused:
+            if not self.refused and key in self._graphs:
                 self._graphs[key] = graph
             return self._graphs.get(key)
 
@@ -147,7 +155,10 @@ class Graphs:
         """Leaves graphs to be collected by their keys."""
         with self._lock:
             for key in [key for key in self._graphs if is_over(key)]:
-                del self._graphs[key]
+                self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        del self._graphs[key], self._last[key]
 
     def _are_enough(self, like: torch.Tensor) -> bool:
         if like.is_cuda:
@@ -155,7 +166,13 @@ class Graphs:
             if free < _FREE * total:
                 warn_once(f"{self.whose} has no further graphs while so little of its device's memory is free.")
                 return True
-        return len(self._graphs) >= _MOST
+        if len(self._graphs) < _MOST:
+            return False
+        oldest = min(self._graphs, key=lambda key: self._last[key])
+        if self.config or self._asked - self._last[oldest] < _UNUSED:
+            return True
+        self._drop(oldest)
+        return False
 
     def report(self) -> None:
         """Logs how many graphs were made since the last report, how long that took, and whether no more are made."""
@@ -204,7 +221,7 @@ class Graphs:
         )
         with self._lock:
             self._failures += 1
-            if key is not None:
+            if key in self._graphs:
                 self._graphs[key] = None
             if self._failures >= _FAILURES and not self.count:
                 self.refused = brief(error)

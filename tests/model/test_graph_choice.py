@@ -120,3 +120,23 @@ def test_graphs_that_were_slower_are_asked_for_again(caplog: pytest.LogCaptureFi
     assert not known.slower
     assert not any(known.rest for _ in range(33))
     assert caplog.text.count("no more graphs are made") == 1
+
+
+def test_captures_that_are_not_used_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that took long to compile stays."""
+    monkeypatch.setattr(graphs, "_MOST", 2)
+    monkeypatch.setattr(graphs, "_UNUSED", 8)
+    for config in (None, QUICK):
+        known, inputs = Graphs(config, (), "Tiny"), [torch.ones(2)]
+
+        def found(key: str, known: Graphs = known, inputs: list[torch.Tensor] = inputs) -> list[bool]:
+            uses = graphs._USES if known.config else graphs._USES_CAPTURED
+            return [known.find(key, lambda value: [value * 2], inputs, lambda: key) is not None for _ in range(uses)]
+
+        assert any(found("one"))
+        assert any(found("two"))
+        assert not any(found("three"))
+        for _ in range(3):
+            found("two")
+        assert any(found("three")) is (config is None)
+        assert known.find("two", lambda value: [value * 2], inputs, str) is not None
