@@ -38,8 +38,8 @@ _RECORD = "fit.json"
 # Arguments of the Trainer that decide what is fitted.
 _DECIDING = (
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "seed", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "optim", "optim_args",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16",
+    "seed", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "optim",
+    "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16",
 )  # fmt: skip
 # Steps between two checkpoints of a fit with the usual arguments.
 SAVE_STEPS = 100
