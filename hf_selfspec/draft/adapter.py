@@ -21,7 +21,7 @@ from ..validation import StrPath
 from .early_exit import ExitSource
 from .growing import DraftStep
 from .partial import PartialDraft
-from .source import DraftBlocks, Drafter, FindChoice, Session
+from .source import Drafter, Session
 
 # How many tokens of other sources the adapter can catch up on in models with recurrent states.
 _LATE = 32
@@ -55,10 +55,6 @@ class EarlyExitAdapter(ExitSource[Adapter]):
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         return self.exit_at(self.module.exit_layer, anatomy)
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        self.check_whole_head()
-        return DraftBlocks(self.plan(anatomy), self.module)
 
     def start(self, session: Session) -> Drafter:
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)

@@ -20,7 +20,6 @@ from ..model.exact import MOST_TOKENS
 from ..model.modules import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
-from ..modules.adapter import Adapter
 from ..modules.mtp import MtpHead
 from ..search.choice import Choice
 from ..stats import GenerationStats
@@ -221,11 +220,9 @@ class Session:
 
 @dataclass(frozen=True)
 class DraftBlocks:
-    """A draft that needs nothing but the blocks of a plan, and perhaps an adapter in place of the final norm, or MTP
-    layers."""
+    """A draft that needs nothing but the blocks of a plan, and perhaps MTP layers."""
 
     plan: LayerPlan
-    adapter: Adapter | None = None
     mtp: MtpHead | None = None
 
     @classmethod

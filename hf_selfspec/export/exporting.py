@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..draft.source import DraftSource
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
@@ -71,11 +71,6 @@ def export_draft(
         raise UnsupportedModelError(
             f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
-        )
-    if blocks.adapter is not None:
-        raise UnsupportedOptionError(
-            f"{name}: an adapter is no layer of {anatomy.model_name}, so no checkpoint of it holds one. Export "
-            "EarlyExit(layer), or use the adapter with generate(assistant=SelfSpec.kangaroo(...))."
         )
     draft = draft_model(inner, anatomy, blocks.plan)
     _check_agreement(inner, anatomy, blocks.plan, draft)

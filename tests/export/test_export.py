@@ -285,7 +285,11 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
         "has 2 sources besides its free drafts",
     ),
     "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), UnsupportedOptionError, "a checkpoint has nothing else"),
-    "adapter": (lambda model: EarlyExitAdapter(adapter_of(model)), UnsupportedOptionError, "an adapter is no layer of"),
+    "adapter": (
+        lambda model: EarlyExitAdapter(adapter_of(model)),
+        UnsupportedOptionError,
+        "does not draft with layers of the model alone",
+    ),
     "depth": (lambda model: EarlyExit(6), SettingError, "must be between 1 and 5"),
 }
 
