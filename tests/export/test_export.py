@@ -278,7 +278,7 @@ def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM
 
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
-    "lookup": (lambda model: Lookup(), UnsupportedOptionError, "does not draft with layers of the model alone"),
+    "lookup": (lambda model: Lookup(), UnsupportedOptionError, "layers of the model alone"),
     "two sources": (
         lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=ClosestLayers())]),
         SettingError,
@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
     "adapter": (
         lambda model: EarlyExitAdapter(adapter_of(model)),
         UnsupportedOptionError,
-        "does not draft with layers of the model alone",
+        "layers of the model alone",
     ),
     "depth": (lambda model: EarlyExit(6), SettingError, "must be between 1 and 5"),
 }
