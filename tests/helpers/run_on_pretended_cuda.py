@@ -28,6 +28,8 @@ from hf_selfspec import (
     TopKTree,
     errors,
 )
+from hf_selfspec.control import controller
+from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
@@ -189,7 +191,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    lengths = [(4, 24), (4, 24), (21, 16), (2, 24)]  # in 128 slots, in 256, and in 128 again
+    lengths = [*[(4, 32)] * 4, (21, 16), (4, 32)]  # in 128 slots, in 256, and in 128 again
     if architecture in STATEFUL or failure in ENDING:  # without graphs
         del lengths[1:]
     for number, (repeats, new) in enumerate(lengths):
@@ -223,9 +225,12 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     are_same: list[bool] = []
     with ExitStack() as stack:
         # Times tell nothing here.
+        costs = patch.object(
+            controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(False, rows, True)
+        )
         taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
         patches = patch.object(Target, "_run", forward), patch.object(Decoder, "_round", counted)
-        for context in (pretended(), FAILURES[failure](), taken, *patches):
+        for context in (pretended(), FAILURES[failure](), costs, taken, *patches):
             stack.enter_context(context)
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
