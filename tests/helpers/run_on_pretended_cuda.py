@@ -197,7 +197,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
-    original_run, original_round = Target._run, Decoder._round
+    original_run, original_round, original_compared = Target._run, Decoder._round, GraphRunner._compared
     forwards = rounds = 0
 
     def forward(target: Target, tokens: torch.Tensor, cursors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +214,13 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         finally:
             counts.is_on = False
 
+    def compared(*args: Any) -> Any:  # with the model's own code, while a graph is new
+        counts.is_on = False
+        try:
+            return original_compared(*args)
+        finally:
+            counts.is_on = True
+
     def generated(inputs: dict[str, torch.Tensor], expected: torch.Tensor, new: int) -> bool:
         ids = model.generate(**_moved(inputs), **options, max_new_tokens=new, assistant=spec)
         return torch.equal(ids.raw, expected)
@@ -229,9 +236,14 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
             controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(False, rows, True)
         )
         taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
-        patches = patch.object(Target, "_run", forward), patch.object(Decoder, "_round", counted)
-        for context in (pretended(), FAILURES[failure](), costs, taken, *patches):
+        for context in (pretended(), FAILURES[failure](), costs, taken):
             stack.enter_context(context)
+        for kind, name, function in (
+            (Target, "_run", forward),
+            (Decoder, "_round", counted),
+            (GraphRunner, "_compared", compared),
+        ):
+            stack.enter_context(patch.object(kind, name, function))
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
         move(model)
