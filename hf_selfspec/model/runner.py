@@ -144,8 +144,6 @@ class GraphRunner:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
-        if graph is None:
-            return eager()
         try:
             is_new = graph.compared < COMPARISONS and (self.compares or device.type == "cuda")
             if is_new or (self.compares and graph not in self._compared_here):

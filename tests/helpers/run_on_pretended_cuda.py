@@ -28,6 +28,8 @@ from hf_selfspec import (
     TopKTree,
     errors,
 )
+from hf_selfspec.control import controller
+from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
@@ -189,13 +191,13 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    lengths = [(4, 24), (4, 24), (21, 16), (2, 24)]  # in 128 slots, in 256, and in 128 again
+    lengths = [*[(4, 32)] * 4, (21, 16), (4, 32)]  # in 128 slots, in 256, and in 128 again
     if architecture in STATEFUL or failure in ENDING:  # without graphs
         del lengths[1:]
     for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
-    original_run, original_round = Target._run, Decoder._round
+    original_run, original_round, original_compared = Target._run, Decoder._round, GraphRunner._compared
     forwards = rounds = 0
 
     def forward(target: Target, tokens: torch.Tensor, cursors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +214,13 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         finally:
             counts.is_on = False
 
+    def compared(*args: Any) -> Any:  # with the model's own code, while a graph is new
+        counts.is_on = False
+        try:
+            return original_compared(*args)
+        finally:
+            counts.is_on = True
+
     def generated(inputs: dict[str, torch.Tensor], expected: torch.Tensor, new: int) -> bool:
         ids = model.generate(**_moved(inputs), **options, max_new_tokens=new, assistant=spec)
         return torch.equal(ids.raw, expected)
@@ -223,10 +232,18 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     are_same: list[bool] = []
     with ExitStack() as stack:
         # Times tell nothing here.
+        costs = patch.object(
+            controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(False, rows, True)
+        )
         taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
-        patches = patch.object(Target, "_run", forward), patch.object(Decoder, "_round", counted)
-        for context in (pretended(), FAILURES[failure](), taken, *patches):
+        for context in (pretended(), FAILURES[failure](), costs, taken):
             stack.enter_context(context)
+        for kind, name, function in (
+            (Target, "_run", forward),
+            (Decoder, "_round", counted),
+            (GraphRunner, "_compared", compared),
+        ):
+            stack.enter_context(patch.object(kind, name, function))
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
         move(model)
