@@ -138,6 +138,7 @@ class Controller:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
         self._found, self._device, self._on_cpu, self._is_frozen = found, device, on_cpu, is_frozen
         self.arms, self._rows, self._lock = found.arms, 0, found._lock
+        self.has_loop = False  # whether transformers' own loop can serve parts of this call
         with self._lock:
             self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
 
@@ -145,6 +146,11 @@ class Controller:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
         self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
+
+    @property
+    def plain(self) -> float:
+        """Seconds in which nothing is done but to generate a token of each row, in the faster loop of this call."""
+        return self.curve.plain / (max(self.curve.loop_speedup, 1.0) if self.has_loop else 1.0)
 
     @one_at_a_time
     def speedup(self, name: str, promised: float | None = None) -> float:
@@ -162,7 +168,7 @@ class Controller:
 
     def expected(self, nodes: int, tokens: float) -> float:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
-        return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
+        return tokens / self._rows * self.plain / self.curve.costs[nodes]
 
     def most_certain(self) -> int:
         """How many tokens that are certain to be kept bring a row the most tokens per second."""
@@ -180,19 +186,19 @@ class Controller:
     def loop_steps(self, left: int) -> int:
         """Steps, of ``left``, that transformers' own loop should go on for until the next look where nothing drafts."""
         curve = self.curve
-        if not self._rows or left < 2 * _TIMED:
+        if not self.has_loop or not self._rows or left < 2 * _TIMED or curve.wants_loop is None:
             return 0
         if curve.wants_loop:
             return _TIMED
-        gained = (curve.loop_speedup - 1.0) * curve.plain
-        return _LOOK if gained > max((LEAST_SPEEDUP - 1.0) * curve.plain, 2 * curve.switch / left) else 0
+        gained = 1.0 - 1.0 / curve.loop_speedup  # of a round, by a step
+        return _LOOK if gained > max(LEAST_SPEEDUP - 1.0, 2 * curve.switch / curve.plain / left) else 0
 
     @one_at_a_time
     def record_loop(self, tokens: int, steps: Sequence[float]) -> None:
         """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
         self.curve.add_loop(tokens, steps)
         for stats in self.arms.values():
-            stats.wait(1.0, len(steps), self.curve.switch / self.curve.plain)
+            stats.wait(1.0, len(steps), self.curve.switch / self.plain)
 
     @one_at_a_time
     def record(
@@ -224,7 +230,7 @@ class Controller:
                 if stats is used:
                     stats.add(
                         (tokens if gained is None else gained) / self._rows,
-                        seconds / curve.plain,
+                        seconds / self.plain,
                         accepted,
                         drafted,
                         self._rows,

@@ -79,9 +79,9 @@ class CostCurve:
     @property
     @one_at_a_time
     def plain(self) -> float:
-        """Seconds of a round in which nothing is done but to generate, here or in transformers' own loop."""
+        """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
         known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
-        return (min(known) if known else self.costs[0]) / max(self.loop_speedup, 1.0)
+        return min(known) if known else self.costs[0]
 
     @property
     @one_at_a_time
@@ -90,9 +90,11 @@ class CostCurve:
         return median(self._ratios) if self._ratios else 1.0
 
     @property
-    def wants_loop(self) -> bool:
-        """Whether steps of transformers' own loop are to be timed."""
-        return not self._is_frozen and len(self._last_empty) >= _PLAIN and self._until_loop <= 0
+    def wants_loop(self) -> bool | None:
+        """Whether steps of transformers' own loop are to be timed, ``None`` if some rounds are before."""
+        if self._until_loop > 0 or self._is_frozen:
+            return False
+        return True if len(self._last_empty) >= _PLAIN else None
 
     @property
     def wants_plain(self) -> bool:
@@ -120,9 +122,9 @@ class CostCurve:
     @one_at_a_time
     def add_loop(self, tokens: int, steps: Sequence[float]) -> None:
         """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
-        if self._until_loop <= 0:
-            self._again = self._until_loop = 2 * self._again
-        if self._last_empty:
+        if self._last_empty and steps:
+            if self._until_loop <= 0:
+                self._again = self._until_loop = 2 * self._again
             self._ratios.append(min(self._last_empty) / _lower_quartile(steps))
             self._last_empty.clear()
         self.see(tokens, sum(steps), len(steps))

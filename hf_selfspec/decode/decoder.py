@@ -70,6 +70,10 @@ class Decoder:
         self._together = self._in_step or self.target.padding is not None or goes_on
         rest = self.config, self.pad_token, self.streamer, self.stats, self._in_step
         self.output = Output(self.text, self.stopper, *rest)
+        # Rows that end without an end token go on in transformers' own loop, as far as the longest.
+        go_on = b > 1 and (self._together or (self.stopper.reads_text and not self.stopper.has_eos))
+        if self.loop is not None and (go_on or not self.loop.is_possible(self.target)):
+            self.loop = None
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not stateful and self.output.scores is None
         if b > 1:
@@ -147,6 +151,7 @@ class Decoder:
             draft = self.draft.propose(self.text, max_new)
         drafted = moment(device)
         if not draft.size and (steps := self._loop_steps(max_new)):
+            self.stats.draft_seconds += seconds_between(begun, drafted)
             return self._go_on_in_loop(steps)
         logits = self._verify_pass(draft)
         verified = moment(device)
@@ -167,18 +172,16 @@ class Decoder:
 
     def _loop_steps(self, max_new: list[int]) -> int:
         """Steps of transformers' own loop until it is looked whether that should go on, 0 for a round of ours: there,
-        rows have to be at the same length, none ended, and what is copied should be small beside the model."""
-        target, lengths = self.target, self.text.lengths
-        goes_together = self._together and len(lengths) > 1
+        rows have to be at the same length, and none ended."""
+        cache, lengths = self.target.cache, self.text.lengths
+        if self.loop is not None:  # what is copied should be small beside the model
+            held = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers())
+            copied = held * lengths[0] // cache.capacity
+            if copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16:
+                self.loop = None
+        steps = self.draft.loop_steps(min(max_new), self.loop is not None)
         is_level = min(lengths) == max(lengths) and not any(self.output.done)
-        if self.loop is None or goes_together or not is_level or not (steps := self.draft.loop_steps(min(max_new))):
-            return 0
-        if not self.loop.is_possible(target):
-            self.loop = None
-            return 0
-        held = sum(buffer.nbytes for layer in target.cache.layers for buffer in layer.buffers())
-        most = max(_COPIED, target.model.get_memory_footprint() // 16)
-        return steps if held * lengths[0] <= most * target.cache.capacity else 0
+        return steps if self.loop is not None and is_level else 0
 
     def _go_on_in_loop(self, steps: int) -> None:
         """Goes on in transformers' own loop, until a row ends or something would be drafted."""
@@ -190,11 +193,14 @@ class Decoder:
         target.cache.let_go()
         target.let_go()
         self.loop.run(text.ids[:, : text.lengths[0]], cache, steps, self._take)
+        if self.output.is_finished and not self.keeps_rows and self.waits_for is None:
+            self.stats.verify_seconds += perf_counter() - begun
+            return
         length, roots, active = cache.get_seq_length(), list(text.last_slots()), target.active_rows
         places = prompt.slots(length, [length] * text.batch_size)
         if active is not None:  # the others have left
             roots = active.of_list(roots)
-            cache.batch_select_indices(torch.tensor(active.kept, device=text.ids.device))
+            cache.batch_select_indices(torch.tensor(active.kept, device="cpu"))  # for layers on any device
             places = None if places is None else places[active.kept]
         if places is not None:  # to the columns in the order of slots
             places = places.masked_fill(places < 0, length).argsort(dim=1, stable=True)[:, : max(roots)]
@@ -218,7 +224,8 @@ class Decoder:
         self.stats.verify_passes += len(ended)
         self.stats.rounds += added
         self.stats.accepted_lengths[0] += added - len(verdicts)  # the others are counted next
-        self.stats.round_sizes += [(0, len(verdicts))] * len(ended)
+        counts = [len(verdict.tokens) for verdict in verdicts]
+        self.stats.round_sizes += [(0, sum(count > step for count in counts)) for step in range(len(ended))]
         self._commit(verdicts, Logits(ids[:, :0]))
         steps = 0
         with self._surviving():

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..model.inputs import MARKS, Inputs
-from ..model.modules import is_tensor_parallel
+from ..model.modules import forward_parameters, is_tensor_parallel
 from ..model.prompt import cache_name, given_cache
 from ..model.target import Target
 
@@ -33,7 +33,8 @@ _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generatio
 
 @dataclass
 class Loop:
-    """What ``generate`` has prepared for its own loop in one call; ``seconds`` are those of the last run's steps."""
+    """What ``generate`` has prepared for its own loop in one call; ``seconds`` are those of the last run's steps, with
+    what was learned from them."""
 
     model: PreTrainedModel
     processors: LogitsProcessorList
@@ -47,7 +48,6 @@ class Loop:
         """Whether the loop can go on in the middle of the call: a step depends on nothing but the ids, their keys and
         values, and what processors and criteria keep, and nothing but its ids is returned."""
         config, model, inputs = self.config, self.model, self.inputs
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         return (
             all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in _METHODS)
             and not vars(model).keys() & {*_METHODS}
@@ -64,9 +64,11 @@ class Loop:
             and target.graphs is None
             and target.prefill_observer is None
             and not target.anatomy.is_recurrent
-            and not any(layer.is_sliding for layer in layers)
+            and target.cache.window is None
             and not is_tensor_parallel(model)
             and inputs.input_ids.device.type in ("cpu", "cuda")  # elsewhere it may stop a step late
+            # The first step takes in one token of a longer text, for which transformers asks how long a mask is.
+            and (inputs.arguments.get("attention_mask") is not None or "attention_mask" in forward_parameters(model))
         )
 
     def run(self, ids: torch.Tensor, cache: DynamicCache, steps: int, watch: Watch) -> None:
@@ -116,8 +118,10 @@ class _Watched(StoppingCriteriaList):
         return ended
 
     def tell(self, ids: torch.Tensor) -> int:
+        begun = perf_counter()
         self.total += sum(self._seconds) / max(len(self._seconds), 1) * len(self.ended)
         self._steps = self._watch(ids, self.ended, self._seconds)
+        self.total += perf_counter() - begun
         self.ended, self._seconds = [], []
         return self._steps
 

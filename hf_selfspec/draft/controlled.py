@@ -88,7 +88,8 @@ class ControlledDrafter(FixedDrafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
-    def loop_steps(self, left: int) -> int:
+    def loop_steps(self, left: int, has_loop: bool = True) -> int:
+        self.controller.has_loop = has_loop
         needs_rounds = any(drafter.observe is not None for drafter in self.others.values())
         return 0 if needs_rounds or self._asked is not None else self.controller.loop_steps(left)
 

@@ -102,7 +102,7 @@ class FixedDrafter(Drafter):
         """Drafts nothing."""
         return Draft.none(text)
 
-    def loop_steps(self, left: int) -> int:
+    def loop_steps(self, left: int, has_loop: bool = True) -> int:
         """How many of ``left`` tokens transformers' own loop should add now, 0 for a round; see the controller."""
         return 0
 

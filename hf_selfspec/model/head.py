@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ NOTHING = -3e4
 
 
 # For each head the last rows that were copied, with the tokens and what tells whether its numbers are the same.
-_kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, list[tuple[int, int, int]], FewTokenLinear]]()
+_kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, list[tuple[Any, ...]], FewTokenLinear]]()
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -87,15 +88,19 @@ class HeadRows:
         weight, bias = self._head.weight, self._head.bias
         parameters = [one for one in (weight, bias) if one is not None]
         # A copy of numbers that were changed in a way that torch does not count drafts worse, and that is all.
-        state = [(id(one), one.data_ptr(), 0 if one.is_inference() else one._version) for one in parameters]
+        state = [
+            (id(one), one.data_ptr(), one.dtype, one.device, 0 if one.is_inference() else one._version)
+            for one in (*parameters, self._chosen)
+        ]
         chosen, before, kept = _kept.get(self._head, (None, None, None))
         if kept is not None and chosen is self._chosen and before == state:
             return kept
         with torch.device("meta"):
             rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)
-        rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
-        if bias is not None:
-            rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
+        with torch.inference_mode(False), torch.no_grad():  # a training may use them next
+            rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
+            if bias is not None:
+                rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
         _kept[self._head] = self._chosen, state, rows
         return rows
 

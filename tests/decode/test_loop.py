@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import ROW
@@ -29,7 +29,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         run(loop, ids, cache, *args)
         found.append((ids.shape[1], cache.get_seq_length()))
 
-    monkeypatch.setattr(ControlledDrafter, "loop_steps", lambda drafter, left: next(turns) if left > 3 else 0)
+    monkeypatch.setattr(
+        ControlledDrafter, "loop_steps", lambda drafter, left, has_loop=True: next(turns) if left > 3 else 0
+    )
     monkeypatch.setattr(Loop, "run", watched)
     return found
 
@@ -44,6 +46,15 @@ class EveryThird(LogitsProcessor):
         self.calls += 1
         best = scores.argmax(-1, keepdim=True)
         return scores.scatter(1, best, -torch.inf) if self.calls % 3 == 0 else scores
+
+
+class EndsRows(StoppingCriteria):
+    """Ends a row at some tokens; plain generate goes on with it until the others end."""
+
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 7 == 0
 
 
 class Heard(BaseStreamer):
@@ -106,13 +117,16 @@ def test_cache(llama: LlamaForCausalLM, runs: list[Any]) -> None:
         (ROW, {"return_dict_in_generate": True, "output_scores": True}),
         (ROW, {CACHE_NAME: DynamicCache}),
         (ROWS, {"logits_processor": EveryThird}),
+        (ROWS, {"stopping_criteria": [EndsRows()], "eos_token_id": None}),
     ],
-    ids=["scores are returned", "a cache of the user's", "rows that advance together"],
+    ids=["scores are returned", "a cache of the user's", "rows that advance together", "rows that end without a token"],
 )
 def test_where_it_is_not_possible(
     llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], options: dict[str, Any]
 ) -> None:
     given = {name: value() if isinstance(value, type) else value for name, value in options.items()}
     given |= {"logits_processor": [given["logits_processor"]]} if "logits_processor" in given else {}
-    llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=SelfSpec.lookup(), **given)
+    ours = llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=SelfSpec.lookup(), **given)
     assert not runs
+    if "stopping_criteria" in options:
+        assert torch.equal(ours, llama.generate(**inputs, max_new_tokens=20, do_sample=False, **given))

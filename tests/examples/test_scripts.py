@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,19 +331,30 @@ def test_a_gpu_run_goes_on_and_keeps_what_failed(
 ) -> None:
     began: list[str] = []
 
-    def started(command: list[str], **options: Any) -> Any:
-        began.append(command[-1])
-        if command[-1] == "damping tiny":
-            raise subprocess.TimeoutExpired(command, options["timeout"])
-        return subprocess.CompletedProcess(command, 0, '{"bytes_per_second": 1e9}\n', "")
+    class Piece:
+        """One that takes too long, or is done."""
 
-    monkeypatch.setattr(subprocess, "run", started)
+        def __init__(self, command: list[str], **options: Any) -> None:
+            began.append(command[-1])
+            self.stdout = {"probe": ['{"launches": [1.0]}'], "damping tiny": []}.get(command[-1], ['{"a": 1e9}'])
+
+        def wait(self) -> int:
+            return -9 if not self.stdout else 0
+
+        def kill(self) -> None: ...
+
+    class Over(threading.Timer):
+        def is_alive(self) -> bool:
+            return False
+
+    monkeypatch.setattr(subprocess, "Popen", Piece)
+    monkeypatch.setattr(threading, "Timer", Over)
     words = ["--device", "cpu", "--shapes", "tiny", "--rows", "1", "--out", str(tmp_path / "gpu.json")]
     assert "| bandwidth | no time was left |" in run("gpu", *words, "--seconds", "0")
     assert began == []
     assert "| damping tiny | it was not done after 300 s |" in run("gpu", *words)
-    assert began == ["bandwidth", "damping tiny", "training tiny"], "what needs the damping is left out"
+    assert began == ["probe", "bandwidth", "damping tiny", "training tiny"], "what needs the damping is left out"
     run("gpu", *words)
-    assert len(began) == 3
+    assert len(began) == 4
     with pytest.raises(SystemExit, match="Give another --out"):
         run("gpu", *words, "--repeats", "5")

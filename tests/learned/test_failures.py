@@ -109,7 +109,7 @@ def test_what_fails_once_the_text_is_whole(
     failing, last, spec = Failing(monkeypatch, *place, BROKEN), list[Decoder](), replace(SKIPS, cache_dir=tmp_path)
     run = Decoder.run
     monkeypatch.setattr(Decoder, "run", lambda decoder: [last.append(decoder), run(decoder)][1])
-    failing.fails = lambda: bool(last) and last[-1]._is_finished()
+    failing.fails = lambda: bool(last) and last[-1].output.is_finished
     (told_once,) = told(model, spec)
     assert "broken" in told_once
     assert failing.calls
