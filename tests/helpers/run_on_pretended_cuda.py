@@ -121,7 +121,12 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
             counts.phase = "round"
 
     counts.reset("round")
-    with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
+    with (
+        patch.object(CostCurve, "wants_loop", property(lambda curve: False)),  # these are not steps of transformers'
+        patch.object(Decoder, "_round", counted),
+        patch.object(PartialDraft, "propose", proposed),
+        pretended(),
+    ):
         place(model)
         pretend_cuda.leave_out(model.model.layers)
         output = model.generate(**_moved(inputs), assistant=spec, **options)
