@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("| mtp3 |",),
     ),
     "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", ("| ε = 0.9 |",)),
+    "windows": ("--kinds mistral gpt_oss --prompts 200 --repeats 1 --tokens 4", ("| mistral | 200 |", "equal |")),
     "gpu": (
         "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
         ("| generate tiny 1 | verification |",),
@@ -82,7 +83,7 @@ LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "t
 # Those that take longer than a few seconds.
 SLOW = {
     "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
-    "heads", "known_answer", "parts", "searches", "stops", "train_demo_model",
+    "heads", "known_answer", "parts", "searches", "stops", "train_demo_model", "windows",
 }  # fmt: skip
 
 # What TRL and lm-eval do, and theirs.
