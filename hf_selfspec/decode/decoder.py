@@ -179,7 +179,7 @@ class Decoder:
             copied = held * lengths[0] // cache.capacity
             if copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16:
                 self.loop = None
-        steps = self.draft.loop_steps(min(max_new), self.loop is not None)
+        steps = self.draft.loop_steps(self.text, min(max_new), self.loop is not None)
         is_level = min(lengths) == max(lengths) and not any(self.output.done)
         return steps if self.loop is not None and is_level else 0
 

@@ -88,10 +88,10 @@ class ControlledDrafter(FixedDrafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
-    def loop_steps(self, left: int, has_loop: bool = True) -> int:
+    def loop_steps(self, text: Text, left: int, has_loop: bool = True) -> int:
         self.controller.has_loop = has_loop
-        needs_rounds = any(drafter.observe is not None for drafter in self.others.values())
-        return 0 if needs_rounds or self._asked is not None else self.controller.loop_steps(left)
+        steps = 0 if self._asked is not None else self.controller.loop_steps(left)
+        return steps if steps and all(drafter.miss(text) for drafter in self.others.values()) else 0
 
     def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
         self.controller.record_loop(sum(len(verdict.tokens) for verdict in verdicts), seconds)
@@ -101,7 +101,7 @@ class ControlledDrafter(FixedDrafter):
         self.controller.begin(rows, text.batch_size, max(text.lengths))
         promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
         self._asked = self._free_arm(text, max_new, rows) or self.controller.choose(promised)
-        return self.loop_steps(min(max_new))
+        return self.loop_steps(text, min(max_new))
 
     def came_back(self, seconds: float) -> None:
         self.controller.curve.switch = seconds

@@ -102,7 +102,11 @@ class FixedDrafter(Drafter):
         """Drafts nothing."""
         return Draft.none(text)
 
-    def loop_steps(self, left: int, has_loop: bool = True) -> int:
+    def miss(self, text: Text) -> bool:
+        """Whether tokens may be added without rounds, after those in ``text``; by default if it observes none."""
+        return self.observe is None
+
+    def loop_steps(self, text: Text, left: int, has_loop: bool = True) -> int:
         """How many of ``left`` tokens transformers' own loop should add now, 0 for a round; see the controller."""
         return 0
 

@@ -10,7 +10,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import ROW
 from helpers.models import ragged_batch
+from helpers.searches import search_of
 from hf_selfspec import SelfSpec
+from hf_selfspec.batch import Text
 from hf_selfspec.decode.loop import Loop
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.model.prompt import CACHE_NAME
@@ -30,7 +32,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.append((ids.shape[1], cache.get_seq_length()))
 
     monkeypatch.setattr(
-        ControlledDrafter, "loop_steps", lambda drafter, left, has_loop=True: next(turns) if left > 3 else 0
+        ControlledDrafter, "loop_steps", lambda drafter, text, left, has_loop=True: next(turns) if left > 3 else 0
     )
     monkeypatch.setattr(Loop, "run", watched)
     return found
@@ -97,6 +99,23 @@ def test_ids(llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], o
     stats = assistant.stats
     assert sum(map(len, stats.from_draft)) == stats.tokens
     assert (stats.mean_generated_length - 1) * stats.rounds == pytest.approx(stats.accepted)
+
+
+def test_a_search_without_time_does_not_need_rounds(
+    llama: LlamaForCausalLM, runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of the default, which looks for layers beside free drafts."""
+
+    def steps(drafter: ControlledDrafter, text: Text, left: int, has_loop: bool = True) -> int:
+        assert drafter.others
+        return 3 if left > 3 and all(one.miss(text) for one in drafter.others.values()) else 0
+
+    monkeypatch.setattr(ControlledDrafter, "loop_steps", steps)
+    options = {"max_new_tokens": 60, "do_sample": False}
+    spec = SelfSpec()
+    assert torch.equal(llama.generate(**ROW, **options, assistant=spec), llama.generate(**ROW, **options))
+    assert runs
+    assert search_of(spec, llama).generated >= 45  # but for the last ones, of which it is told together
 
 
 def test_cache(llama: LlamaForCausalLM, runs: list[Any]) -> None:
