@@ -211,7 +211,8 @@ def _lay_out(
         is_exact=_is_exact(call, spec, inputs),
     )
     compile_config = _compile_config(call, spec.compile)
-    if compile_config is not None or (spec.compile is None and _captures(call) and not target.is_exact):
+    on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
+    if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         target.compile(GraphRunner.of(target, compile_config, compares=bool(unseen)))
     stateful = (*scorer.stateful, *stopper.stateful)
     loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
@@ -282,11 +283,6 @@ def _is_rounded(model: PreTrainedModel) -> bool:
     """Whether numbers that are multiplied may have less than float32's precision."""
     size = model.dtype.itemsize
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
-
-
-def _captures(call: Call) -> bool:
-    """Whether the kernels of forwards can be captured."""
-    return call.input_ids.device.type == "cuda" and call.model.device.type == "cuda"
 
 
 def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileConfig | None:
