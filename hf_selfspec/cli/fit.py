@@ -72,7 +72,7 @@ def _read_as(name: str, hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_true"}
     for item in (int, float, str):
-        if hint in (Sequence[item], Sequence[item] | None):  # type: ignore[valid-type]
+        if hint in (Sequence[item], Sequence[item] | None):  # type: ignore[valid-type]  # a variable as a type
             return {"type": _list_of(item)}
         if item in (hint, *get_args(hint)):
             return {"type": item}

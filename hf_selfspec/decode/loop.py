@@ -82,7 +82,8 @@ class Loop:
             else:
                 kwargs["attention_mask"] = torch.ones_like(self.inputs.input_ids)
         added = ids.shape[1] - self.inputs.input_ids.shape[1]
-        kwargs = self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=added)  # type: ignore[arg-type]
+        outputs: Any = {}  # of a forward, of which nothing is read but what models with further states return
+        kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=added)
         watched = _Watched(self.criteria, watch, steps)
         output = type(self.model)._sample(
             self.model,

@@ -48,7 +48,7 @@ class Captured:
             try:
                 with self._capture(self._graph, stream):
                     self._results = function(*self._inputs, *rest)
-            except Exception:
+            except Exception:  # whatever it is, it goes on to the caller
                 # One that is completed, since torch's generator of random numbers waits for the end of the other.
                 with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), stream):
                     self._inputs[0].clone()

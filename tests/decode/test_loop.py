@@ -130,6 +130,20 @@ def test_cache(llama: LlamaForCausalLM, runs: list[Any]) -> None:
         torch.testing.assert_close(mine.values, theirs.values)
 
 
+class Unmasked(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, logits_to_keep: int = 0, **cache: Any) -> Any:
+        return super().forward(
+            input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, attention_mask=None, **cache
+        )
+
+
+def test_a_model_that_takes_no_mask(llama: LlamaForCausalLM, runs: list[Any]) -> None:
+    """Plain steps that begin in the middle of a text would ask for one."""
+    model, ids = Unmasked(llama.config).eval(), ROW["input_ids"]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options, assistant=SelfSpec.lookup()), model.generate(ids, **options))
+
+
 @pytest.mark.parametrize(
     ("inputs", "options"),
     [

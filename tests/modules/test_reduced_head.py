@@ -20,6 +20,7 @@ from hf_selfspec.batch import Draft
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.model import head
+from hf_selfspec.model.head import HeadRows
 from hf_selfspec.model.linear import FewTokenLinear
 
 # Drafts are seen in these tests.
@@ -174,8 +175,11 @@ def test_rows_are_copied_once_for_a_model_until_its_head_changes(monkeypatch: py
         head, "FewTokenLinear", lambda *sizes, **given: made.append(sizes[1]) or FewTokenLinear(*sizes, **given)
     )
     for _ in range(2):
-        drafted_by(model, spec, do_sample=False)
+        with torch.inference_mode():
+            drafted_by(model, spec, do_sample=False)
     assert made == [len(KEPT)]
+    states = torch.ones(1, 64, requires_grad=True)
+    HeadRows(model, spec.draft.__dict__["_reduced"].tokens).of_tokens(states).sum().backward()  # as in a training
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
     drafted_by(model, spec, do_sample=False)
