@@ -174,14 +174,14 @@ class Decoder:
         """Steps of transformers' own loop until it is looked whether that should go on, 0 for a round of ours: there,
         rows have to be at the same length, and none ended."""
         cache, lengths = self.target.cache, self.text.lengths
-        if self.loop is not None:  # what is copied should be small beside the model
+        is_level = min(lengths) == max(lengths) and not any(self.output.done)
+        steps = self.draft.loop_steps(self.text, min(max_new) if is_level else 0, self.loop is not None)
+        if steps and self.loop is not None:  # what is copied should be small beside the model
             held = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers())
             copied = held * lengths[0] // cache.capacity
             if copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16:
                 self.loop = None
-        steps = self.draft.loop_steps(self.text, min(max_new), self.loop is not None)
-        is_level = min(lengths) == max(lengths) and not any(self.output.done)
-        return steps if self.loop is not None and is_level else 0
+        return 0 if self.loop is None else steps
 
     def _go_on_in_loop(self, steps: int) -> None:
         """Goes on in transformers' own loop, until a row ends or something would be drafted."""

@@ -49,15 +49,6 @@ class ExitSource(DraftSource, Generic[_M]):
         """Returns what runs in place of a model's head in one generation, ``None`` for the whole head."""
         return None if self.head is None else HeadRows(model, self.__dict__["_reduced"].tokens)
 
-    def check_whole_head(self) -> None:
-        """Checks that the source drafts with the whole head, as checkpoints do."""
-        if self.head is not None:
-            raise SettingError(
-                f"{self!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
-                "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
-                "--speculative-token-map)."
-            )
-
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
         """The blocks that run for this model, ``None`` where a probe has to find them."""
         raise NotImplementedError
@@ -104,7 +95,12 @@ class EarlyExit(ExitSource[DraftModule]):
         return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        self.check_whole_head()
+        if self.head is not None:
+            raise SettingError(
+                f"{self!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
+                "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
+                "--speculative-token-map)."
+            )
         if (plan := self.plan(anatomy)) is not None:
             return DraftBlocks(plan)
         return DraftBlocks.of_choice(repr(self), find_choice(ExitChoice), anatomy)

@@ -13,6 +13,7 @@ from helpers.models import ragged_batch
 from helpers.searches import search_of
 from hf_selfspec import SelfSpec
 from hf_selfspec.batch import Text
+from hf_selfspec.decode import decoder
 from hf_selfspec.decode.loop import Loop
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.model.prompt import CACHE_NAME
@@ -108,7 +109,7 @@ def test_a_search_without_time_does_not_need_rounds(
 
     def steps(drafter: ControlledDrafter, text: Text, left: int, has_loop: bool = True) -> int:
         assert drafter.others
-        return 3 if left > 3 and all(one.miss(text) for one in drafter.others.values()) else 0
+        return 3 if has_loop and left > 3 and all(one.miss(text) for one in drafter.others.values()) else 0
 
     monkeypatch.setattr(ControlledDrafter, "loop_steps", steps)
     options = {"max_new_tokens": 60, "do_sample": False}
@@ -128,6 +129,13 @@ def test_cache(llama: LlamaForCausalLM, runs: list[Any]) -> None:
     for mine, theirs in zip(ours[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys)
         torch.testing.assert_close(mine.values, theirs.values)
+
+
+def test_long_texts_are_not_copied(llama: LlamaForCausalLM, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "_COPIED", 0)
+    monkeypatch.setattr(type(llama), "get_memory_footprint", lambda model: 16)
+    llama.generate(**ROW, max_new_tokens=20, do_sample=False, assistant=SelfSpec.lookup())
+    assert not runs
 
 
 class Unmasked(LlamaForCausalLM):
