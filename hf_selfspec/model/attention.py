@@ -9,7 +9,7 @@ values are not copied for the query heads that share them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
@@ -29,6 +30,7 @@ from .layout import Feed
 from .modules import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
+from .split_attention import attention_in_parts, masks_of_parts, parts_for, takes_lines
 from .transfer import RowNumbers
 from .window import Window
 
@@ -63,8 +65,9 @@ class MaskSpec:
     # Masks, each with what its tokens see then.
     views: dict[int, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
     served: set[int] = field(default_factory=set)  # the modules whose attention treated them so
+    lines: dict[int, torch.Tensor] = field(default_factory=dict)  # masks of which each token sees all up to its own
     # Masks, each with its layout for grouped query heads once that was made.
-    grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    grouped: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -149,14 +152,19 @@ class MaskSpec:
         if self.visible is not None:
             allowed = allowed & self.visible[:, None]
         if not additive:
+            is_line = mask_function is causal_mask_function and self.is_even and keys is not self.key_positions
+            if is_line and not self.is_fixed and self.visible is None:
+                self.lines[id(allowed)] = allowed
             return allowed
         zero = torch.zeros((), dtype=dtype, device=allowed.device)
         return torch.where(allowed, zero, torch.finfo(dtype).min)
 
-    def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    def for_groups(
+        self, mask: torch.Tensor, group: int, dtype: torch.dtype, heads: int = 1, parts: int = 1
+    ) -> torch.Tensor:
         """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for grouped query heads, additive, once per
-        forward, with rows aligned as sdpa on a GPU needs them."""
-        key = (id(mask), group, dtype)
+        forward, with rows aligned as sdpa on a GPU needs them, and for so many ``parts`` of the keys of each head."""
+        key = (id(mask), group, dtype, heads, parts)
         if key not in self.grouped:
             b, _, s, n = mask.shape
             wide = mask.new_zeros((b, 1, group, s, -(-n // _ALIGNED) * _ALIGNED), dtype=dtype)
@@ -165,6 +173,8 @@ class MaskSpec:
             else:
                 wide[..., :n] = mask[:, :, None]
             laid_out = wide.view(b, 1, group * s, -1)[..., :n]
+            if parts > 1:
+                laid_out = masks_of_parts(laid_out, heads, parts)
             if mask.device != self.query_positions.device:
                 return laid_out  # a model over several devices copies the mask for each layer
             if len(self.grouped) == _KEPT_MASKS:
@@ -206,7 +216,7 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if (found := spec.views.get(id(attention_mask))) is not None and kwargs.get("position_bias") is None:
             spec.served.add(id(module))
             return attention_of_each(original, found[1], module, query, key, value, *args, **kwargs)
-        return grouped_attention(spec.for_groups, module, query, key, value, attention_mask, *args, **kwargs)
+        return grouped_attention(spec, module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
 
@@ -270,7 +280,7 @@ def without_cudnn_attention(forwards: InstanceForwards) -> None:
 
 
 def grouped_attention(
-    for_groups: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor],  # see :meth:`MaskSpec.for_groups`
+    spec: MaskSpec,
     module: Any,
     query: torch.Tensor,  # [b, k*g, s, h]
     key: torch.Tensor,  # [b, k, n, h], as the values
@@ -289,22 +299,25 @@ def grouped_attention(
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
     apart = not fits or kwargs.get("position_bias") is not None
-    group = heads // k
+    group, sdpa = heads // k, partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    if not apart and id(attention_mask) in spec.lines and takes_lines(query, key):
+        line = sdpa(query, key, value, attn_mask=causal_lower_right(s, key.shape[2]), enable_gqa=group > 1)
+        return line.transpose(1, 2).contiguous(), None
     # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask
     # would be as large again for each of them.
     together = group if s <= _FEW else 1
-    if attention_mask is not None and not apart:
-        attention_mask = for_groups(attention_mask, together, query.dtype)
-    if apart or group == 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    parts = query.reshape(b, k, group // together, together * s, h).unbind(2) if together < group else None
-    found = [
-        functional.scaled_dot_product_attention(
-            part, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-        )
-        for part in parts or (query.reshape(b, k, group * s, h),)
-    ]
-    output = found[0] if len(found) == 1 else torch.stack(found, dim=2)
+    queries = query.reshape(b, k, group // together, together * s, h)
+    is_split = spec.is_fixed and not apart and not dropout and together == group
+    if is_split and attention_mask is not None and (parts := parts_for(queries[:, :, 0], key)) > 1:
+        masks = spec.for_groups(attention_mask, group, query.dtype, k, parts)
+        output = attention_in_parts(queries[:, :, 0], key, value, masks, scaling)
+    else:
+        if attention_mask is not None and not apart:
+            attention_mask = spec.for_groups(attention_mask, together, query.dtype)
+        if apart or group == 1:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        found = [sdpa(part, key, value, attn_mask=attention_mask) for part in queries.unbind(2)]
+        output = found[0] if len(found) == 1 else torch.stack(found, dim=2)
     if s == 1:
         return output.reshape(b, 1, heads, -1), None
     return output.reshape(b, heads, s, value.shape[-1]).transpose(1, 2).contiguous(), None

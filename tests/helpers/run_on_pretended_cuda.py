@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -18,6 +19,7 @@ from helpers.architectures import STATEFUL, build
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import DEVICE, Graph, Pretended, counts, here, move, pretended, spread
+from helpers.split import attention_with_sums
 from hf_selfspec import (
     AdaptiveThreshold,
     ClosestLayers,
@@ -33,8 +35,10 @@ from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.model import attention
 from hf_selfspec.model import graphs as graphs_module
 from hf_selfspec.model.runner import GraphRunner
+from hf_selfspec.model.split_attention import attention_in_parts
 from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.lora import DraftLora
@@ -176,9 +180,18 @@ def _reading(function: Callable[..., Any]) -> Any:
     return lambda *args: [value for value in function(*args) if value.flatten()[0].item() < 1e9]
 
 
-# What goes wrong with captures, and when: at the start of one, in its midst, when it is replayed, or unseen.
+@contextmanager
+def _split() -> Iterator[None]:
+    in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
+    with patch.object(attention, "parts_for", lambda *_: 4), patch.object(attention, "attention_in_parts", in_parts):
+        yield
+    assert in_parts.called
+
+
+# What is other with captures, or goes wrong: at the start of one, in its midst, when it is replayed, or unseen.
 FAILURES: dict[str, Callable[[], Any]] = {
     "": nullcontext,
+    "split": _split,
     "begin": lambda: patch.object(torch.cuda, "graph", _fail),
     "midst": lambda: patch.object(GraphRunner, "_forward", _reading(GraphRunner._forward)),
     "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from helpers.calls import PAST
-from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec
+from helpers.models import BATCH, ROW
+from helpers.split import attention_with_sums
+from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.model import prefill
+from hf_selfspec.model import attention, prefill
 from hf_selfspec.model.attention import without_cudnn_attention
+from hf_selfspec.model.split_attention import attention_in_parts, masks_of_parts, takes_lines
 
 SPECS = {
     "default": SelfSpec,
@@ -142,3 +146,67 @@ def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatc
     pieces = [mask for _, mask, _ in calls.found[: 5 * llama.config.num_hidden_layers] if mask is not None]
     assert pieces
     assert max(mask.shape[-2] for mask in pieces) <= 5 * group
+
+
+STARTS = {"line": (90, 90, 90), "ragged": (3, 250, 70), "at the front": (0, 1, 0)}
+
+
+@pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_parts_are_the_whole(parts: int, starts: tuple[int, ...]) -> None:
+    """In double precision, with rows in parts where they see nothing, and whatever is in hidden slots."""
+    (k, m, n, h), generator = (2, 6, 256, 8), torch.Generator().manual_seed(0)
+    query = torch.randn(3, k, m, h, generator=generator, dtype=torch.float64)
+    key, value = 30 * torch.randn(2, 3, k, n, h, generator=generator, dtype=torch.float64)
+    tree = torch.tensor([[start, start, start + 1, start + 1, start + 2, start + 2] for start in starts])
+    slots = torch.arange(n)
+    visible = (slots <= tree[:, None, :, None]) & ((slots != 2) | (tree[:, None, :, None] < 3))
+    mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    expected, _ = attention_with_sums(query, key, value, mask, 0.3)
+    found = attention_in_parts(query, key, value, masks_of_parts(mask, k, parts), 0.3, attention_with_sums)
+    assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_part_without_keys_counts_for_nothing(dtype: torch.dtype) -> None:
+    mask = torch.full((1, 1, 2, 8), -torch.inf, dtype=dtype)
+    mask[..., 0] = 0.0
+    states = torch.ones(1, 1, 8, 4, dtype=dtype)
+    masks = masks_of_parts(mask, 1, 2)
+    assert masks.isfinite().all()
+    states[:, :, 4:] = 3.0
+    found = attention_in_parts(states[:, :, :2], states, states, masks, None, attention_with_sums)
+    assert torch.equal(found, torch.ones_like(found))
+
+
+@pytest.mark.parametrize("spec", ["line", "tree"])
+@pytest.mark.parametrize("prompt", [ROW, BATCH], ids=["row", "batch"])
+def test_lines_of_even_rows_have_no_mask(
+    prompt: dict[str, torch.Tensor], spec: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a kernel knows what tokens at a text's end see. Trees, and rows of different lengths, have one."""
+    expected = llama.generate(**prompt, **OPTIONS)
+    query = torch.ones(1, 4, 3, 16)
+    assert not takes_lines(query, query)  # on a CPU
+    monkeypatch.setattr(attention, "takes_lines", lambda query, key: True)
+    specs = {"line": SelfSpec(EarlyExit(2), FixedLength(3)), "tree": SelfSpec(EarlyExit(2), FixedLength(3), TopKTree())}
+    calls = Calls()
+    with calls:
+        ids = llama.generate(**prompt, **OPTIONS, assistant=specs[spec])
+    assert torch.equal(ids, expected)
+    masks = [mask for queries, mask, _ in calls.found if mask is not None]
+    assert masks
+    if spec == "line" and prompt is ROW:
+        assert all(type(mask) is CausalBias for mask in masks)
+    else:
+        assert any(type(mask) is torch.Tensor for mask in masks)
+
+
+def test_chats_continue_without_masks(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "takes_lines", lambda query, key: True)
+    ids, found = ROW["input_ids"], list[torch.Tensor]()
+    for assistant in (None, SelfSpec(EarlyExit(2), FixedLength(3))):
+        first = llama.generate(ids, **OPTIONS, return_dict_in_generate=True, assistant=assistant)
+        more = torch.cat([first.sequences, ids], dim=1)
+        found.append(llama.generate(more, **OPTIONS, assistant=assistant, **{PAST: first.past_key_values}))
+    assert torch.equal(*found)

@@ -7,7 +7,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,10 +23,12 @@ from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
+from helpers.split import attention_with_sums
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError
 from hf_selfspec.decode import decoder
-from hf_selfspec.model import graphs
+from hf_selfspec.model import attention, graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
+from hf_selfspec.model.split_attention import attention_in_parts
 from hf_selfspec.model.traceable import tracing
 
 pytestmark = [pytest.mark.machine("graphs_are_taken"), pytest.mark.usefixtures("no_warnings_yet")]
@@ -293,3 +297,17 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     gc.collect()
     assert gone() is None
     assert len(graphs._of_models) == others
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["exit", "tree"])
+def test_split_forwards_are_exact(
+    name: str, rows: int, traced: list[torch.fx.GraphModule], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, which attend to all slots that there are."""
+    in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
+    monkeypatch.setattr(attention, "parts_for", lambda query, key: 4)
+    monkeypatch.setattr(attention, "attention_in_parts", in_parts)
+    same_ids(llama, specs()[name], rows)
+    assert traced
+    assert in_parts.called

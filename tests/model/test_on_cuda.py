@@ -15,10 +15,12 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from helpers.models import ragged_batch, tiny_llama
+from helpers.split import attention_with_sums
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
 from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec.model.split_attention import attention_in_parts, masks_of_parts, parts_for, takes_lines
 from hf_selfspec.model.transfer import read, upload
 from hf_selfspec.train.early_exit_loss import EarlyExitLoss
 from hf_selfspec.train.layer_dropout import LayerDropout
@@ -66,6 +68,22 @@ def test_drawn_tokens_leave_the_device_usable(name: str) -> None:
     batch = {key: value.to(DEVICE) for key, value in ragged_batch().items()}
     ids = model.generate(**batch, max_new_tokens=60, do_sample=True, top_p=0.9, assistant=SPECS[name])
     assert 0 <= int(ids.min()) <= int(ids.max()) < 97
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_split_keys_are_the_whole(dtype: torch.dtype) -> None:
+    """By kernels of the device, whose results are those of double precision."""
+    query, states = torch.randn(2, 8, 12, 128, device=DEVICE), torch.randn(2, 2, 8, 4096, 128, device=DEVICE)
+    key, value = states.to(dtype)
+    mask = torch.zeros(2, 1, 12, 4096, device=DEVICE, dtype=dtype)
+    for row, start in enumerate((3000, 100)):
+        mask[row, :, :, start:] = torch.full((12, 4096 - start), -torch.inf, device=DEVICE).triu(1)
+    parts = parts_for(query.to(dtype), key)
+    assert parts > 1
+    found = attention_in_parts(query.to(dtype), key, value, masks_of_parts(mask, 8, parts), None)
+    expected, _ = attention_with_sums(*(x.to(dtype).double() for x in (query, key, value)), mask.double(), None)
+    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+    assert takes_lines(query.to(dtype), key)
 
 
 @contextmanager
