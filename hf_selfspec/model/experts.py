@@ -1,11 +1,12 @@
 """Which of transformers' functions multiplies with the experts of a mixture, by the number of tokens.
 
-``batched_mm`` is the faster one for few tokens, and works in graphs, but gathers the weights of an expert for each
+``batched_mm`` is the one of transformers' decoding, and works in graphs, but gathers the weights of an expert for each
 token that goes there: 2.4 GB in each layer for 32 tokens of Qwen3-30B-A3B (computed). ``grouped_mm``, which prefills
-use, reads the weights of each expert once, but may wait for its device.
+use, reads the weights of each expert once, but waits for the device where that has no kernel for it; where it has one,
+the two are timed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from .graphs import FasterWay, clock_of
 from .patching import InstanceForwards, shared_change
 from .traceable import NoGraphError, tracing
 
@@ -37,15 +39,34 @@ def experts_by_size(forwards: InstanceForwards, model: PreTrainedModel) -> None:
             forwards.put(config.__dict__, "_experts_implementation_internal", _BY_SIZE)
 
 
+# Which of the two is faster, ``grouped_mm`` first, for experts of the same shape on a device.
+_ways: dict[Hashable, FasterWay] = {}
+
+
 def _by_size(
     functions: ExpertsInterface, experts: Any, states: torch.Tensor, chosen: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """What goes to experts, ``[n, d]``, with the ``k`` experts of each token in ``chosen`` ``[n, k]``."""
-    is_few = chosen.numel() < experts.num_experts
-    if not is_few and tracing.now:
-        raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
-    function: Callable[..., torch.Tensor] = functions[_BATCHED if is_few else _GROUPED]
-    return function(experts, states, chosen, *args, **kwargs)
+    grouped, batched = (
+        partial(functions[name], experts, states, chosen, *args, **kwargs) for name in (_GROUPED, _BATCHED)
+    )
+    if chosen.numel() >= experts.num_experts:
+        if tracing.now:
+            raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
+        return grouped()
+    if tracing.now or not has_grouped_kernel(states.device):
+        return batched()
+    count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in experts.parameters())
+    way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(clock_of(states.device)))
+    if torch.cuda.is_current_stream_capturing():  # after forwards that were timed
+        return grouped() if way.is_faster.get(count) else batched()
+    return way.faster_of(count, grouped, batched)
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether a device multiplies groups of tokens with their experts by itself."""
+    has_function = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
+    return has_function and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -73,32 +73,38 @@ in_children(_let_all_run)
 
 
 @dataclass(eq=False)
-class Graph:
-    """One graph, and for each number of tokens padded to it whether it is faster than the model's own code. That is
-    looked at seldom once it is known, so that equal calls have equal results."""
+class FasterWay:
+    """Which of two ways is faster for each number of tokens. That is looked at seldom once it is known, so that equal
+    calls have equal results."""
 
-    run: Run  # maps the inputs to the results
-    what: str  # what it is a graph of, for messages
     clock: Callable[[], float]  # returns seconds, after all that its device was given is done
-    compared: int = 0  # how often its results were seen to be those of the model's own code
     seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
-    is_faster: dict[int, bool] = field(default_factory=dict)
+    is_faster: dict[int, bool] = field(default_factory=dict)  # whether the first way is
     uses: dict[int, int] = field(default_factory=dict)
 
-    def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
-        """Returns the result for ``count`` tokens, by the graph or without it, in turn until times have decided."""
+    def faster_of(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
+        """Returns the result for ``count`` tokens in one way or the other, in turn until times have decided."""
         mine, other = self.seconds.setdefault(count, ([], []))
         uses = self.uses[count] = self.uses.get(count, 0) + 1
         wanted = _TIMES + max(uses.bit_length() + 1 - _AGAIN, 0)
         if len(other) >= wanted and count in self.is_faster:
-            return by_graph() if self.is_faster[count] else eager()
-        turn, times = (by_graph, mine) if len(mine) <= len(other) else (eager, other)
+            return first() if self.is_faster[count] else second()
+        turn, times = (first, mine) if len(mine) <= len(other) else (second, other)
         begun = self.clock()
         result = turn()
         times.append(self.clock() - begun)
         if len(other) >= wanted:
             self.is_faster[count] = min(mine) <= min(other)
         return result
+
+
+@dataclass(eq=False)
+class Graph(FasterWay):
+    """One graph, and for each number of tokens padded to it whether it is faster than the model's own code."""
+
+    run: Run = field(kw_only=True)  # maps the inputs to the results
+    what: str = field(kw_only=True)  # what it is a graph of, for messages
+    compared: int = field(default=0, kw_only=True)  # how often its results were seen to be those of the model's code
 
 
 @dataclass
@@ -208,7 +214,7 @@ class Graphs:
             return None
         self._new.append(perf_counter() - began)
         self._bytes += max(reserved_bytes(device) - reserved, 0)
-        graph = Graph(run, what(), _clock_of(device))
+        graph = Graph(clock_of(device), run=run, what=what())
         _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
 
@@ -263,7 +269,7 @@ class Graphs:
         return run if inputs[0].is_cuda else partial(_in_turn, run)
 
 
-def _clock_of(device: torch.device) -> Callable[[], float]:
+def clock_of(device: torch.device) -> Callable[[], float]:
     """A clock that waits for a device, so that it measures more than launches there."""
 
     def settled() -> float:

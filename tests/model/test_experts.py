@@ -65,6 +65,22 @@ def test_off_a_cpu_weights_are_gathered_for_few_tokens(
     assert len(lengths) * max(lengths) in grouped  # the prefill
 
 
+@pytest.mark.parametrize("faster", ["grouped_mm", "batched_mm"])
+def test_where_a_device_has_a_kernel_for_groups_the_faster_way_serves(
+    faster: str, moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda device: True)
+    monkeypatch.setattr(experts, "_ways", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    slow = "batched_mm" if faster == "grouped_mm" else "grouped_mm"
+    monkeypatch.setattr(experts, "clock_of", lambda _: lambda: sum(name == slow for name, _ in calls))
+    spec, few = SelfSpec(EarlyExit(2), FixedLength(3)), EXPERTS // CHOSEN
+    same_ids(moe, spec)
+    assert {name for name, tokens in calls[-30:] if tokens < few} == {faster}
+    assert {tokens for name, tokens in calls if name == slow and tokens < few} >= {1, 4}  # both were timed
+
+
 def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after an error, and while another thread goes on."""
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())

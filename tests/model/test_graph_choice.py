@@ -10,7 +10,7 @@ import torch
 from helpers.compiled import QUICK, same_ids, specs
 from helpers.models import tiny_llama
 from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import Graph, Graphs, graphs_of
+from hf_selfspec.model.graphs import FasterWay, Graph, Graphs, graphs_of
 
 
 class Ways:
@@ -32,7 +32,7 @@ class Ways:
 @pytest.mark.parametrize(("seconds", "then"), [((1.0, 2.0), "gg"), ((2.0, 1.0), "ee"), ((1.0, 1.0), "gg")])
 def test_the_faster_way_stays(seconds: tuple[float, float], then: str) -> None:
     two = Ways(*seconds)
-    graph = Graph(lambda *_: [], "two numbers", lambda: two.now)
+    graph = FasterWay(lambda: two.now)
     for _ in range(8):
         assert graph.faster_of(5, *two.ways()) == two.ran[-1]
     assert two.ran == "gegege" + then
@@ -43,7 +43,7 @@ def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch
     waited: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
     for device, waits in (("cpu", 0), ("cuda", 12)):
-        graph = Graph(lambda *_: [], "two numbers", graphs._clock_of(torch.device(device)))
+        graph = FasterWay(graphs.clock_of(torch.device(device)))
         for _ in range(20):
             graph.faster_of(5, lambda: "g", lambda: "e")
         assert len(waited) == waits
@@ -94,7 +94,7 @@ def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_choice_that_was_made_under_load_is_mended(graph_wins: bool) -> None:
     """Each way is timed once more at the 128th use, the 256th, ..., and the shortest times decide."""
     two = Ways(*((3.0, 2.0) if graph_wins else (2.0, 3.0)))
-    graph = Graph(lambda *_: [], "two numbers", lambda: two.now)
+    graph = FasterWay(lambda: two.now)
     for _ in range(100):
         graph.faster_of(5, *two.ways())
     assert graph.is_faster == {5: not graph_wins}
@@ -108,7 +108,7 @@ def test_a_choice_that_was_made_under_load_is_mended(graph_wins: bool) -> None:
 
 def test_graphs_that_were_slower_are_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     """By one forward in sixteen, until one of them is faster; then further ones are made, too."""
-    known, graph = Graphs(QUICK, (), "Tiny"), Graph(lambda *_: [], "two numbers", lambda: 0.0)
+    known, graph = Graphs(QUICK, (), "Tiny"), Graph(lambda: 0.0, run=lambda *_: [], what="two numbers")
     known._graphs["one"] = graph
     graph.is_faster, graph.seconds = {1: False, 2: False}, {1: ([2.0], [1.0]), 2: ([2.0], [1.0])}
     assert not known.rest
