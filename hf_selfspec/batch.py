@@ -32,6 +32,7 @@ class Text:
     fixed: list[int] | None = None
 
     def __post_init__(self) -> None:
+        self.new: list[list[int]] = [[] for _ in self.lengths]  # the tokens of each row that were chosen here
         # The last token's column is one less than the length.
         self._before = RowNumbers([base - 1 for base in self.base])
         self._move_to(RowNumbers(self.lengths))
@@ -133,6 +134,8 @@ class Text:
         rows = [[length, *new, *[0] * (most - len(new))] for length, new in zip(lengths, tokens, strict=True)]
         packed = upload(rows, self.ids.device)
         self._write(packed[:, 1:], 0)
+        for known, chosen in zip(self.new, tokens, strict=True):
+            known += chosen
         self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
 
     def ensure(self, columns: int) -> None:

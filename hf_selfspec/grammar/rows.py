@@ -188,19 +188,17 @@ class Constraint:
 
     def forced(self, text: Text, ahead: int, wanted: list[bool]) -> list[int] | None:
         """The tokens that likely follow ``ahead`` scratch columns, ``None`` unless there is one in all wanted rows."""
-        found = [0] * len(wanted)
-        for row in range(len(wanted) if self.masks else 0):
-            if wanted[row]:
-                drafted = text.prefix(row, ahead)[0, text.lengths[row] :].tolist()
-                likely = self.at(text, row).likely(drafted)
-                if likely is None:
-                    return None
-                found[row] = likely[0]
-        return found if self.masks else None
+        if not self.masks:
+            return None
+        drafted = text.with_draft(ahead)[:, -ahead:].tolist() if ahead else [[] for _ in wanted]
+        likely = [
+            self.at(text, row).likely(path) if want else (0, 0.0)
+            for row, (path, want) in enumerate(zip(drafted, wanted, strict=True))
+        ]
+        return None if None in likely else [token for token, _ in filter(None, likely)]
 
     def at(self, text: Text, row: int) -> Spot:
-        tokens = text.ids[row, text.prompt_width : text.lengths[row]].tolist()
-        return Spot(self.masks, row, tokens, self.ends)
+        return Spot(self.masks, row, list(text.new[row]), self.ends)
 
 
 def with_grammars(processors: lp.LogitsProcessorList) -> lp.LogitsProcessorList:

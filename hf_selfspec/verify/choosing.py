@@ -3,6 +3,7 @@
 import torch
 
 from ..model.logits import best_tokens
+from ..model.transfer import read
 
 
 def choose_greedy(
@@ -41,25 +42,27 @@ def choose_sampled(
         The token, and its index in ``drafted`` or ``None``.
     """
     p = scores.float().softmax(-1)
-    for index, token in enumerate(drafted[: num_drawn if q is not None else 0]):
+    drawn = drafted[:num_drawn] if q is not None else []
+    could, accepted = torch.ones((), dtype=torch.bool, device=p.device), list[torch.Tensor]()
+    for index, token in enumerate(drawn):
         assert q is not None
-        at_token = float(q[token])
-        if at_token <= 0.0:
-            break
-        if float(torch.rand((), device=p.device, dtype=p.dtype)) < float(p[token]) / at_token:
+        # A token that could not have been drawn is rejected, and so are those after it.
+        could = could & (q[token] > 0.0)
+        accepted.append(could & (torch.rand((), device=p.device, dtype=p.dtype) * q[token] < p[token]))
+        if p.device.type == "cpu" and accepted[-1]:
             return token, index
         residual = (p - q).clamp_(min=0.0)
-        q = q.clone()
-        q[token] = 0.0
-        q = q / q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
         mass = residual.sum()
-        if not float(mass) > 0.0:
-            # p and q are equal but for rounding, so any draw from p will do.
-            break
-        p = residual / mass
-    token = int(torch.multinomial(p, 1))
-    named = drafted[num_drawn:] if q is not None else drafted
-    return token, len(drafted) - len(named) + named.index(token) if token in named else None
+        # Without a residual p and q are equal but for rounding, so any draw from p will do.
+        could = could & (mass > 0.0)
+        p = torch.where(could, residual / mass, p)
+        q = q.index_fill(0, torch.full((1,), token, device=q.device), 0.0)
+        q /= q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
+    *flags, token = read(*accepted, draw(p))
+    if True in flags:
+        return drafted[flags.index(True)], flags.index(True)
+    named = drafted[len(drawn) :]
+    return token, len(drawn) + named.index(token) if token in named else None
 
 
 def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:

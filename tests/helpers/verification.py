@@ -6,6 +6,7 @@ from itertools import permutations
 import pytest
 import torch
 
+from hf_selfspec.verify import choosing
 from hf_selfspec.verify.choosing import choose_sampled
 
 ALMOST_ONE = 1 - 2**-30
@@ -34,15 +35,15 @@ def outcomes(
     """The distribution of ``choose_sampled``'s token given its candidates, by bisecting its uniform numbers."""
     residuals: list[torch.Tensor] = []
 
-    def draw(residual: torch.Tensor, count: int) -> torch.Tensor:
+    def draw(residual: torch.Tensor) -> torch.Tensor:
         residuals.append(residual)
-        return torch.zeros(1, dtype=torch.long)
+        return torch.zeros((), dtype=torch.long)
 
     def accepted(*uniform: float) -> int | None:
         fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
         return choose_sampled(p.log(), drafted, q, num_drawn)[1]
 
-    monkeypatch.setattr(torch, "multinomial", draw)
+    monkeypatch.setattr(choosing, "draw", draw)
     found, reached = torch.zeros(len(p)), 1.0
     # What is left is drawn, and may be one of the named ones.
     for index, token in enumerate(drafted[:num_drawn]):
