@@ -35,6 +35,7 @@ from .model.cache import cache_for
 from .model.exact import reduced_precision
 from .model.handover import empty
 from .model.inputs import Inputs
+from .model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel, one_look, others_are_unfinished
 from .model.patching import without_checkpointing
@@ -75,7 +76,7 @@ class Call:
 
     @property
     def has_own_cache(self) -> bool:
-        return bool(getattr(self.past, "_is_user_defined", False))
+        return is_of_user(self.past)
 
     @cached_property
     def stopper(self) -> Stopper:
@@ -89,8 +90,7 @@ class Call:
     @property
     def pad_token(self) -> int | None:
         """The id for rows that have ended, ``None`` if there is none."""
-        pad = getattr(self.generation_config, "_pad_token_tensor", None)
-        return None if pad is None else int(pad)
+        return pad_token(self.generation_config)
 
     @property
     def has_static_cache(self) -> bool:
@@ -253,7 +253,7 @@ def _lay_out(
 def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
     """Whether forwards have to have plain's results, bit for bit; raises where they should and cannot."""
     # Mixed precision of accelerate is around a model's forward.
-    casts = torch.is_autocast_enabled(call.input_ids.device.type) or hasattr(call.model, "_original_forward")
+    casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
     if not spec.exact or not (casts or _is_rounded(call.model)):
         return False
     is_whole = spec._source.lossless and _compile_config(call, spec.compile) is None
@@ -290,7 +290,7 @@ def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileC
     if wanted:
         return CompileConfig() if wanted is True else wanted
     config: CompileConfig | None = None if wanted is False else call.generation_config.compile_config
-    if config is not None and call.input_ids.device.type == "cpu" and not config._compile_all_devices:
+    if config is not None and call.input_ids.device.type == "cpu" and not compiles_on_cpu(config):
         return None  # as in transformers
     return config
 
@@ -336,7 +336,7 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     del options["anatomy"]
     begun = perf_counter()
     with without_checkpointing(call.model), one_look(False):
-        output = type(call.model)._sample(options.pop("model"), **options)
+        output = sample(**options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):
         ids = output if isinstance(output, torch.Tensor) else output.sequences

@@ -11,6 +11,7 @@ from .model.anatomy import Anatomy
 from .model.attention import implementation_of, served_attention
 from .model.exact import reduced_precision
 from .model.inputs import Inputs
+from .model.internals import attention_implementation
 from .model.invariance import differing_part
 from .model.modules import all_modules, hooks_of, is_tensor_parallel
 from .model.prompt import check_cache, given_cache
@@ -70,7 +71,7 @@ def check_call(
 
 def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Mapping[str, bool]) -> None:
     """Refuses ``exact=True`` where results are not plain's, bit for bit; ``reasons`` are those of the call."""
-    prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, model.config._attn_implementation
+    prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, attention_implementation(model.config)
     is_whole = prompt.valid is None or bool(prompt.valid.all())
     is_text = inputs.is_text and prompt.tokens.dim() == 2
     precision = reduced_precision(model.device) if model.dtype is torch.float32 else ""

@@ -1,9 +1,11 @@
 """The package as a whole: its names, its low-precision promise, its statistics."""
 
+import ast
 import pickle
 import threading
 import warnings
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,16 @@ from helpers.processes import python
 from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, errors, first_differences
 from hf_selfspec.draft import EarlyExit, Lookup
 from hf_selfspec.errors import SettingError
+from hf_selfspec.model import internals
+
+# Private in torch and in Python, which have no other way.
+TORCHS = {
+    *("_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_has_any_global_hook", "_compiled_call_impl"),
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_ConvNd", "_DropoutNd", "_linear_pointwise"),
+    *("_convert_weight_to_int4pack", "_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm"),
+    *("_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm", "_scaled_dot_product_efficient_attention"),
+    *("_getframe", "_at_fork_reinit"),
+}
 
 
 def test_public_names() -> None:
@@ -35,6 +47,37 @@ def test_what_is_imported_when() -> None:
     assert (at_first, is_wrapped) == ("", "True")
     rooms = {name.split(".")[1] for name in modules.split()}
     assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}
+
+
+def test_what_is_private_in_other_libraries_is_in_one_room() -> None:
+    """Of transformers, PEFT and accelerate: attributes with an underscore that nothing in this package defines."""
+    trees = {path: ast.parse(path.read_text()) for path in Path(hf_selfspec.__file__).parent.rglob("*.py")}
+    nodes = [(path.stem, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    names = {getattr(node, "name", getattr(node, "id", getattr(node, "arg", ""))) for _, node in nodes}
+    names |= {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and _is_own(node.value)}
+    used = {(stem, node.attr) for stem, node in nodes if isinstance(node, ast.Attribute) and node.attr not in names}
+    private = {(stem, name) for stem, name in used if name.startswith("_") and not name.endswith("__")}
+    assert "internals" in {stem for stem, _ in private}
+    assert {name for stem, name in private if stem != "internals"} <= TORCHS
+
+
+def _is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def test_a_version_that_lacks_a_part_is_left_to_its_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = tiny_llama(), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**ragged_batch(), **options)
+    internals.why_unusable.cache_clear()
+    monkeypatch.setattr(internals, "LOOP_METHODS", ("_sample", "_prefills"))
+    try:
+        with pytest.warns(UserWarning, match=r"transformers [\d.]+ has no GenerationMixin._prefills"):
+            ids = model.generate(**ragged_batch(), **options, assistant=(spec := SelfSpec()))
+    finally:
+        internals.why_unusable.cache_clear()
+    assert ids.equal(expected)
+    assert spec.stats is not None
+    assert "has no GenerationMixin._prefills" in spec.stats.left_to_generate
 
 
 def test_first_calls_of_an_import() -> None:

@@ -10,6 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..cli.spec_text import read_spec
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
+from ..model.internals import let_compile_on_cpu
 from ..model.linear import is_served
 from ..modules.shipped import attached_mtp
 from ..selfspec import SelfSpec, begun_anew
@@ -67,8 +68,7 @@ def _ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> M
     return Method(name, group, f"assistant={name}", make=make)
 
 
-_COMPILING = CompileConfig(mode="default")
-_COMPILING._compile_all_devices = True  # on a CPU transformers compiles only when told to
+_COMPILING = let_compile_on_cpu(CompileConfig(mode="default"))
 _STATIC = {"cache_implementation": "static", "compile_config": _COMPILING}
 _STATIC_LOOKUP = (f'{_lookup(2).call}, cache_implementation="static"', {**_lookup(2).options, **_STATIC})
 _FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"

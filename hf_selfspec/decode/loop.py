@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..model.inputs import MARKS, Inputs
+from ..model.internals import LOOP_METHODS, is_of_user, next_arguments, sample, set_mask_length
 from ..model.modules import forward_parameters, is_tensor_parallel
 from ..model.prompt import cache_name, given_cache
 from ..model.target import Target
@@ -28,7 +29,6 @@ from ..model.target import Target
 # without the first of a run; returns after how many steps it is to be called again, 0 to end the loop.
 Watch = Callable[[torch.Tensor, list[torch.Tensor], list[float]], int]
 # What has to be transformers' own: it is called with a text that has grown.
-_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Loop:
         values, and what processors and criteria keep, and nothing but its ids is returned."""
         config, model, inputs = self.config, self.model, self.inputs
         return (
-            all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in _METHODS)
-            and not vars(model).keys() & {*_METHODS}
+            all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in LOOP_METHODS)
+            and not vars(model).keys() & {*LOOP_METHODS}
             and type(self.criteria) is StoppingCriteriaList
             and not (config.return_dict_in_generate and (config.output_scores or config.output_logits))
             and not (config.prefill_chunk_size or config.is_assistant)
             and config.cache_implementation in (None, "dynamic")
-            and not getattr(given_cache(inputs.arguments), "_is_user_defined", False)
+            and not is_of_user(given_cache(inputs.arguments))
             and inputs.prompt.width == inputs.input_ids.shape[1]
             and inputs.is_text
             and inputs.following.offsets is None
@@ -76,16 +76,13 @@ class Loop:
         config = copy.copy(self.config)
         config.return_dict_in_generate = False
         kwargs = dict(self.inputs.arguments)
-        if kwargs.get("attention_mask") is None:
-            if hasattr(config, "_mask_length"):  # newer versions drop a mask of ones, and keep its length
-                config._mask_length = ids.shape[1]
-            else:
-                kwargs["attention_mask"] = torch.ones_like(self.inputs.input_ids)
+        if kwargs.get("attention_mask") is None and not set_mask_length(config, ids.shape[1]):
+            kwargs["attention_mask"] = torch.ones_like(self.inputs.input_ids)
         added = ids.shape[1] - self.inputs.input_ids.shape[1]
         outputs: Any = {}  # of a forward, of which nothing is read but what models with further states return
-        kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=added)
+        kwargs = next_arguments(self.model, outputs, kwargs, num_new_tokens=added)
         watched = _Watched(self.criteria, watch, steps)
-        output = type(self.model)._sample(
+        output = sample(
             self.model,
             ids,
             logits_processor=self.processors,

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
+from ..model.internals import copy_attention_implementation, copy_file_layout
 from ..model.plan import LayerPlan, check_plan
 
 # What transformers raises for a config that it refuses.
@@ -48,7 +49,7 @@ def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrain
     if _FURTHER in chosen:
         chosen[_FURTHER] = 0
     found = type(config).from_dict(chosen)
-    found._attn_implementation = config._attn_implementation
+    copy_attention_implementation(config, found)
     return found
 
 
@@ -149,8 +150,7 @@ def model_of_layers(
         for attribute, value in vars(module).items():  # tensors that are neither parameters nor buffers
             if isinstance(value, torch.Tensor) and value.is_meta:
                 setattr(module, attribute, getattr(model.get_submodule(original(name)), attribute))
-    if hasattr(model, "_weight_conversions"):  # the names and layouts of the family's files
-        draft._weight_conversions = model._weight_conversions
+    copy_file_layout(model, draft)
     return draft.eval()
 
 

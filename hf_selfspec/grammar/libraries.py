@@ -10,6 +10,7 @@ import torch
 from transformers.generation import logits_process as lp
 
 from ..errors import SettingTypeError, UnsupportedOptionError
+from ..model.internals import prefix_function
 
 # Returns the grammars of all rows, given a processor and the ``input_ids`` ``[b, s]`` of its latest call.
 Adapter = Callable[[Any, torch.Tensor], Sequence["Grammar"]]
@@ -69,7 +70,7 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
 def find_adapter(processor: Any) -> Callable[[torch.Tensor], Sequence[Grammar]] | None:
     """The function from ``input_ids`` ``[b, s]`` to a processor's grammars, ``None`` if none is known."""
     if type(processor) is lp.PrefixConstrainedLogitsProcessor:
-        processor = processor._prefix_allowed_tokens_fn
+        processor = prefix_function(processor)
     kind = type(processor)
     adapter = _registered.get(kind) or LIBRARIES.get(f"{kind.__module__}.{kind.__qualname__}")
     if adapter is None:

@@ -25,6 +25,7 @@ from ..call import Call, serve
 from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, warn_once
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
+from ..model.internals import SANITIZE, options_of_pipeline
 from ..model.modules import one_look
 from ..model.unseen import Unseen, why_plain
 from ..refusals import check_options
@@ -185,12 +186,12 @@ def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
 
 
 def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a pipeline's ``_sanitize_parameters``; an ``assistant`` of its constructor holds for all calls."""
+    """Wraps what a pipeline calls with all arguments; an ``assistant`` of its constructor holds for all calls."""
 
     @functools.wraps(original)
     def sanitize(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         preprocess, forward, postprocess = original(self, *args, **kwargs)
-        before = getattr(self, "_forward_params", {}).get("generate_kwargs") or {}
+        before = options_of_pipeline(self)
         now = forward.get("generate_kwargs") or before
         for given in (now, before):
             assistant = given.get("assistant") if assistant is None else assistant
@@ -204,4 +205,4 @@ def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 add_seam(GenerationMixin, "generate", _with_assistant)
 add_seam(ContinuousMixin, "generate_batch", _without_assistant)
 for _pipeline in _PIPELINES:
-    add_seam(_pipeline, "_sanitize_parameters", _passing_assistant)
+    add_seam(_pipeline, SANITIZE, _passing_assistant)

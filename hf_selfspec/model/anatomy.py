@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from .internals import is_stateful
 from .modules import forward_parameters
 from .recurrences.kernels import KINDS, Kernels
 
@@ -179,7 +180,7 @@ class Anatomy:
                     "generate without `assistant`."
                 )
         kernels = Kernels.of(layers)
-        if getattr(model, "_is_stateful", False) and (kernels is None or kernels.recurrence is None):
+        if is_stateful(model) and (kernels is None or kernels.recurrence is None):
             kinds = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
             raise UnsupportedModelError(
                 f"{name} is stateful ({', '.join(kinds)}), and its states cannot be rolled back when a draft is "

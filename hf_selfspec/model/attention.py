@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from .exact import View, attention_of_each, views_of
+from .internals import attention_implementation, registered
 from .layout import Feed
 from .modules import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
@@ -223,7 +224,7 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def implementation_of(model: Any) -> str:
     """Returns the name of the attention implementation of a model's decoder."""
-    return getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) or ""
+    return attention_implementation(model.config.get_text_config(decoder=True))
 
 
 def attention_functions(implementation: str) -> list[Any]:
@@ -264,7 +265,7 @@ def _replace(forwards: InstanceForwards) -> None:
             if (found := interface.get(name)) is not None and not hasattr(found, _ORIGINAL):
                 replaced = wrapped(found)
                 setattr(replaced, _ORIGINAL, found)
-                forwards.put(interface._local_mapping, name, replaced)
+                forwards.put(registered(interface), name, replaced)
 
 
 @shared_change

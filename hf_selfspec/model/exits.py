@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
+from .internals import CHECKPOINTING
 from .patching import (
     Autocast,
     InstanceForwards,
@@ -90,8 +91,8 @@ class Exits:
             hook = self._layer_hook(layer)
             if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
-                run = module._gradient_checkpointing_func
-                changes.put(module.__dict__, "_gradient_checkpointing_func", _then(module, run, hook))
+                run = getattr(module, CHECKPOINTING)
+                changes.put(module.__dict__, CHECKPOINTING, _then(module, run, hook))
             else:
                 changes.enter_context(module.register_forward_hook(hook))
         changes.enter_context(self.anatomy.stack.register_forward_pre_hook(self._begin))

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from .graphs import FasterWay, clock_of
+from .internals import EXPERTS, experts_implementation
 from .patching import InstanceForwards, shared_change
 from .traceable import NoGraphError, tracing
 
@@ -35,8 +36,8 @@ def experts_by_size(forwards: InstanceForwards, model: PreTrainedModel) -> None:
     for kind in (ExpertsInterface, *ExpertsInterface.__subclasses__()):
         kind.register(_BY_SIZE, partial(_by_size, kind()))
     for config in _configs(model.config):
-        if config._experts_implementation == _GROUPED:
-            forwards.put(config.__dict__, "_experts_implementation_internal", _BY_SIZE)
+        if experts_implementation(config) == _GROUPED:
+            forwards.put(config.__dict__, EXPERTS, _BY_SIZE)
 
 
 # Which of the two is faster, ``grouped_mm`` first, for experts of the same shape on a device.

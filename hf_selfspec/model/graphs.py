@@ -23,6 +23,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import SettingError, brief, muted, warn_once
 from ..forks import in_children, new_lock
 from .captures import Captured, Run, Shared, reserved_bytes
+from .internals import attention_implementation
 from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import wait_for
@@ -328,7 +329,7 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         if (found := _constant(value)) is not None
     )
     patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)
-    return weights, plain, patched, str(model.config.to_dict()), model.config._attn_implementation
+    return weights, plain, patched, str(model.config.to_dict()), attention_implementation(model.config)
 
 
 def _constant(value: Any) -> Hashable | None:

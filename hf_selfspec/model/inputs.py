@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
+from .internals import mask_length, next_arguments
 from .prompt import CACHE_NAMES, Prompt, given_cache, tokens_in
 
 # Arguments that are laid out anew for every forward, and labels (of ``Seq2SeqTrainer``), which ``generate`` drops.
@@ -100,7 +101,7 @@ class DecodeInputs:
         """Prepares one more token, in ``slots``, as the model's own ``generate`` does, after a forward over the prompt
         (``output``, ``None`` before it) with ``arguments``, and keeps what we do not lay out ourselves."""
         seen = _NoOutput() if output is None else output
-        later = model._update_model_kwargs_for_generation(seen, dict(arguments), is_encoder_decoder=False)
+        later = next_arguments(model, seen, dict(arguments), is_encoder_decoder=False)
         text = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
         prepared = model.prepare_inputs_for_generation(text, next_sequence_length=1, is_first_iteration=False, **later)
         marks: dict[str, torch.Tensor] = {}
@@ -170,8 +171,8 @@ class Inputs:
     ) -> Inputs:
         """Lays out the prompts; an input that is not supported is an error that names it."""
         extra = extra_arguments(model, arguments)
-        seen, mask_length = tokens_in(given_cache(arguments)), getattr(config, "_mask_length", None)
-        prompt = Prompt.of(input_ids, arguments, seen, mask_length, anatomy.ragged)
+        seen, length = tokens_in(given_cache(arguments)), mask_length(config)
+        prompt = Prompt.of(input_ids, arguments, seen, length, anatomy.ragged)
         if anatomy.is_recurrent and prompt.holes is not None:
             raise UnsupportedOptionError(
                 f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
@@ -185,7 +186,7 @@ class Inputs:
         is_text = not has_tensors(extra) and not prompt.own_positions
         if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
-            prompt = Prompt.of(input_ids, arguments, seen, mask_length, ragged=False)
+            prompt = Prompt.of(input_ids, arguments, seen, length, ragged=False)
         if is_text:  # the cache may hold more
             return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
         return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())

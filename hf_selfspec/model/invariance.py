@@ -18,6 +18,7 @@ from .anatomy import Anatomy
 from .cache import cache_for
 from .exact import MOST_TOKENS, reduced_precision
 from .experts import decoding_experts
+from .internals import ACCELERATE_HOOK, ACTIVE_ADAPTER, ADAPTED, attention_implementation
 from .modules import all_modules, forward_of_others
 from .partial import ForwardPass, obeying
 from .plan import LayerPlan
@@ -32,7 +33,7 @@ _NEW, _TIMED, _TURNS = 8, 4, 6
 # The numbers of tokens that are compared with each other.
 _COUNTS = range(MOST_TOKENS, 0, -1)
 
-_CHANGING = "training", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_active_adapter", "_disable_adapters"
+_CHANGING = "training", "_forward_hooks", "_forward_pre_hooks", ACCELERATE_HOOK, ACTIVE_ADAPTER, ADAPTED
 
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
 
@@ -42,7 +43,7 @@ def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
     empty if all are."""
     known = _found.setdefault(model, {})
     key = (
-        *(hash(_mark(model)), model.config._attn_implementation),
+        *(hash(_mark(model)), attention_implementation(model.config)),
         *(torch.get_num_threads(), reduced_precision(model.device)),
     )
     if key not in known:

@@ -26,12 +26,11 @@ from torch.nn.functional import linear as blas
 from transformers.pytorch_utils import Conv1D
 
 from ..forks import new_lock
+from .internals import ADAPTED
 from .modules import all_modules
 from .patching import Forward, InstanceForwards, SharedChange
 from .traceable import tracing
 
-# The attribute that all modules with PEFT adapters have.
-ADAPTED = "_disable_adapters"
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
 _SMALLEST = 2**16

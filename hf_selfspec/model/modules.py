@@ -15,6 +15,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from .internals import ACCELERATE_HOOK, device_mesh, tensor_parallel_size
 
 # Libraries whose hooks treat the rows of a batch alike.
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
@@ -88,7 +89,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> Iterator[object]:
     for module in modules:
         if module._forward_pre_hooks or module._forward_hooks:  # which others may change meanwhile
             yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if (given := module.__dict__.get("_hf_hook")) is not None:  # an attribute that is missing takes torch 6 µs
+        if (given := module.__dict__.get(ACCELERATE_HOOK)) is not None:  # an attribute that is missing takes torch 6 µs
             yield from getattr(given, "hooks", (given,))
 
 
@@ -134,17 +135,10 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Returns whether each layer of the model is spread over several processes, by private attributes of transformers
-    that are ``None`` where it is not. Where there are several processes and no such attributes, an error says so."""
+    """Returns whether each layer of the model is spread over several processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    if missing := [name for name in ("_tp_size", "_device_mesh") if not hasattr(model, name)]:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no {' and no '.join(missing)}, so that it cannot be told whether its layers "
-            "are spread over processes. Call generate without `assistant`, or with another version of transformers."
-        )
-    size: int | None = model._tp_size
-    return (size or 1) > 1
+    return tensor_parallel_size(model) > 1
 
 
 def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[], float]:
@@ -152,7 +146,7 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
     alike. There it stands still between forwards."""
     if not is_tensor_parallel(model):
         return perf_counter
-    mesh: Any = model._device_mesh
+    mesh = device_mesh(model)
     if mesh is None:
         raise UnsupportedModelError(
             f"the layers of {type(model).__name__} are spread over processes, but it does not name them "

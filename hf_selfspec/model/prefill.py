@@ -9,6 +9,7 @@ from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .attention import at_positions
 from .handover import take_in
 from .inputs import DecodeInputs, Inputs
+from .internals import prefill as prefill_plainly
 from .partial import ForwardPass, obeying
 from .prompt import given_cache, tokens_in
 from .target import Target
@@ -63,7 +64,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     target.obey()
     with obeying(run), at_positions(None):
         target.forwards += 1
-        output = model._prefill(inputs.input_ids, inputs.config, dict(arguments))
+        output = prefill_plainly(model, inputs.input_ids, inputs.config, dict(arguments))
     target.forward_seconds += perf_counter() - begun
     target.autocast = run.autocast
     if past.get_seq_length() != prompt.width:

@@ -19,8 +19,8 @@ from .attention import MaskSpec, at_positions
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
 from .graphs import COMPARISONS, Graph, Graphs, graphs_of
+from .internals import has_peft_layers
 from .layout import Feed, TreeLayout
-from .linear import ADAPTED
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
@@ -210,14 +210,13 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
     has_indexers = any(getattr(block, "indexer", None) is not None for block in anatomy.attention)
     is_spread = is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1
-    is_adapted = getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, ADAPTED) for m in model.modules())
     reasons = {
         "it has recurrent states, which a graph cannot write by slot": anatomy.is_recurrent,
         "it has indexers, whose keys a graph cannot write by slot": has_indexers,
         "it builds masks of its own": not (anatomy.tree and anatomy.ragged),
         "the model is compiled already, as a whole; pass the model itself": is_compiled(model),
         "it is spread over several devices": is_spread,
-        "its adapters can be switched from call to call; merge them first": is_adapted,
+        "its adapters can be switched from call to call; merge them first": has_peft_layers(model),
         "its modules have hooks, which graphs would not run; remove them first": has_hooks(model, ("transformers",)),
     }
     return next((why for why, holds in reasons.items() if holds), "")

@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import attention_functions, implementation_of, is_usual_attention
 from .contents import contents_of
+from .internals import ACCELERATE_HOOK, STEP_METHODS, loop_of, why_unusable
 from .modules import ROW_BLIND, all_modules, forward_of_others, hooks_of, libraries_of, library_of
 from .prompt import CACHE_NAMES
 
@@ -49,8 +50,6 @@ _MIXING = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, t
 _MODELS = "transformers.models."
 # Modules whose functions others may replace, beside those of models.
 _FUNCTIONS = ("torch.nn.functional", "transformers.masking_utils", "transformers.integrations.sdpa_attention")
-# What transformers' loop calls in each step, and ours does not.
-_STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,11 @@ class Unseen:
         hooked, weights = list[nn.Module](), dict[type, Any]()
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes = module.__dict__
-            if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks") or "_hf_hook" in attributes:
+            if (
+                attributes.get("_forward_hooks")
+                or attributes.get("_forward_pre_hooks")
+                or ACCELERATE_HOOK in attributes
+            ):
                 hooked.append(module)
             if parameters := attributes.get("_parameters"):
                 weights |= {type(weight): weight for weight in parameters.values()}
@@ -157,11 +160,14 @@ UNKNOWN = Unseen(("its structure",), ())
 
 def why_plain(model: PreTrainedModel) -> str:
     """Returns why transformers' own loop has to decode, as far as that is seen without a forward; else empty."""
-    kind = type(model)
+    kind: Any = type(model)
     name = kind.__name__
-    if kind._sample is not GenerationMixin._sample or {*libraries_of(kind._sample)} != {"transformers"}:
+    if why := why_unusable():
+        return why
+    sample, usual = (loop_of(one) for one in (kind, GenerationMixin))
+    if sample is not usual or {*libraries_of(sample)} != {"transformers"}:
         return f"{name} has a decode loop of its own (`_sample`)"
-    for method in _STEP_METHODS:
+    for method in STEP_METHODS:
         # PEFT sets one on the model inside, which calls that of the class.
         steps = (getattr(kind, method), vars(model).get(method))
         if any(step is not None and not {*libraries_of(step)} <= {"transformers", "peft", "torch"} for step in steps):

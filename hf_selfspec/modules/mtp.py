@@ -15,6 +15,7 @@ from ..errors import SettingError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head import spread
+from ..model.internals import compute_buffers
 from ..model.linear import FewTokenLinear
 from ..model.modules import forward_parameters
 from ..model.patching import states_of
@@ -147,7 +148,7 @@ def _compute_buffers(decoder: PreTrainedModel) -> None:
         for name, buffer in empty.items():
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
         if empty:
-            decoder._init_weights(module)
+            compute_buffers(module, decoder)
 
 
 class MtpHead(DraftModule):

@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalPrediction
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
+from ..model.internals import use_one_device
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count, check_positive
@@ -232,7 +233,7 @@ class TrainedFit(Fit[M]):
             args = training_arguments(folder, device, is_kept=out is not None)
         if args.n_gpu > 1:
             args = copy.copy(args)  # the user's
-            args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
+            use_one_device(args)  # torchrun serves several
         return args
 
 

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
+from ..model.internals import attention_implementation
 from ..model.patching import Forward, InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
@@ -77,7 +78,7 @@ class LayerDropout(ModelCallback):
         is_data_parallel = trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
         self._rank = trainer.args.process_index if is_data_parallel else 0
         config = causal_lm(trainer.model, "LayerDropout").config
-        if getattr(config, "_attn_implementation", None) == "flex_attention":
+        if attention_implementation(config) == "flex_attention":
             raise UnsupportedOptionError(
                 "attn_implementation='flex_attention' has one block mask for the whole batch, which LayerDropout "
                 "cannot cut to the samples that stay in a layer. Load the model with "

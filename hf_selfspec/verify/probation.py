@@ -31,6 +31,7 @@ from ..forks import new_lock
 from ..model.anatomy import Anatomy
 from ..model.contents import Snapshot
 from ..model.inputs import has_tensors
+from ..model.internals import sample
 from ..model.modules import all_modules
 from ..model.patching import without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
@@ -294,12 +295,12 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
     try:
         with without_checkpointing(short.model):
-            ids = type(short.model)._sample(
+            ids = sample(
                 short.model,
                 short.input_ids,
-                LogitsProcessorList([record]),
-                short.stopping_criteria,
-                short.generation_config,
+                logits_processor=LogitsProcessorList([record]),
+                stopping_criteria=short.stopping_criteria,
+                generation_config=short.generation_config,
                 **short.model_kwargs,
             )
     except Exception as error:  # of the user's model

@@ -12,6 +12,7 @@ from transformers.generation import logits_process as lp
 from ..batch import Text
 from ..errors import NumericalError
 from ..grammar.rows import GrammarMask
+from ..model.internals import prefix_function
 from .stateless import is_stateless, stateful
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -124,7 +125,7 @@ def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
     if batch_size == 1 or not isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
         return processor
     # A prefix function must not be called for copies in other rows.
-    allowed = processor._prefix_allowed_tokens_fn
+    allowed = prefix_function(processor)
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 

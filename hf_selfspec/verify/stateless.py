@@ -12,6 +12,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria
 
 from ..errors import SettingTypeError
+from ..model.internals import prefix_function
 
 # Transformers' own for decoder-only models, if the installed version has them. UnbatchedClassifierFreeGuidance and
 # SynthID are not among them: they keep a cache of their own forwards, or the contexts that were hashed already.
@@ -65,5 +66,5 @@ def is_stateless(given: Any) -> bool:
         return declared
     kind = type(given)
     if kind is lp.PrefixConstrainedLogitsProcessor:
-        return is_stateless(given._prefix_allowed_tokens_fn)
+        return is_stateless(prefix_function(given))
     return kind in _registered

@@ -1,0 +1,176 @@
+"""What is private in transformers, PEFT and accelerate: all of it that this package uses.
+
+:func:`why_unusable` tells what of it the installed version lacks; then plain ``generate`` serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import GenerationMixin, PreTrainedModel, __version__
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import UnsupportedModelError
+
+# What the loop of transformers consists of: models that have others are left to it.
+STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
+LOOP_METHODS = (*STEP_METHODS, "_sample")
+# The attribute that all modules with PEFT adapters have, further ones that choose among these, and accelerate's hook.
+ADAPTED, ACTIVE_ADAPTER, ACCELERATE_HOOK = "_disable_adapters", "_active_adapter", "_hf_hook"
+# What a pipeline calls with its own arguments and those of a call.
+SANITIZE = "_sanitize_parameters"
+EXPERTS, CHECKPOINTING = "_experts_implementation_internal", "_gradient_checkpointing_func"
+
+
+@lru_cache
+def why_unusable() -> str:
+    """Returns which parts this version of transformers lacks that every call needs; empty for none."""
+    attention = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
+    missing = [f"GenerationMixin.{name}" for name in LOOP_METHODS if not hasattr(GenerationMixin, name)]
+    missing += [f"{type(one).__name__}._local_mapping" for one in attention if not hasattr(one, "_local_mapping")]
+    return f"transformers {__version__} has no {' and no '.join(missing)}" if missing else ""
+
+
+def loop_of(kind: Any) -> Any:
+    """Returns the method of a class that decodes in plain ``generate``."""
+    return kind._sample
+
+
+def sample(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> Any:
+    """Runs the loop of plain ``generate`` of a model's class, with what ``generate`` passes to it."""
+    return loop_of(type(model))(model, input_ids, **options)
+
+
+def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: Any, arguments: dict[str, Any]) -> Any:
+    """Runs the prompt as plain ``generate`` does; returns what the model's forward does."""
+    return model._prefill(input_ids, config, arguments)
+
+
+def next_arguments(model: PreTrainedModel, output: Any, arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the arguments of plain ``generate``'s next step, after a forward that returned ``output``."""
+    found: dict[str, Any] = model._update_model_kwargs_for_generation(output, arguments, **options)
+    return found
+
+
+def is_of_user(cache: Any) -> bool:
+    """Returns whether a cache was given to ``generate`` and not made there."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def pad_token(config: Any) -> int | None:
+    """Returns the padding id that ``generate`` has settled on."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    return None if pad is None else int(pad)
+
+
+def mask_length(config: Any) -> int | None:
+    """Returns the length of a mask of ones that ``generate`` has dropped, as newer versions do."""
+    length: int | None = getattr(config, "_mask_length", None)
+    return length
+
+
+def set_mask_length(config: Any, length: int) -> bool:
+    """Sets :func:`mask_length`, and returns whether this version knows it."""
+    is_known = hasattr(config, "_mask_length")
+    if is_known:
+        config._mask_length = length
+    return is_known
+
+
+def compiles_on_cpu(config: Any) -> bool:
+    """Returns whether a ``CompileConfig`` is meant for CPUs, too, where transformers does not compile by itself."""
+    return bool(config._compile_all_devices)
+
+
+def let_compile_on_cpu(config: Any) -> Any:
+    """Returns a ``CompileConfig`` that is meant for CPUs, too."""
+    config._compile_all_devices = True
+    return config
+
+
+def attention_implementation(config: Any) -> str:
+    """Returns the name of the attention functions of a model with this config, empty if it has none."""
+    return getattr(config, "_attn_implementation", None) or ""
+
+
+def copy_attention_implementation(source: Any, target: Any) -> None:
+    """Gives a config the attention functions of another one."""
+    target._attn_implementation = source._attn_implementation
+
+
+def registered(interface: Any) -> MutableMapping[str, Any]:
+    """Returns where attention functions, or those for masks, are registered before the global ones."""
+    mapping: MutableMapping[str, Any] = interface._local_mapping
+    return mapping
+
+
+def experts_implementation(config: Any) -> str | None:
+    """Returns the name of the function for experts; its attribute is :data:`EXPERTS`."""
+    name: str | None = getattr(config, "_experts_implementation", None)
+    return name
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Returns whether a class has states that cannot be cropped."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def tensor_parallel_size(model: PreTrainedModel) -> int:
+    """Returns over how many processes a model's layers are spread.
+
+    Raises:
+        UnsupportedModelError: this version does not tell.
+    """
+    if missing := [name for name in ("_tp_size", "_device_mesh") if not hasattr(model, name)]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no {' and no '.join(missing)}, so that it cannot be told whether its layers "
+            "are spread over processes. Call generate without `assistant`, or with another version of transformers."
+        )
+    return model._tp_size or 1
+
+
+def device_mesh(model: PreTrainedModel) -> Any:
+    """Returns the processes over which a model's layers are spread, ``None`` where they are not."""
+    return model._device_mesh
+
+
+def has_peft_layers(model: PreTrainedModel) -> bool:
+    """Returns whether adapters were added to a model, by PEFT or by transformers."""
+    return getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, ADAPTED) for m in model.modules())
+
+
+def is_cast_by_accelerate(model: PreTrainedModel) -> bool:
+    """Returns whether accelerate has put autocast around a model's forward."""
+    return hasattr(model, "_original_forward")
+
+
+def compute_buffers(module: nn.Module, of: PreTrainedModel) -> None:
+    """Computes a module's buffers, as transformers does when it loads a model."""
+    of._init_weights(module)
+
+
+def copy_file_layout(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Makes a model save the names and layouts of another one's files."""
+    if hasattr(source, "_weight_conversions"):
+        target._weight_conversions = source._weight_conversions
+
+
+def prefix_function(processor: Any) -> Callable[..., Any]:
+    """Returns the function of a ``PrefixConstrainedLogitsProcessor``."""
+    function: Callable[..., Any] = processor._prefix_allowed_tokens_fn
+    return function
+
+
+def use_one_device(args: Any) -> None:
+    """Keeps a ``Trainer`` from copying a model to further devices of its process."""
+    args._n_gpu = 1
+
+
+def options_of_pipeline(pipeline: Any) -> dict[str, Any]:
+    """Returns what a pipeline's constructor was given for ``generate``."""
+    return getattr(pipeline, "_forward_params", {}).get("generate_kwargs") or {}
