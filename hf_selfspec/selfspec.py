@@ -19,10 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
-from .draft.candidates import standalone_draft
 from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
-from .draft.partial import PartialDraft
 from .errors import SettingError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
@@ -256,22 +254,6 @@ class SelfSpec(Settings):
                 f"{name}: this SelfSpec has drafted for {len(used)} models. Name the one that is meant with `model`."
             )
         return next(iter(used), None)
-
-    def candidate_generator(
-        self, model: PreTrainedModel, logits_processor: LogitsProcessorList | None = None, do_sample: bool = False
-    ) -> PartialDraft:
-        """Returns the draft as a ``CandidateGenerator`` for transformers' own assisted generation (one row).
-
-        Args:
-            model: the model to draft with.
-            logits_processor: processors of the generation.
-            do_sample: whether tokens are sampled.
-
-        Raises:
-            SettingTypeError: the draft is not an early exit; others need the full model's cache.
-        """
-        known = replace(self, cache_dir=None)._known(model, (do_sample, False))  # of a call of its own
-        return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
         self,

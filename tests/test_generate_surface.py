@@ -12,7 +12,6 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
 )
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.architectures import build
 from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
@@ -240,31 +239,3 @@ def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     assert torch.equal(first, sample(0))
     assert not torch.equal(first, sample(1))
     assert not torch.equal(first[0], first[1])
-
-
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "eos_token_id": 50}], ids=str)
-def test_early_exit_serves_transformers_own_loop(
-    llama: LlamaForCausalLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An independent check of the draft: only the candidate generator is ours."""
-    matches: list[int] = []
-    lengths: list[int] = []
-
-    def candidate_generator(logits_processor: Any, **kwargs: Any) -> CandidateGenerator:
-        generator = EXIT.candidate_generator(llama, logits_processor)
-        get_candidates = generator.get_candidates
-
-        def counted(input_ids: torch.Tensor, **kwargs: Any) -> Any:
-            candidates, scores = get_candidates(input_ids, **kwargs)
-            lengths.append(candidates.shape[1] - input_ids.shape[1])
-            return candidates, scores
-
-        generator.get_candidates = counted
-        generator.update_candidate_strategy = lambda ids, scores, count: matches.append(int(count))
-        return generator
-
-    monkeypatch.setattr(llama, "_get_candidate_generator", candidate_generator)
-    plain = llama.generate(**ROW, max_new_tokens=30, **options)
-    theirs = llama.generate(**ROW, max_new_tokens=30, assistant_model=llama, **options)
-    assert torch.equal(theirs, plain)
-    assert 0 < sum(matches) < sum(lengths)

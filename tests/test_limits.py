@@ -20,27 +20,6 @@ from hf_selfspec.model import partial, patching
 SPEC = new_spec()
 
 
-def test_candidates_end_at_the_last_learned_position() -> None:
-    model = tiny_gpt2()
-    ids = ragged_batch()["input_ids"][1:2].repeat(1, 4)[:, :30]
-    generator = SPEC.candidate_generator(model)
-    assert generator.get_candidates(ids)[0].shape[1] == 32
-    full = torch.cat([ids, ids[:, :2]], dim=1)
-    assert torch.equal(generator.get_candidates(full)[0], full)
-
-
-def test_candidates_do_not_depend_on_those_before() -> None:
-    """A generator that has seen part of a text knows what a fresh one finds; junk behind its draft is forgotten."""
-    model = tiny_gpt2()
-    generator = SPEC.candidate_generator(model)
-    for ids in torch.randint(1, 90, (4, 1, 12), generator=torch.Generator().manual_seed(0)):
-        drafted, _ = generator.get_candidates(ids)
-        for text in (drafted[:, :14], torch.cat([ids, torch.zeros_like(ids[:, :2])], dim=1)):
-            generator.get_candidates(ids)
-            found, _ = generator.get_candidates(text)
-            assert torch.equal(found, SPEC.candidate_generator(model).get_candidates(text)[0])
-
-
 @pytest.mark.parametrize(
     ("rope", "prompt", "refused"),
     [("dynamic", 9, True), ("longrope", 9, True), ("longrope", 40, False), ("default", 9, False)],

@@ -308,13 +308,6 @@ def test_wrong_candidates(llama: LlamaForCausalLM, candidates: Told, words: str)
         llama.generate(**ROW, max_new_tokens=8, do_sample=True, assistant=SelfSpec(draft=candidates))
 
 
-def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> None:
-    with pytest.raises(
-        SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got Cascade"
-    ):
-        SelfSpec().candidate_generator(llama)
-
-
 def test_a_model_that_does_not_tell_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are several, and transformers has renamed what tells them."""
     llama = tiny_llama()

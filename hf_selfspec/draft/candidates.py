@@ -1,30 +1,16 @@
-"""Transformers' ``CandidateGenerator``: drafting with a user's own, and an early exit as one for other loops."""
+"""Drafting with a user's own ``CandidateGenerator`` of transformers."""
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
-from ..learned.knowledge import KnowledgeOfCall
-from ..model.anatomy import Anatomy
-from ..model.cache import SpeculativeCache
-from ..model.partial import ForwardPass
-from ..model.target import Target
-from ..stop.rules import StopRule
-from ..verify.scoring import Scorer
-from .early_exit import EarlyExit
-from .partial import PartialDraft
+from ..errors import SettingError, UnsupportedOptionError
 from .source import Drafter, DraftSource, FixedDrafter, Session
-
-# Initial cache slots of an early exit in another loop, since the final length of the text is not known.
-_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -141,69 +127,3 @@ class CandidateDraft(FixedDrafter):
                 # Tokens that a grammar forced after an empty draft are not the generator's.
                 kept = min(text.lengths[row] - length - 1, drafted)
                 generator.update_candidate_strategy(text.prefix(row)[:, start:], scores, kept)
-
-
-class StandaloneDraft(PartialDraft, CandidateGenerator):
-    """An early exit for any loop that calls :meth:`get_candidates`, with a cache of its own (one row)."""
-
-    _seen: tuple[int, ...] = ()
-
-    @torch.no_grad()
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns ``input_ids`` ``[1, s]`` with ``t`` drafted tokens, and their scores ``[1, t, v]`` if sampled."""
-        ids = input_ids[0].tolist()
-        known = self._seen
-        same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
-        start = min(same, len(ids) - 1)
-        limit = self.target.anatomy.position_limit
-        count = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
-        text = Text.of(input_ids, [0], count)
-        self.target.commit(text.last_slots())
-        with self.target.prepared():
-            if start < len(ids) - 1:
-                self.target.step(input_ids[:, start:-1], [start], ForwardPass(self.plan))
-            draft = self.propose(text, [count])
-        t = draft.lengths[0]
-        # What went through the early layers: the text and all drafted tokens but the last.
-        self._seen = (*ids, *draft.tokens[0, : max(t - 1, 0)].tolist())
-        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), None if draft.q is None else draft.q.log()
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        pass
-
-
-def standalone_draft(
-    source: DraftSource,
-    stop: StopRule | None,
-    max_draft: int,
-    model: PreTrainedModel,
-    knowledge: KnowledgeOfCall,
-    processors: LogitsProcessorList | None,
-    do_sample: bool,
-) -> StandaloneDraft:
-    """Returns an early exit as a ``CandidateGenerator`` with a cache of its own."""
-    anatomy = Anatomy.of(model)
-    plan = source.plan(anatomy) if isinstance(source, EarlyExit) else None
-    if not isinstance(source, EarlyExit) or plan is None or stop is None:
-        raise SettingTypeError(
-            f"only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got {source!r} "
-            f"and {stop!r}: other drafts read keys and values that only the full model writes."
-        )
-    if anatomy.is_recurrent:
-        raise UnsupportedModelError(
-            f"{anatomy.model_name} has recurrent states, which other loops cannot restore when a draft is rejected. "
-            "Use generate(assistant=...)."
-        )
-    session = Session(
-        target=Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS)),
-        scorer=Scorer(processors or LogitsProcessorList(), 1, do_sample).for_drafts,
-        stop=stop,
-        tree=None,
-        max_draft=max_draft,
-        eos_tokens=frozenset(),
-        new_tokens=_SLOTS,
-        max_new=None,
-        stateful=(),
-        knowledge=knowledge,
-    )
-    return StandaloneDraft(session, plan, source.head_rows(model))

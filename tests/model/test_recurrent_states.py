@@ -219,7 +219,6 @@ def test_what_is_refused() -> None:
         (lambda: model.generate(ROW["input_ids"], **masked), UnsupportedOptionError, "masked columns inside a prompt"),
         (lambda: model.generate(**ROW, **options, logits_processor=[lambda *_: 1 / 0]), ZeroDivisionError, "division"),
         (lambda: none.generate(**ROW, **again), UnsupportedOptionError, "does not know how many tokens it holds"),
-        (lambda: SPEC.candidate_generator(model), UnsupportedModelError, "which other loops cannot restore"),
     ):
         with pytest.raises(error, match=words):
             call()
