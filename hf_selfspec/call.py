@@ -23,7 +23,6 @@ from transformers.generation.streamers import BaseStreamer
 from .batch import Text
 from .decode.decoder import Decoder
 from .decode.loop import Loop
-from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
@@ -230,12 +229,11 @@ def _lay_out(
         is_synced=call.synced_gpus,
         constraint=constraint,
     )
-    drafter = controlled(source.start(session), session, repr(source))
     return Decoder(
         target=target,
         inputs=inputs,
         text=Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
-        draft=ConstrainedDrafter(drafter, constraint, session.affordable) if constraint else drafter,
+        draft=controlled(source.start(session), session, repr(source)),
         scorer=scorer,
         stopper=stopper,
         config=config,

@@ -65,8 +65,6 @@ class EarlyExitAdapter(ExitSource[Adapter]):
 class AdapterDraft(PartialDraft):
     """A :class:`PartialDraft` with an adapter after the exit, which has keys and values of its own."""
 
-    skips_forced = False
-
     def __init__(self, session: Session, plan: LayerPlan, adapter: Adapter, head: HeadRows | None) -> None:
         super().__init__(session, plan, head)
         self.adapter = adapter

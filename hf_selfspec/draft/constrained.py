@@ -1,50 +1,11 @@
-"""Drafts under grammars: forbidden tokens are cut, and where nothing is drafted, forced tokens are."""
+"""Drafts under grammars: without forbidden tokens, and forced ones."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ..batch import Draft, Text, Verdict
+from ..batch import Draft, Text
 from ..grammar.rows import Constraint, Spot
-from ..stats import GenerationStats
-from .source import FixedDrafter
-
-
-class ConstrainedDrafter(FixedDrafter):
-    """Proposes what another drafter does, as far as grammars allow it, and forced tokens where that is nothing."""
-
-    def __init__(self, drafter: FixedDrafter, constraint: Constraint, affordable: Callable[[int], int]) -> None:
-        self._drafter, self._constraint, self._affordable = drafter, constraint, affordable
-        self._own = Draft(torch.zeros(0, 0, dtype=torch.long, device="cpu"), [])
-        self.needs_ended_rows = drafter.needs_ended_rows
-        self.look, self.reads_logits = drafter.look, drafter.reads_logits
-
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        self._own = self._drafter.propose(text, max_new)
-        draft = allowed(text, self._own, self._constraint)
-        if self._drafter.knows_grammars:
-            return draft
-        most = self._affordable(self._drafter.most_certain())
-        return with_forced(text, draft, self._constraint, [min(count, most) for count in max_new])
-
-    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
-        """See :meth:`Drafter.update`; accepted forced tokens do not count for the drafter."""
-        drafter, own = self._drafter, self._own
-        if drafter.observe is not None and not own.size and logits.shape[1] > 1:
-            drafter.observe(text, verdicts, logits)
-        else:
-            lasts = [own.size if own.is_tree else length for length in own.lengths]
-            drafter.update(text, [one.up_to(last) for one, last in zip(verdicts, lasts, strict=True)], logits)
-        self.steps, self.needs_ended_rows = drafter.steps, drafter.needs_ended_rows
-
-    def finish(self, text: Text) -> None:
-        self._drafter.finish(text)
-
-    def report(self, stats: GenerationStats) -> None:
-        self._drafter.report(stats)
 
 
 def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
@@ -64,25 +25,13 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
     return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q)
 
 
-def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[int]) -> Draft:
-    """The draft, with forced tokens in rows for which it has none; trees are left unchanged."""
-    if draft.is_tree or draft.states is not None:
-        return draft
-    forced = [
-        constraint.at(text, row).forced(count) if count and not length else ()
-        for row, (count, length) in enumerate(zip(max_new, draft.lengths, strict=True))
-    ]
-    lengths = [length or len(new) for length, new in zip(draft.lengths, forced, strict=True)]
-    kept = min(draft.size, max(lengths))
-    more = max(lengths) - kept
-    tokens = F.pad(draft.tokens[:, :kept], (0, more))
-    q = None if draft.q is None else F.pad(draft.q[:, :kept], (0, 0, 0, more))
-    for row, new in enumerate(forced):
-        if new:
-            tokens[row, : len(new)] = torch.tensor(new, device=tokens.device)
-            if q is not None:
-                q[row, : len(new)] = F.one_hot(tokens[row, : len(new)], q.shape[-1]).to(q.dtype)
-    return replace(draft, tokens=tokens, listed=None, lengths=lengths, q=q)
+def forced(text: Text, constraint: Constraint, max_new: list[int], most: int) -> Draft:
+    """At most so many tokens of each row that have to follow, or hardly have a choice, as a line."""
+    lines = [constraint.at(text, row).forced(min(count, most)) if count else () for row, count in enumerate(max_new)]
+    size = max(map(len, lines))
+    listed = [[*line, *[0] * (size - len(line))] for line in lines]
+    tokens = torch.tensor(listed, device="cpu") if size else text.ids[:, :0]
+    return Draft(tokens, list(map(len, lines)), listed=listed)
 
 
 def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:

@@ -12,7 +12,7 @@ from ..lookup.tree import TokenTree
 from ..model.logits import Logits, Tops
 from ..model.transfer import upload
 from ..stats import GenerationStats
-from .constrained import allowed
+from .constrained import allowed, forced
 from .free import FreeDrafts, Seed
 from .source import Drafter, FixedDrafter, Session, completed
 
@@ -25,9 +25,10 @@ def controller_of(session: Session) -> Controller:
 
 
 def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
-    """The drafter of the source ``name`` under a controller if it makes estimates; otherwise it always drafts."""
+    """The drafter of the source ``name`` under a controller if it makes estimates, or where there are grammars."""
     found = completed(drafter)
-    if found.expected_speedup == math.inf or session.is_tensor_parallel:
+    always = found.expected_speedup == math.inf or session.is_tensor_parallel
+    if isinstance(found, ControlledDrafter) or (always and not session.constraint):
         return found
     return ControlledDrafter(session, controller_of(session), None, {name: found})
 
@@ -40,15 +41,18 @@ class ControlledDrafter(FixedDrafter):
     ) -> None:
         self.controller, self.free, self.others = controller, free, others
         self._takes_trees = session.takes_trees
-        self._constraint = session.constraint
+        self._constraint, self._affordable = session.constraint, session.affordable
+        # Without free drafts, what makes no estimates always drafts.
+        self._always = next(iter(others), None) if free is None and session.is_tensor_parallel else None
+        for name, drafter in others.items() if free is None else ():
+            self._always = name if drafter.expected_speedup == math.inf else self._always
         self._target = session.target
         self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
         # Who was asked in this round, and whose tokens are verified; whether free drafts take part.
         self._asked: str | None = None
         self._used: str | None = None
         self._size = self._drafted = 0
-        # Free drafts of this round, if they take part, hold the tokens that grammars force.
-        self.knows_grammars = False
+        self._is_free_awake = False  # whether free drafts take part in this round, with what grammars force
         self._tops: Tops | None = None
         self._lengths: list[int] = []
         self._note()
@@ -67,17 +71,21 @@ class ControlledDrafter(FixedDrafter):
         controller, rows, active = self.controller, sum(count > 0 for count in max_new), self._target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
         self._asked = self._used = self._free_arm(text, max_new, rows)
-        self.knows_grammars = self._asked is not None
-        trees = self.free.plan(text, max_new) if self.free is not None and self.knows_grammars else []
+        self._is_free_awake = self._asked is not None
+        trees = self.free.plan(text, max_new) if self.free is not None and self._is_free_awake else []
         free = controller.expected(max(map(len, trees)), _tokens(trees, max_new)) if trees else 0.0
+        if self._constraint and not self._is_free_awake:
+            certain = forced(text, self._constraint, max_new, self._affordable(controller.most_certain()))
+            if certain.size:
+                return certain
         promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
-        other = controller.choose(promised, free)
+        other = self._always or controller.choose(promised, free)
         if other is not None:
             self._asked = other
             draft = allowed(text, self.others[other].propose(text, max_new), self._constraint)
             if draft.size:
                 self._used, self._size, self._drafted = other, draft.size, sum(draft.lengths)
-                return self._grafted(text, max_new, draft) if self.knows_grammars else draft
+                return self._grafted(text, max_new, draft) if self._is_free_awake else draft
         return self.free.draft(text, trees) if self.free is not None and trees else Draft.none(text)
 
     def _free_arm(self, text: Text, max_new: list[int], rows: int) -> str | None:
@@ -106,11 +114,8 @@ class ControlledDrafter(FixedDrafter):
     def came_back(self, seconds: float) -> None:
         self.controller.curve.switch = seconds
 
-    def most_certain(self) -> int:
-        return self.controller.most_certain()
-
     def look(self, logits: Logits) -> Tops | None:
-        self._tops = Tops(logits) if self.knows_grammars else None
+        self._tops = Tops(logits) if self._is_free_awake else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

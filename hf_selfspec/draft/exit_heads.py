@@ -93,8 +93,6 @@ class HeadsDraft(PartialDraft):
     """Drafts with exit heads: a token goes through layers until a head is sure, together with the tokens before it that
     have not been as deep."""
 
-    skips_forced = False
-
     def __init__(self, session: Session, plan: LayerPlan, settings: DynamicExit) -> None:
         super().__init__(session, plan)
         self.reuse_from = sys.maxsize

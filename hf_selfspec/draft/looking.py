@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from ..batch import Text, Verdict
-from ..grammar.rows import Constraint
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
 from ..search.costs import Budget, Pace, Stopwatch
@@ -46,15 +45,14 @@ class LookingDraft(PartialDraft):
 
     def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> bool:
         """Times forwards at the end of the text as far as there is time; the text in the cache stays as it is."""
-        device, steps, usual = text.ids.device, self.steps, (self.plan, self.limits, self.constraint)
+        device, steps, usual = text.ids.device, self.steps, (self.plan, self.limits)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
-        self.constraint = Constraint()  # steps are to be timed
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             complete = stopwatch.measure(
                 self.target, text, repeats, lambda: self._in_steps(text, [1] * text.batch_size), self._has_time
             )
-        self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
+        self.steps, self._drafted, (self.plan, self.limits) = steps, [], usual
         return complete
 
 

@@ -100,8 +100,6 @@ class MtpDraft(PartialDraft):
     """Drafts with MTP layers. Entry ``e`` of a layer's cache is made of one token and what was known before it: of the
     model's states where these are known, else of the head's own."""
 
-    skips_forced = False
-
     def __init__(self, session: Session, head: MtpHead, head_rows: HeadRows | None) -> None:
         target = session.target
         super().__init__(session, LayerPlan(session.anatomy.num_layers), head_rows)

@@ -21,21 +21,20 @@ from .source import FixedDrafter, Session
 
 
 class PartialDraft(FixedDrafter):
-    """Runs the blocks of a plan, and ``head`` in place of the model's own if given. With ``skips_forced`` tokens that
-    grammars force take no step; from ``reuse_from`` tokens on verification starts from their states."""
+    """Runs the blocks of a plan, and ``head`` in place of the model's own if given. From ``reuse_from`` tokens on
+    verification starts from their states."""
 
-    skips_forced, reads_logits = True, False
+    reads_logits = False
 
     def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
         _check_probe(session, plan)
-        self.target, self.scorer, self.constraint = session.target, session.scorer, session.constraint
+        self.target, self.scorer = session.target, session.scorer
         self.limits = session
         self.plan = plan
         self.head = head
         self.reuse_from = 0
         self._running: tuple[StopRule, RunningRule] | None = None
         self._drafted: list[int] = []
-        self._forced_depths: set[int] = set()  # of tokens that the part was not asked for
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
         slots = min(session.longest, session.new_tokens) + siblings
@@ -58,29 +57,20 @@ class PartialDraft(FixedDrafter):
         limit = min(self.limits.longest, max(max_new))
         rule = self._rule(text.batch_size)
         rule.begin()
-        self._forced_depths = set()
         # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
         is_line = self.limits.tree is None and self.scorer.prefix_free
         bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
         grown = GrowingDraft(text, max_new, is_read=bound is None)
-        waiting = [text.last_tokens()]  # what the part has not seen yet
+        feed = text.last_tokens()
         reach: torch.Tensor | None = None
         while grown.depth < limit and any(grown.drafting):
-            if (forced := self._forced(text, grown)) is not None:
-                self._forced_depths.add(grown.depth)
-                grown.add(*forced)
-                grown.end([False] * text.batch_size)
-                waiting.append(forced[0])
-                continue
-            first = grown.depth + 1 - len(waiting)
-            feed = torch.cat(waiting, dim=1) if len(waiting) > 1 else waiting[0]
-            step = self._step(text, feed, roots.ahead(first), grown.drafting)
+            step = self._step(text, feed, roots.ahead(grown.depth), grown.drafting)
             self.steps += 1
             if step.is_sure is not None:
                 grown.only(step.is_sure)
             logits = step.logits.to(text.ids.device, torch.float32)
             if bound is not None:
-                waiting = [self._add(grown, step, logits, bound)]
+                feed = self._add(grown, step, logits, bound)
                 continue
             scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
             sound, logits, scores = self._sound(grown, logits, scores)
@@ -97,7 +87,7 @@ class PartialDraft(FixedDrafter):
                 reach = reach * top[:, 0]
             picks, q = self._pick(scores, width)
             grown.add(picks, q, step.prefix_state if prefix else None)
-            waiting = [picks[:, :1]]
+            feed = picks[:, :1]
             ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), grown.depth)
             if ended is None:
                 grown.end([False] * text.batch_size)
@@ -156,17 +146,6 @@ class PartialDraft(FixedDrafter):
         assert step.exit_state is not None
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.captured)
 
-    def _forced(self, text: Text, grown: GrowingDraft) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The tokens ``[b, 1]`` that grammars force in all rows, which need no step, and ``q``; else ``None``."""
-        tokens = self.constraint.forced(text, grown.depth, grown.drafting) if self.skips_forced else None
-        if tokens is None:
-            return None
-        forced = upload(tokens, text.ids.device)[:, None]
-        if not self.scorer.do_sample:
-            return forced, None
-        q = torch.zeros(len(tokens), self.constraint.masks[0].vocabulary, device=forced.device, dtype=torch.float32)
-        return forced, q.scatter_(1, forced, 1.0)
-
     def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens ``[b, width]`` for one depth, the one to extend first, and what they were sampled from, ``[b, v]``."""
         if not self.scorer.do_sample:
@@ -201,16 +180,9 @@ class PartialDraft(FixedDrafter):
         return self._running[1]
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        drafted, accepted = list[int](), list[int]()
-        for length, verdict in zip(self._drafted, verdicts, strict=False):
-            kept = sum(node >= 0 for node in verdict.nodes)
-            # The rule was not asked about forced tokens; of what follows a wrong one nothing is known.
-            judged = kept if kept in self._forced_depths else length
-            asked = [depth not in self._forced_depths for depth in range(judged)]
-            drafted.append(sum(asked))
-            accepted.append(sum(asked[:kept]))
-        if any(drafted):
-            self._rule(text.batch_size).update(drafted, accepted)
+        if any(self._drafted):
+            accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
+            self._rule(text.batch_size).update(self._drafted, accepted)
         self._drafted = []
 
     def report(self, stats: GenerationStats) -> None:

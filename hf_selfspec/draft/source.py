@@ -80,7 +80,6 @@ class FixedDrafter(Drafter):
         steps: see :class:`Drafter`.
         needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
             text; a cascade does not wait for them.
-        knows_grammars: whether it drafts the tokens that grammars force as far as that pays, so that none are added.
         expected_speedup: how much faster than rounds without a draft it expects to be now: 0 where it would not draft,
             ``None`` where it does not know, infinity if it makes no estimates and always drafts.
         observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
@@ -92,7 +91,6 @@ class FixedDrafter(Drafter):
 
     steps: int = 0
     needs_ended_rows: bool = False
-    knows_grammars: bool = False
     expected_speedup: float | None = math.inf
     observe: Callable[[Text, list[Verdict], Any], None] | None = None
     look: Callable[[Any], Any] | None = None
@@ -116,10 +114,6 @@ class FixedDrafter(Drafter):
 
     def came_back(self, seconds: float) -> None:
         """Learns what the way to that loop and back has taken, without its steps."""
-
-    def most_certain(self) -> int:
-        """The number of tokens that a grammar forces of which a round should be made; without a controller, 16."""
-        return 16
 
 
 class _Completed(FixedDrafter):

@@ -178,24 +178,13 @@ class Spot:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What grammars allow and force in drafts; false in a condition where there are none."""
+    """What grammars allow in drafts; false in a condition where there are none."""
 
     masks: Sequence[GrammarMask] = ()
     ends: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.masks)
-
-    def forced(self, text: Text, ahead: int, wanted: list[bool]) -> list[int] | None:
-        """The tokens that likely follow ``ahead`` scratch columns, ``None`` unless there is one in all wanted rows."""
-        if not self.masks:
-            return None
-        drafted = text.with_draft(ahead)[:, -ahead:].tolist() if ahead else [[] for _ in wanted]
-        likely = [
-            self.at(text, row).likely(path) if want else (0, 0.0)
-            for row, (path, want) in enumerate(zip(drafted, wanted, strict=True))
-        ]
-        return None if None in likely else [token for token, _ in filter(None, likely)]
 
     def at(self, text: Text, row: int) -> Spot:
         return Spot(self.masks, row, list(text.new[row]), self.ends)
