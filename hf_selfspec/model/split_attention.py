@@ -8,6 +8,7 @@ of the same kernel, and their results are put together by the logarithms of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,15 +34,20 @@ def _efficient_attention(
 
 def parts_for(query: torch.Tensor, key: torch.Tensor) -> int:
     """Into how many parts keys ``[b, k, n, h]`` are split for queries ``[b, k, m, h]``, 1 for as they are."""
-    (b, k, m), n = query.shape[:3], key.shape[2]
-    is_small = n < 2 * _FEWEST_KEYS or b * k * m * n * query.element_size() > _MOST_BYTES
-    if not query.is_cuda or query.dtype is torch.float64 or is_small:
+    is_large = query.is_cuda and key.shape[2] >= 2 * _FEWEST_KEYS and query.dtype is not torch.float64
+    return _parts(query.device, query.dtype, *query.shape, key.shape[2]) if is_large else 1
+
+
+@lru_cache
+def _parts(device: torch.device, dtype: torch.dtype, b: int, k: int, m: int, h: int, n: int) -> int:
+    if b * k * m * n * dtype.itemsize > _MOST_BYTES:
         return 1
-    blocks, parts = torch.cuda.get_device_properties(query.device).multi_processor_count, 1
+    blocks, parts = torch.cuda.get_device_properties(device).multi_processor_count, 1
     while n % (2 * parts) == 0 and n // (2 * parts) >= _FEWEST_KEYS and b * k * parts < blocks:
         parts *= 2
-    masked = SDPAParams(query, key, key, query.new_zeros(()).expand(b, k, m, n), 0.0, False, False)
-    return parts if parts > 1 and can_use_efficient_attention(masked) else 1
+    shapes = ((b, k * parts, m, h), (b, k * parts, n // parts, h), (b, k * parts, m, n // parts))
+    queries, keys, masks = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+    return parts if can_use_efficient_attention(SDPAParams(queries, keys, keys, masks, 0.0, False, False)) else 1
 
 
 def masks_of_parts(mask: torch.Tensor, heads: int, parts: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from zlib import crc32
@@ -377,6 +378,7 @@ _MODULE: dict[str, Any] = {
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "get_device_capability": lambda device=None: (9, 0),
+    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
     "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
     "synchronize": _synchronize,
     "Event": _Event,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from helpers.models import BATCH, ROW
 from helpers.split import attention_with_sums
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.model import attention, prefill
+from hf_selfspec.model import attention, prefill, split_attention
 from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.split_attention import attention_in_parts, masks_of_parts, takes_lines
 
@@ -165,6 +166,30 @@ def test_parts_are_the_whole(parts: int, starts: tuple[int, ...]) -> None:
     expected, _ = attention_with_sums(query, key, value, mask, 0.3)
     found = attention_in_parts(query, key, value, masks_of_parts(mask, k, parts), 0.3, attention_with_sums)
     assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((1, 8, 128, 128, 8192), 32),  # as many as there are processors, of at least 256 keys
+        ((4, 8, 128, 128, 4096), 8),
+        ((1, 1, 32, 64, 2048), 8),
+        ((16, 8, 8, 128, 4096), 2),
+        ((32, 8, 8, 128, 4096), 1),  # rows and heads are enough
+        ((1, 8, 128, 128, 510), 1),  # parts would be too short
+        ((8, 8, 256, 128, 8192), 1),  # masks would take too much memory
+    ],
+)
+def test_as_many_parts_as_a_device_runs_at_once(
+    shape: tuple[int, ...], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For rows, key heads, queries, width and keys, on a device of 132 processors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(split_attention, "can_use_efficient_attention", lambda params: True)
+    count = split_attention._parts.__wrapped__
+    assert count(torch.device("cpu"), torch.bfloat16, *shape) == parts
+    monkeypatch.setattr(split_attention, "can_use_efficient_attention", lambda params: False)
+    assert count(torch.device("cpu"), torch.bfloat16, *shape) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
