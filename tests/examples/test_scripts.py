@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
         ("| generate tiny 1 | verification |",),
     ),
+    "pictures": ("--out {folder}/pictures", ("how-dark.svg", "kinds-light.svg")),
     "quickstart": ("--model {model} --tokens 12 --no-color", ("tokens equal to plain generate: yes", "‹")),
     "train_demo_model": (
         "--steps 2 --held-out-blocks 2 --threads 1 --output {folder}/model",
