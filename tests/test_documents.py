@@ -1,8 +1,10 @@
 """README, guide and figures: short, and without links, names or calls that do not exist."""
 
 import ast
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +88,20 @@ def test_the_first_code_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, caps
     use = next(block for block in blocks("README.md") if "from_pretrained" in block)
     exec(use, {})
     assert "tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells one after another, with shorter texts."""
+    monkeypatch.chdir(ROOT)
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]).replace("TOKENS = 96", "TOKENS = 24"), names)
+    printed = capsys.readouterr().out
+    for part in ("acceptance rate", "prompt-lookup", "against plain generate", " rounds, then "):
+        assert part in printed
 
 
 @pytest.mark.slow

@@ -1,15 +1,14 @@
 """Every script of ``examples``, each with its smallest setting, as a user starts it."""
 
-import hashlib
 import importlib
 import json
-import re
 import runpy
 import subprocess
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library
+from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library, python
 from hf_selfspec import SelfSpec
 
 BENCHMARKS = EXAMPLES / "benchmarks"
@@ -156,7 +155,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_script_is_a_case() -> None:
     scripts = {path.stem for path in [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py")]}
-    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {"lm_eval_scores"}
+    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {"lm_eval_scores", "ray_batches"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
@@ -169,25 +168,45 @@ def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[
         assert part in printed
 
 
-def test_answers_of_a_stopped_run_are_kept(places: dict[str, Path], run: Callable[..., str]) -> None:
-    """A line that was cut short is written again; those of another run are no answers."""
+def test_answers_to_prompts_with_a_chat_template(places: dict[str, Path], run: Callable[..., str]) -> None:
+    """What the template adds is in the prompt."""
     data, output = places["tasks"], places["folder"] / "answers.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"def {name}(x):"}) + "\n" for name in "ab"))
-    words = ("--model", str(DEMO_MODEL), "--data", str(data), "--output", str(output), "--max-new-tokens")
-    digest = hashlib.sha256(json.dumps(["def a(x):", "def b(x):"]).encode()).hexdigest()
-    about = {"model": str(DEMO_MODEL), "max_new_tokens": 4, "processes": 1, "prompts": digest}
-    kept = json.dumps({"prompt": "def a(x):", "answer": "of before"}) + "\n"
-    (part := output.with_name("answers.jsonl.part-0")).write_text(f'{json.dumps(about)}\n{kept}{{"prompt": "def')
-    with pytest.raises(SystemExit, match=re.escape(f"{part} was written by another run: {json.dumps(about)}. Repeat")):
-        run("batch_inference", *words, "5")
-    run("batch_inference", *words, "4")
-    first, second = output.read_text().splitlines(keepends=True)
-    assert first == kept
-    assert json.loads(second)["prompt"] == "def b(x):"
-    assert not part.exists()
+    words = ("--model", str(places["model"]), "--data", str(data), "--output", str(output), "--max-new-tokens", "6")
+    data.write_text('{"prompt": "def a(x):"}\n')
+    model, tokenizer = (kind.from_pretrained(places["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer.chat_template = "class {{ messages[0].content }}"
+    tokenizer.save_pretrained(places["model"])
+    run("batch_inference", *words)
+    inputs = tokenizer("class def a(x):", return_tensors="pt", return_token_type_ids=False)
+    answer = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert json.loads(output.read_text()) == {"prompt": "def a(x):", "answer": tokenizer.decode(answer)}
     data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
     with pytest.raises(SystemExit, match=r"line 3: KeyError\('prompt'\); a line is"):
-        run("batch_inference", *words, "4")
+        run("batch_inference", *words)
+
+
+@pytest.mark.slow
+def test_batches_on_ray_go_on_where_a_run_was_stopped(tmp_path: Path, in_float32: Path) -> None:
+    """Two local actors; the second run has one prompt more, and answers no other."""
+    library("ray")
+    data, output = tmp_path / "prompts.jsonl", tmp_path / "answers"
+    prompts = {
+        number: f"def {name}(path):\n" for number, name in enumerate(("read", "write", "remove", "copy", "size"))
+    }
+    words = ("--rows", "2", "--max-new-tokens", "8", "--cpus", "0.5", "--checkpoints", tmp_path / "checkpoints")
+    answers: list[Any] = []
+    for count in (4, 5):
+        lines = [json.dumps({"id": number, "prompt": prompts[number]}) for number in range(count)]
+        data.write_text("\n".join(lines) + "\n")
+        folder = output / str(count)
+        python(EXAMPLES / "ray_batches.py", "--model", in_float32, "--data", data, "--output", folder, *words)
+        answers.append([json.loads(line) for file in folder.glob("*") for line in file.read_text().splitlines()])
+    assert [sorted(answer["id"] for answer in run) for run in answers] == [[0, 1, 2, 3], [4]]
+    model, tokenizer = (kind.from_pretrained(in_float32) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for answer in chain(*answers):
+        inputs = tokenizer(prompts[answer["id"]], return_tensors="pt", return_token_type_ids=False)
+        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert answer["answer"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.fixture
