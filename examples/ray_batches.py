@@ -59,9 +59,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder for the answers, as .jsonl files")
     parser.add_argument("--checkpoints", type=Path, required=True, help="a folder that all machines reach")
     parser.add_argument("--actors", type=int, default=2, help="models at the same time")
-    parser.add_argument(
-        "--cpus", type=float, default=1, help="CPUs of each actor; reading and writing need one as well"
-    )
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of each actor")
     parser.add_argument("--rows", type=int, default=8, help="prompts of a batch")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -70,12 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     context.checkpoint_config = CheckpointConfig(
         "id", str(args.checkpoints.absolute()), delete_checkpoint_on_success=False
     )
-    ray.data.read_json(args.data, lines=True).map_batches(
+    ray.data.read_json(args.data).map_batches(
         Answers,
         fn_constructor_args=(args.model, args.max_new_tokens),
         batch_size=args.rows,
         compute=ray.data.ActorPoolStrategy(size=args.actors),
-        num_cpus=args.cpus,
         num_gpus=args.gpus,
     ).write_json(str(args.output.absolute()), lines=True)
 

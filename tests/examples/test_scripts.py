@@ -49,7 +49,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
     "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
     "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("The probe promised",)),
-    "searches": ("--model {model} --data {tasks} --prompts 1 --tokens 33", ("| no search |",)),
     "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
     "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
     "parts": (
@@ -83,7 +82,7 @@ LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "t
 # Those that take longer than a few seconds.
 SLOW = {
     "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
-    "heads", "known_answer", "parts", "searches", "stops", "train_demo_model", "windows",
+    "heads", "known_answer", "parts", "stops", "train_demo_model", "windows",
 }  # fmt: skip
 
 # What TRL and lm-eval do, and theirs.
@@ -155,7 +154,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_script_is_a_case() -> None:
     scripts = {path.stem for path in [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py")]}
-    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {"lm_eval_scores", "ray_batches"}
+    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {
+        "all",
+        "lm_eval_scores",
+        "ray_batches",
+    }
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
@@ -166,6 +169,35 @@ def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[
     printed = run(script, *(word.format(**places) for word in words.split()))
     for part in expected:
         assert part in printed
+
+
+def test_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands are those of the document, and a call runs what has not ended well before."""
+    commands = runpy.run_path(str(BENCHMARKS / "all.py"))["COMMANDS"]
+    document = " ".join((EXAMPLES / "RESULTS.md").read_text(encoding="utf-8").split())
+    for command in commands.values():
+        assert command.replace("--dtype bfloat16 --out", "--dtype float32 --out") in document
+    ran: list[str] = []
+
+    def started(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        script = words[3] if words[1] == "-m" else Path(words[1]).stem
+        assert script == "bench" or (EXAMPLES.parent / words[1]).is_file()
+        assert not {"SMOLLM2", "DIR", "TWIN"} & set(words)
+        ran.append(script)
+        return subprocess.CompletedProcess(words, int(script == "engine"), "a table", "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    monkeypatch.setattr(
+        sys, "argv", ["all.py", "--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    )
+    with pytest.raises(SystemExit, match=r"failed.*: engine$"):
+        runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
+    assert len(ran) == len(commands) - 1 + 4  # without the twin, and with the suites
+    ran.clear()
+    with pytest.raises(SystemExit, match=r": engine$"):
+        runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
+    assert ran == ["engine"]
+    assert (tmp_path / "out" / "forward.md").read_text().endswith("--repeats 15`\n\na table")
 
 
 def test_answers_to_prompts_with_a_chat_template(places: dict[str, Path], run: Callable[..., str]) -> None:
@@ -193,7 +225,7 @@ def test_batches_on_ray_go_on_where_a_run_was_stopped(tmp_path: Path, in_float32
     prompts = {
         number: f"def {name}(path):\n" for number, name in enumerate(("read", "write", "remove", "copy", "size"))
     }
-    words = ("--rows", "2", "--max-new-tokens", "8", "--cpus", "0.5", "--checkpoints", tmp_path / "checkpoints")
+    words = ("--rows", "2", "--max-new-tokens", "8", "--checkpoints", tmp_path / "checkpoints")
     answers: list[Any] = []
     for count in (4, 5):
         lines = [json.dumps({"id": number, "prompt": prompts[number]}) for number in range(count)]
