@@ -218,9 +218,13 @@ def test_answers_to_prompts_with_a_chat_template(places: dict[str, Path], run: C
 
 
 @pytest.mark.slow
-def test_batches_on_ray_go_on_where_a_run_was_stopped(tmp_path: Path, in_float32: Path) -> None:
+def test_batches_on_ray_go_on_where_a_run_was_stopped(
+    tmp_path: Path, in_float32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two local actors; the second run has one prompt more, and answers no other."""
     library("ray")
+    # Of a machine with fewer, two actors, a reader and Ray's look at checkpoints would wait for each other.
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 8}')
     data, output = tmp_path / "prompts.jsonl", tmp_path / "answers"
     prompts = {
         number: f"def {name}(path):\n" for number, name in enumerate(("read", "write", "remove", "copy", "size"))
