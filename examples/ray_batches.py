@@ -5,7 +5,7 @@
 
 A line of the data has a ``prompt`` and an ``id`` of its own. Each actor holds a model and a ``SelfSpec``, which learns
 from all its batches. Ray repeats tasks that fail, on other machines too; the same command goes on after a run that was
-stopped, since Ray keeps the ids of answered prompts in the folder of checkpoints. Give each run a new folder of answers.
+stopped, since Ray keeps the ids of answered prompts in the folder of checkpoints; give it a new folder for the answers.
 Ray needs two CPUs more than actors, to read and to look at checkpoints.
 """
 
