@@ -135,7 +135,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
     """Returns whether each layer of the model is spread over several processes, by private attributes of transformers
-    that are ``None`` where it is not. Where there are several processes and no such attributes, an error says so."""
+    that are ``None`` where it is not. Where there are several processes and no such attributes, it raises an error."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     if missing := [name for name in ("_tp_size", "_device_mesh") if not hasattr(model, name)]:
