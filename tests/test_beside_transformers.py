@@ -64,9 +64,10 @@ def test_texts_of_earlier_calls() -> None:
 
 
 @pytest.mark.slow
-def test_prompt_lookup_of_transformers_draws_from_the_models_distribution() -> None:
+@pytest.mark.parametrize("option", ["prompt lookup", "early exit"])
+def test_transformers_own_drafts_are_drawn_exactly(option: str) -> None:
     torch.manual_seed(0)
-    options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 2, "top_k": 3}
+    options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "top_k": 3} | OPTIONS[option]
     drawn = torch.cat([few_tokens().generate(PROMPT, **options) for _ in range(1000)])
     assert p_value(drawn, exact_joint(few_tokens(), [TopKLogitsWarper(3)])) > SIGNIFICANCE
 
