@@ -95,6 +95,8 @@ def of_results(results: Path) -> tuple[Speeds, str]:
     """Decoding of each method that bench has compared with plain generate, and how many prompts each kind has."""
     (run, *_) = json.loads(results.read_text(encoding="utf-8"))["conditions"]
     methods = [method for method in run["methods"] if method["by_kind"] and method["name"] != "plain"][: len(SERIES)]
+    if not methods:
+        raise SystemExit(f"{results} has one kind of prompts: give bench prompts with a column `kind`.")
     speeds = {
         method["name"]: {kind: row["decode"]["ratio_of_means"]["value"] for kind, row in method["by_kind"].items()}
         for method in methods

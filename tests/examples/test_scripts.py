@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library, python
 from hf_selfspec import SelfSpec
+from hf_selfspec.cli import main
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
@@ -169,6 +170,22 @@ def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[
     printed = run(script, *(word.format(**places) for word in words.split()))
     for part in expected:
         assert part in printed
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_bench(places: dict[str, Path], run: Callable[..., str]) -> None:
+    data, folder = places["tasks"], places["folder"]
+    words = ("bench", "--model", str(places["model"]), "--data", str(data), "--max-new-tokens", "4", "--methods")
+    for kinds in (("code",), ("code", "text")):
+        rows = [{"kind": kind, "prompt": f"def {name}(x):"} for kind in kinds for name in "ab"]
+        data.write_text("\n".join(map(json.dumps, rows)))
+        report = folder / f"report of {len(kinds)}"
+        assert main([*words, "selfspec,prompt-lookup", "--threads", "1", "--out", str(report)]) == 0
+    run("pictures", "--results", str(report / "results.json"), "--out", str(folder / "drawn"))
+    picture = (folder / "drawn" / "kinds-dark.svg").read_text(encoding="utf-8")
+    assert picture.count("<!-- code -->") == picture.count("<!-- text -->") == 1
+    with pytest.raises(SystemExit, match="has one kind of prompts"):
+        run("pictures", "--results", str(folder / "report of 1" / "results.json"), "--out", str(folder / "drawn"))
 
 
 def test_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
