@@ -94,6 +94,7 @@ class ModelTest(unittest.TestCase):
 """
 
 
+@pytest.mark.slow
 def test_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a checkout with a few tests like those of transformers."""
     name, tests = "mamba2", Path(__file__).parents[1]
