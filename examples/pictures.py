@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> None:
         "kinds": lambda theme: speeds_by_kind(theme, speeds, title),
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.hashsalt": "hf_selfspec"}):  # the same file from the same figures
+    # Text stays text, and the same figures make the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_selfspec"}):
         for name, draw in pictures.items():
             for theme, colors in THEMES.items():
                 path = args.out / f"{name}-{theme}.svg"

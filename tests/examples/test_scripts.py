@@ -183,7 +183,7 @@ def test_the_picture_of_a_bench(places: dict[str, Path], run: Callable[..., str]
         assert main([*words, "selfspec,prompt-lookup", "--threads", "1", "--out", str(report)]) == 0
     run("pictures", "--results", str(report / "results.json"), "--out", str(folder / "drawn"))
     picture = (folder / "drawn" / "kinds-dark.svg").read_text(encoding="utf-8")
-    assert picture.count("<!-- code -->") == picture.count("<!-- text -->") == 1
+    assert picture.count(">code</text>") == picture.count(">text</text>") == 1
     with pytest.raises(SystemExit, match="has one kind of prompts"):
         run("pictures", "--results", str(folder / "report of 1" / "results.json"), "--out", str(folder / "drawn"))
 
