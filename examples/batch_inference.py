@@ -3,14 +3,13 @@
     torchrun --nproc-per-node 2 examples/batch_inference.py --model MODEL --data prompts.jsonl --output answers.jsonl \
         --cache-dir cache
 
-The answers of all processes are put together in the cache folder, and later runs draft from them. A run that was
-stopped continues when the same command is given again.
+The processes keep the texts of their answers in the cache folder, and later runs draft from them. For runs that go on
+after they were stopped, and for several machines, see ``ray_batches.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 
 from hf_selfspec import SelfSpec
 
@@ -35,19 +34,12 @@ def prompts_of(data: Path) -> list[str]:
     return prompts
 
 
-def answered(part: Path, run: dict[str, str | int]) -> int:
-    """How many prompts a stopped run has answered in a part, whose first line says which run it is.
-
-    A line that was cut short is removed. A part that does not exist is begun.
-    """
-    whole = part.read_text(encoding="utf-8").rpartition("\n")[0] if part.exists() else ""
-    header, *answers = whole.split("\n")
-    if header and json.loads(header) != run:
-        raise SystemExit(f"{part} was written by another run: {header}. Repeat that run, or remove this file.")
-    beside = part.with_name(f"{part.name}.new")
-    beside.write_text("\n".join([json.dumps(run), *answers, ""]), encoding="utf-8")
-    beside.replace(part)
-    return len(answers)
+def inputs_of(tokenizer, prompt: str) -> BatchEncoding:
+    """Returns a prompt as the first message of a chat, for tokenizers with a chat template, or as text to continue."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 
 @torch.inference_mode()
@@ -70,21 +62,15 @@ def main(arguments: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     spec = SelfSpec(cache_dir=args.cache_dir)
-
-    texts = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    run = {"model": args.model, "max_new_tokens": args.max_new_tokens, "processes": count, "prompts": texts}
-    done = answered(parts[process], run)
-    with parts[process].open("a", encoding="utf-8") as file:
-        for prompt in tqdm(share[done:], initial=done, total=len(share), disable=not state.is_local_main_process):
-            inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(state.device)
+    with parts[process].open("w", encoding="utf-8") as file:
+        for prompt in tqdm(share, disable=not state.is_local_main_process):
+            inputs = inputs_of(tokenizer, prompt).to(state.device)
             ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, assistant=spec)
             answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
-            file.flush()
     state.wait_for_everyone()
     if state.is_main_process:
-        answers = (part.read_text(encoding="utf-8").partition("\n")[2] for part in parts)
-        args.output.write_text("".join(answers), encoding="utf-8")
+        args.output.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
         for part in parts:
             part.unlink()
     state.destroy_process_group()

@@ -59,7 +59,6 @@ from hf_selfspec import (
     fit_reduced_head,
 )
 from hf_selfspec.bench.compare import machine
-from hf_selfspec.train import even
 
 logger = logging.getLogger("finetune_task")
 
@@ -303,7 +302,7 @@ def train_model(
     set_seed(recipe.seed)
     model = load(recipe.model)
     exits = exit_layers(model.config.num_hidden_layers)
-    layerskip = [EarlyExitLoss(recipe.e_scale, Gradual(), exits, scale=even), LayerDropout(p_max=recipe.p_max)]
+    layerskip = [EarlyExitLoss(recipe.e_scale, Gradual(), exits), LayerDropout(p_max=recipe.p_max)]
     if recipe.lora:
         rank = recipe.lora_rank
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from hf_selfspec import EarlyExitLoss, Rotational, exit_report
-from hf_selfspec.train import even
+from hf_selfspec.train import loss_scale
 
 
 def read(data: str | None) -> DatasetDict:
@@ -41,8 +41,8 @@ def exit_loss(args: argparse.Namespace) -> EarlyExitLoss:
     """Returns the loss of named exits, which weigh alike in each step, or of all by the paper's curriculum."""
     distils = args.self_distillation
     if args.exits is None:
-        return EarlyExitLoss(args.e_scale, Rotational(8), self_distillation=distils)
-    return EarlyExitLoss(args.e_scale, None, args.exits, scale=even, self_distillation=distils)
+        return EarlyExitLoss(args.e_scale, Rotational(8), scale=loss_scale, self_distillation=distils)
+    return EarlyExitLoss(args.e_scale, layers=args.exits, self_distillation=distils)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,8 +4,8 @@ pip install fastapi uvicorn
 python examples/service.py --model examples/demo_model
 curl -N localhost:8000/stream -H "content-type: application/json" -d '{"prompt": "def read(path):"}'
 
-Requests that name no user count as those of one user. A request that cannot be answered is 422, and a stream that fails
-later ends with an event ``error``.
+Prompts are messages of a chat where the tokenizer has a chat template. Requests that name no user count as those of one
+user. A request that cannot be answered is 422, and a stream that fails later ends with an event ``error``.
 """
 
 from __future__ import annotations
@@ -76,12 +76,18 @@ def service(
     # Threads may still use what was dropped.
     new_spec = lru_cache(maxsize=max(1, memory // MIB_OF_A_USER - threads))(lambda user: SelfSpec())
 
+    def encoded(prompt: str) -> BatchEncoding:
+        if tokenizer.chat_template is None:
+            return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        chat, as_tensors = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, **as_tensors)
+
     def tokens(request: Prompt) -> BatchEncoding:
         if request.max_new_tokens > new_tokens:
             raise HTTPException(422, f"max_new_tokens is {request.max_new_tokens}, at most {new_tokens} are allowed")
         room = min(prompt_tokens, positions - request.max_new_tokens)
         if len(request.prompt) <= room * CHARACTERS_OF_A_TOKEN:
-            inputs = tokenizer(request.prompt, return_tensors="pt", return_token_type_ids=False)
+            inputs = encoded(request.prompt)
             if 0 < inputs["input_ids"].shape[1] <= room:
                 return inputs.to(model.device)
         raise HTTPException(422, f"the prompt has no tokens, or more than {room}")

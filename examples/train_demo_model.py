@@ -49,7 +49,6 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_selfspec import EarlyExitLoss, ExitReport, LayerDropout, exit_report
-from hf_selfspec.train import even
 
 logger = logging.getLogger("train_demo_model")
 
@@ -242,7 +241,7 @@ def callbacks(recipe: Recipe) -> list[TrainerCallback]:
     if recipe.plain:
         return []
     return [
-        EarlyExitLoss(curriculum=None, layers=recipe.exit_layers, scale=even),
+        EarlyExitLoss(e_scale=1.0, layers=recipe.exit_layers),
         LayerDropout(recipe.layer_dropout),
     ]
 

@@ -59,8 +59,9 @@ class SelfSpec(Settings):
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to
-            skip chooses the fastest rule; for given layers, adapters and draft LoRA it is a confidence below 0.8. Not
-            allowed with a ``CandidateGenerator`` or :class:`EarlyExitOnly`.
+            skip chooses the fastest rule; drafts of :class:`MTP` and :class:`Quantized` end where the product of
+            confidences falls below 0.4, those of given layers and of all other fitted parts where the confidence falls
+            below 0.8. Not allowed with a ``CandidateGenerator`` or :class:`EarlyExitOnly`.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with those two either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
@@ -75,8 +76,8 @@ class SelfSpec(Settings):
             the model's own code three times, all graphs are timed against it, and the faster way stays.
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
             ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
-            whether this machine's kernels allow that; an error says why not, and names the part of the model.
-            ``stats.promise`` says what held. Models in float32 need none of this, unless torch's
+            whether this machine's kernels allow that; an error gives the reason, and names the part of the model.
+            ``stats.promise`` records what held. Models in float32 need none of this, unless torch's
             flags allow it to be multiplied in TF32 or bfloat16, which is an error here.
 
     Raises:

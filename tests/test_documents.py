@@ -1,20 +1,28 @@
 """README, guide and figures: short, and without links, names or calls that do not exist."""
 
 import ast
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hf_selfspec
+from helpers import models_table
+from helpers.architectures import ARCHITECTURES, STATEFUL
+from helpers.multimodal import MODELS
 from hf_selfspec import SelfSpec
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", ".github/CONTRIBUTING.md", "examples/GUIDE.md", "examples/RESULTS.md", "CHANGELOG.md")
+DOCUMENTS = (
+    "README.md", ".github/CONTRIBUTING.md", "examples/GUIDE.md", "examples/MODELS.md", "examples/RESULTS.md",
+    "CHANGELOG.md",
+)  # fmt: skip
 README_LINES = 180
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)|src(?:set)?=\"([^\"]+)\"")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -40,13 +48,27 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
-    for link in _LINK.findall(path.read_text()):
+    for link in map("".join, _LINK.findall(path.read_text())):
         if link.startswith(("http://", "https://")):
             continue
         file, _, anchor = link.partition("#")
         target = path if not file else path.parent / file
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_table_of_models_is_current() -> None:
+    """``python tests/helpers/models_table.py`` writes it, with ``tests`` among Python's paths."""
+    assert models_table.PATH.read_text(encoding="utf-8") == models_table.table()
+
+
+def test_numbers_of_models_are_those_of_the_tests() -> None:
+    sound = len(models_table.SOUND)
+    assert f"[{len(ARCHITECTURES)} architectures](examples/MODELS.md)" in (ROOT / "README.md").read_text()
+    guide = " ".join((ROOT / "examples" / "GUIDE.md").read_text().split())
+    assert f"{len(MODELS) - sound} model types that take images" in guide
+    assert f"and {sound} that take sound" in guide
+    assert f"{len(STATEFUL)} types of text models" in guide
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -66,6 +88,20 @@ def test_the_first_code_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, caps
     use = next(block for block in blocks("README.md") if "from_pretrained" in block)
     exec(use, {})
     assert "tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells one after another, with shorter texts."""
+    monkeypatch.chdir(ROOT)
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]).replace("TOKENS = 96", "TOKENS = 24"), names)
+    printed = capsys.readouterr().out
+    for part in ("acceptance rate", "prompt-lookup", "against plain generate", " rounds, then "):
+        assert part in printed
 
 
 @pytest.mark.slow

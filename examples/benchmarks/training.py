@@ -17,14 +17,15 @@ from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCall
 
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 from hf_selfspec.model.transfer import wait_for
+from hf_selfspec.train import loss_scale
 
 Callbacks = Callable[[], list[TrainerCallback]]
 STEPS = 8
 
 VARIANTS: dict[str, Callbacks] = {
     "plain": list,
-    "exits, R = 8": lambda: [EarlyExitLoss(1.0, Rotational(8))],
-    "exits, R = 4": lambda: [EarlyExitLoss(1.0, Rotational(4))],
+    "exits, R = 8": lambda: [EarlyExitLoss(1.0, Rotational(8), scale=loss_scale)],
+    "exits, R = 4": lambda: [EarlyExitLoss(1.0, Rotational(4), scale=loss_scale)],
     "dropout 0.2": lambda: [LayerDropout(0.2)],
 }
 

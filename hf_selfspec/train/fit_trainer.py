@@ -90,7 +90,7 @@ def stopping_early(given: TrainingArguments, rows: int, folder: str) -> Training
 
 @contextmanager
 def seeded(args: TrainingArguments | None) -> Iterator[None]:
-    """Applies the Trainer's seed to random numbers that are drawn outside of it, on the CPU unless told otherwise."""
+    """Applies the Trainer's seed to random numbers that are drawn outside of it; tensors go to the CPU by default."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(42 if args is None else args.seed)
         yield

@@ -1,15 +1,14 @@
 """Every script of ``examples``, each with its smallest setting, as a user starts it."""
 
-import hashlib
 import importlib
 import json
-import re
 import runpy
 import subprocess
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library
+from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library, python
 from hf_selfspec import SelfSpec
+from hf_selfspec.cli import main
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
@@ -50,7 +50,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
     "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
     "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("The probe promised",)),
-    "searches": ("--model {model} --data {tasks} --prompts 1 --tokens 33", ("| no search |",)),
     "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
     "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
     "parts": (
@@ -64,6 +63,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
         ("| generate tiny 1 | verification |",),
     ),
+    "pictures": ("--out {folder}/pictures", ("how-dark.svg", "kinds-light.svg")),
     "quickstart": ("--model {model} --tokens 12 --no-color", ("tokens equal to plain generate: yes", "‹")),
     "train_demo_model": (
         "--steps 2 --held-out-blocks 2 --threads 1 --output {folder}/model",
@@ -83,7 +83,7 @@ LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "t
 # Those that take longer than a few seconds.
 SLOW = {
     "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
-    "heads", "known_answer", "parts", "searches", "stops", "train_demo_model", "windows",
+    "heads", "known_answer", "parts", "stops", "train_demo_model", "windows",
 }  # fmt: skip
 
 # What TRL and lm-eval do, and theirs.
@@ -155,7 +155,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_script_is_a_case() -> None:
     scripts = {path.stem for path in [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py")]}
-    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {"lm_eval_scores"}
+    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {
+        "all",
+        "lm_eval_scores",
+        "ray_batches",
+    }
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
@@ -168,25 +172,94 @@ def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[
         assert part in printed
 
 
-def test_answers_of_a_stopped_run_are_kept(places: dict[str, Path], run: Callable[..., str]) -> None:
-    """A line that was cut short is written again; those of another run are no answers."""
+@pytest.mark.slow
+def test_the_picture_of_a_bench(places: dict[str, Path], run: Callable[..., str]) -> None:
+    data, folder = places["tasks"], places["folder"]
+    words = ("bench", "--model", str(places["model"]), "--data", str(data), "--max-new-tokens", "4", "--methods")
+    for kinds in (("code",), ("code", "text")):
+        rows = [{"kind": kind, "prompt": f"def {name}(x):"} for kind in kinds for name in "ab"]
+        data.write_text("\n".join(map(json.dumps, rows)))
+        report = folder / f"report of {len(kinds)}"
+        assert main([*words, "selfspec,prompt-lookup", "--threads", "1", "--out", str(report)]) == 0
+    run("pictures", "--results", str(report / "results.json"), "--out", str(folder / "drawn"))
+    picture = (folder / "drawn" / "kinds-dark.svg").read_text(encoding="utf-8")
+    assert picture.count(">code</text>") == picture.count(">text</text>") == 1
+    with pytest.raises(SystemExit, match="has one kind of prompts"):
+        run("pictures", "--results", str(folder / "report of 1" / "results.json"), "--out", str(folder / "drawn"))
+
+
+def test_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands are those of the document, and a call runs what has not ended well before."""
+    commands = runpy.run_path(str(BENCHMARKS / "all.py"))["COMMANDS"]
+    document = " ".join((EXAMPLES / "RESULTS.md").read_text(encoding="utf-8").split())
+    for command in commands.values():
+        assert command.replace("--dtype bfloat16 --out", "--dtype float32 --out") in document
+    ran: list[str] = []
+
+    def started(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        script = words[3] if words[1] == "-m" else Path(words[1]).stem
+        assert script == "bench" or (EXAMPLES.parent / words[1]).is_file()
+        assert not {"SMOLLM2", "DIR", "TWIN"} & set(words)
+        ran.append(script)
+        return subprocess.CompletedProcess(words, int(script == "engine"), "a table", "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    monkeypatch.setattr(
+        sys, "argv", ["all.py", "--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    )
+    with pytest.raises(SystemExit, match=r"failed.*: engine$"):
+        runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
+    assert len(ran) == len(commands) - 1 + 4  # without the twin, and with the suites
+    ran.clear()
+    with pytest.raises(SystemExit, match=r": engine$"):
+        runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
+    assert ran == ["engine"]
+    assert (tmp_path / "out" / "forward.md").read_text().endswith("--repeats 15`\n\na table")
+
+
+def test_answers_to_prompts_with_a_chat_template(places: dict[str, Path], run: Callable[..., str]) -> None:
+    """What the template adds is in the prompt."""
     data, output = places["tasks"], places["folder"] / "answers.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"def {name}(x):"}) + "\n" for name in "ab"))
-    words = ("--model", str(DEMO_MODEL), "--data", str(data), "--output", str(output), "--max-new-tokens")
-    digest = hashlib.sha256(json.dumps(["def a(x):", "def b(x):"]).encode()).hexdigest()
-    about = {"model": str(DEMO_MODEL), "max_new_tokens": 4, "processes": 1, "prompts": digest}
-    kept = json.dumps({"prompt": "def a(x):", "answer": "of before"}) + "\n"
-    (part := output.with_name("answers.jsonl.part-0")).write_text(f'{json.dumps(about)}\n{kept}{{"prompt": "def')
-    with pytest.raises(SystemExit, match=re.escape(f"{part} was written by another run: {json.dumps(about)}. Repeat")):
-        run("batch_inference", *words, "5")
-    run("batch_inference", *words, "4")
-    first, second = output.read_text().splitlines(keepends=True)
-    assert first == kept
-    assert json.loads(second)["prompt"] == "def b(x):"
-    assert not part.exists()
+    words = ("--model", str(places["model"]), "--data", str(data), "--output", str(output), "--max-new-tokens", "6")
+    data.write_text('{"prompt": "def a(x):"}\n')
+    model, tokenizer = (kind.from_pretrained(places["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer.chat_template = "class {{ messages[0].content }}"
+    tokenizer.save_pretrained(places["model"])
+    run("batch_inference", *words)
+    inputs = tokenizer("class def a(x):", return_tensors="pt", return_token_type_ids=False)
+    answer = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert json.loads(output.read_text()) == {"prompt": "def a(x):", "answer": tokenizer.decode(answer)}
     data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
     with pytest.raises(SystemExit, match=r"line 3: KeyError\('prompt'\); a line is"):
-        run("batch_inference", *words, "4")
+        run("batch_inference", *words)
+
+
+@pytest.mark.slow
+def test_batches_on_ray_go_on_where_a_run_was_stopped(
+    tmp_path: Path, in_float32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two local actors; the second run has one prompt more, and answers no other."""
+    library("ray")
+    # Of a machine with fewer, two actors, a reader and Ray's look at checkpoints would wait for each other.
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 8}')
+    data, output = tmp_path / "prompts.jsonl", tmp_path / "answers"
+    prompts = {
+        number: f"def {name}(path):\n" for number, name in enumerate(("read", "write", "remove", "copy", "size"))
+    }
+    words = ("--rows", "2", "--max-new-tokens", "8", "--checkpoints", tmp_path / "checkpoints")
+    answers: list[Any] = []
+    for count in (4, 5):
+        lines = [json.dumps({"id": number, "prompt": prompts[number]}) for number in range(count)]
+        data.write_text("\n".join(lines) + "\n")
+        folder = output / str(count)
+        python(EXAMPLES / "ray_batches.py", "--model", in_float32, "--data", data, "--output", folder, *words)
+        answers.append([json.loads(line) for file in folder.glob("*") for line in file.read_text().splitlines()])
+    assert [sorted(answer["id"] for answer in run) for run in answers] == [[0, 1, 2, 3], [4]]
+    model, tokenizer = (kind.from_pretrained(in_float32) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for answer in chain(*answers):
+        inputs = tokenizer(prompts[answer["id"]], return_tensors="pt", return_token_type_ids=False)
+        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert answer["answer"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.fixture

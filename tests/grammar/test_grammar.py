@@ -157,6 +157,14 @@ def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, token
     assert checked >= 4
 
 
+@pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "assistant_early_exit"])
+def test_transformers_own_drafts_bring_a_grammar_out_of_step(option: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """They call its processor for tokens that are then rejected; the README says so."""
+    processor = of_xgrammar(tokenizer, *GRAMMARS["regex"])
+    with pytest.raises(AssertionError):
+        generated(tokenizer, ragged_batch((12,), seed=0), None, processor, **{option: 3})
+
+
 @pytest.mark.every_run("xgrammar|llguidance")
 @libraries_warn
 @pytest.mark.parametrize("library", LIBRARIES)

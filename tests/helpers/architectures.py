@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_selfspec.model.anatomy import Anatomy
 
@@ -218,19 +218,25 @@ _CHOSEN: dict[str, tuple[int, float]] = {
 }
 
 
-def build(name: str, seed: int | None = None, factor: float | None = None, **changes: Any) -> PreTrainedModel:
-    """A random model of the architecture whose layers from 1 on are damped, so that drafts are right now and then."""
+def config_of(name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a tiny model of the architecture."""
     entry = ARCHITECTURES[name] | changes
     model_type = entry.pop("model_type", name)
     if model_type in _NEWER and model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type} yet")
     skip_if_refused(model_type)
-    chosen_seed, chosen_factor = _CHOSEN.get(name, (0, 0.5))
     settings = {key: value for key, value in (_COMMON | entry).items() if value is not None}
-    torch.manual_seed(chosen_seed if seed is None else seed)
     config = AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # configs write into what they are given
     if model_type in _EAGER_ONLY:
         config._attn_implementation = "eager"
+    return config
+
+
+def build(name: str, seed: int | None = None, factor: float | None = None, **changes: Any) -> PreTrainedModel:
+    """A random model of the architecture whose layers from 1 on are damped, so that drafts are right now and then."""
+    chosen_seed, chosen_factor = _CHOSEN.get(name, (0, 0.5))
+    config = config_of(name, **changes)
+    torch.manual_seed(chosen_seed if seed is None else seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config).eval()

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from helpers.models import SPECIAL_TOKENS
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
+from hf_selfspec.train import loss_scale
 
 VOCABULARY, WIDTH, LAYERS = 61, 10, 4
 Row = dict[str, torch.Tensor]
@@ -127,11 +128,17 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 # What several processes do, and one does for comparison: callbacks, and arguments of TrainingArguments.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "exits": (lambda: [EarlyExitLoss(1.0, Rotational(2))], {}),
-    "exits, accumulated": (lambda: [EarlyExitLoss(1.0, Rotational(2))], {"gradient_accumulation_steps": 2}),
-    "exits, checkpointed": (lambda: [EarlyExitLoss(1.0, Rotational(2))], {CHECKPOINTING: True}),
+    "exits": (lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], {}),
+    "exits, accumulated": (
+        lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)],
+        {"gradient_accumulation_steps": 2},
+    ),
+    "exits, checkpointed": (lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], {CHECKPOINTING: True}),
     "dropout": (lambda: [LayerDropout(0.9)], {}),
-    "both, checkpointed": (lambda: [LayerDropout(0.9), EarlyExitLoss(1.0, Rotational(2))], {CHECKPOINTING: True}),
+    "both, checkpointed": (
+        lambda: [LayerDropout(0.9), EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)],
+        {CHECKPOINTING: True},
+    ),
 }
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},

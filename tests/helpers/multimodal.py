@@ -187,8 +187,8 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
 }
 
 
-def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
-    """A random model of the type, whose layers are damped so that drafts are right now and then."""
+def undamped(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
+    """A random model of the type."""
     class_name, settings = MODELS[name]
     skip_if_refused(settings["text_config"]["model_type"])
     ids = {"image_token_id": placeholder, "image_token_index": placeholder, "video_token_id": VIDEO}
@@ -197,8 +197,12 @@ def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
         warnings.simplefilter("ignore")
         # A copy, since configs write into what they are given.
         config = AutoConfig.for_model(name, tie_word_embeddings=False, **copy.deepcopy(ids | settings))
-        model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
-    return draftable(model, 0.7)
+        return getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
+
+
+def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
+    """A random model of the type, whose layers are damped so that drafts are right now and then."""
+    return draftable(undamped(name, placeholder), 0.7)
 
 
 def prompt_of(

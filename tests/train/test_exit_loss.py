@@ -26,7 +26,7 @@ from helpers.train.by_hand import (
     train,
 )
 from hf_selfspec import EarlyExitLoss, Rotational, UnsupportedModelError
-from hf_selfspec.train import exit_training
+from hf_selfspec.train import exit_training, loss_scale
 
 
 class LlamaWithItsOwnLoss(LlamaForCausalLM):
@@ -68,7 +68,9 @@ def test_training(
     """
     monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY)
     expected = ByHand(start(), shares, distils="self_distillation" in settings)
-    run = train(tmp_path, [EarlyExitLoss(1.0, **{"curriculum": None} | settings)], start())
+    run = train(
+        tmp_path, [EarlyExitLoss(1.0, **{"curriculum": Rotational(1), "scale": loss_scale} | settings)], start()
+    )
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     for layer in (2, 3, 4):
         found = [exits[layer] for exits in expected.exits if layer in exits]
@@ -106,7 +108,7 @@ def test_a_routers_loss_is_added_once(tmp_path: Path) -> None:
     gradients = {name: 0.05 * value.grad for name, value in model.named_parameters() if value.grad is not None}
     before = weights(model)
     model.zero_grad()
-    run = train(tmp_path, [EarlyExitLoss(1.0, None)], model, max_steps=1)
+    run = train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model, max_steps=1)
     assert history(run) == pytest.approx([expected.item()], rel=1e-5)
     assert history(run, "loss/exit_4") == pytest.approx([exits[4].item()], rel=1e-5)
     assert_close(weights(run.model), {name: value - gradients.get(name, 0.0) for name, value in before.items()})
@@ -115,7 +117,7 @@ def test_a_routers_loss_is_added_once(tmp_path: Path) -> None:
 def test_tensor_parallel_processes_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer scales by processes that have rows of their own, and exits weigh as much as in one process."""
     expected = ByHand(tiny(), lambda step: ALL, steps=1)
-    run = trainer(tiny(), [EarlyExitLoss(1.0, None)], tmp_path, max_steps=1)
+    run = trainer(tiny(), [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], tmp_path, max_steps=1)
     monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
     monkeypatch.setattr(run, "get_tp_size", lambda: 2)
     one = run.get_batch_samples
@@ -134,7 +136,9 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
             return model(**inputs).logits.square().mean()
 
     usual = trainer(tiny(), [], tmp_path)
-    run = FromLogits(usual.model, usual.args, train_dataset=rows(4), callbacks=[EarlyExitLoss(1.0, None)])
+    run = FromLogits(
+        usual.model, usual.args, train_dataset=rows(4), callbacks=[EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)]
+    )
     before = weights(run.model)
     with pytest.raises(UnsupportedModelError, match="had no effect"):
         run.train()
@@ -179,7 +183,9 @@ def test_logged_exits(tmp_path: Path) -> None:
         def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
             seen.append(dict(logs))
 
-    run = train(tmp_path, [EarlyExitLoss(1.0, Rotational(2)), Report()], tiny(), max_steps=6, logging_steps=3)
+    run = train(
+        tmp_path, [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), Report()], tiny(), max_steps=6, logging_steps=3
+    )
     hand = ByHand(tiny(), rotational_shares, steps=6)
     expected = []
     for steps in (range(3), range(3, 6)):
@@ -200,7 +206,7 @@ def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY + VOCABULARY // 2)
     model = tiny()
     model.lm_head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
-    train(tmp_path, [EarlyExitLoss(1.0, None)], model)
+    train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model)
     assert sizes.count(torch.Size([4, WIDTH, 16])) == 3
     chunks = [size for size in sizes if size != torch.Size([4, WIDTH, 16])]
     assert {(size[0], size[2]) for size in chunks} == {(1, 16)}
@@ -231,7 +237,7 @@ def test_gradients_are_added_in_float32(tmp_path: Path, monkeypatch: pytest.Monk
         def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
             found.append(model.lm_head.weight.grad * targets(samples))
 
-    callback = EarlyExitLoss(1.0, None, layers=[2, 3], scale=lambda layer, *_: shares[layer + 1] if layer else 0.0)
+    callback = EarlyExitLoss(1.0, layers=[2, 3], scale=lambda layer, *_: shares[layer + 1] if layer else 0.0)
     options = {"per_device_train_batch_size": 32, "max_steps": 1}
     train(tmp_path, [callback, Keep()], tiny().bfloat16(), data=rows(32), **options)
     off = [((value.double() - exact).norm() / exact.norm()).item() for value in (*found, rounded)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational, SettingError, SettingTypeError
-from hf_selfspec.train import constant, even, exponential, loss_scale
+from hf_selfspec.train import constant, exponential, loss_scale
 from hf_selfspec.train.layer_dropout import layer_scale
 
 
@@ -22,16 +22,18 @@ def test_loss_scale() -> None:
 @pytest.mark.parametrize(
     ("callback", "step", "steps", "scales"),
     [
-        (EarlyExitLoss(0.5, None), 0, 8, {0: 0.0, 1: 0.5, 2: 1.5, 3: 3.0, 4: 5.0, 5: 10.0}),
-        (EarlyExitLoss(0.5, Rotational(2)), 4, 8, {0: 0.0, 2: 1.5, 4: 5.0, 5: 10.0}),
-        (EarlyExitLoss(0.5, Rotational(2)), 5, 8, {1: 0.5, 3: 3.0, 5: 10.0}),
-        (EarlyExitLoss(1.0, Rotational(16)), 9, 99, {5: 15.0}),
-        (EarlyExitLoss(1.0, Gradual()), 0, 24, {5: 15.0}),
-        (EarlyExitLoss(1.0, Gradual()), 5, 24, {3: 6.0, 4: 10.0, 5: 15.0}),
-        (EarlyExitLoss(1.0, Gradual()), 12, 24, {0: 0.0, 1: 1.0, 2: 3.0, 3: 6.0, 4: 10.0, 5: 15.0}),
-        (EarlyExitLoss(1.0, None, layers=[2, 5]), 0, 8, {1: 1.0, 4: 10.0, 5: 15.0}),
-        (EarlyExitLoss(0.5, None, [2], even), 0, 8, {1: 0.5, 5: 1.0}),
-        (EarlyExitLoss(0.0, None), 0, 8, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 5.0}),
+        (EarlyExitLoss(0.5, Rotational(1), scale=loss_scale), 0, 8, {0: 0.0, 1: 0.5, 2: 1.5, 3: 3.0, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, Rotational(2), scale=loss_scale), 4, 8, {0: 0.0, 2: 1.5, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, Rotational(2), scale=loss_scale), 5, 8, {1: 0.5, 3: 3.0, 5: 10.0}),
+        (EarlyExitLoss(1.0, Rotational(16), scale=loss_scale), 9, 99, {5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual(), scale=loss_scale), 0, 24, {5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual(), scale=loss_scale), 5, 24, {3: 6.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual(), scale=loss_scale), 12, 24, {0: 0.0, 1: 1.0, 2: 3.0, 3: 6.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, None, [2, 5], loss_scale), 0, 8, {1: 1.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(), 0, 8, {0: 0.1, 2: 0.1, 5: 1.0}),  # after an eighth (at least 1), a quarter and half
+        (EarlyExitLoss(0.5, None, [2]), 0, 8, {1: 0.5, 5: 1.0}),
+        (EarlyExitLoss(0.5, Rotational(2)), 0, 8, {0: 0.5, 2: 0.5, 4: 0.5, 5: 1.0}),
+        (EarlyExitLoss(0.0, Rotational(1), scale=loss_scale), 0, 8, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 5.0}),
     ],
 )
 def test_loss_weights(callback: EarlyExitLoss, step: int, steps: int, scales: dict[int, float]) -> None:

@@ -11,6 +11,7 @@ from helpers.distributed_training import LAYERS, Row, rows, tiny, weights
 from helpers.train.by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stays, train
 from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
+from hf_selfspec.train import loss_scale
 
 
 def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
@@ -30,8 +31,8 @@ def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
     """``x + M f(x)`` by hand, where ``M`` is 0 or 1 and nothing is scaled; beside exits and alone."""
     for callbacks, shares in (
         ([LayerDropout(p_max)], lambda step: {4: 1.0}),
-        ([EarlyExitLoss(1.0, Rotational(2)), LayerDropout(p_max)], rotational_shares),
-        ([LayerDropout(p_max), EarlyExitLoss(1.0, Rotational(2))], rotational_shares),
+        ([EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), LayerDropout(p_max)], rotational_shares),
+        ([LayerDropout(p_max), EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], rotational_shares),
     ):
         expected = ByHand(tiny(), shares, p_max=p_max)
         run = train(tmp_path, callbacks)
@@ -54,7 +55,7 @@ def test_packed_sequences_are_samples(tmp_path: Path, given: dict[str, bool]) ->
     data = [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
     for callbacks, shares in (
         ([LayerDropout(0.6)], lambda step: {4: 1.0}),
-        ([LayerDropout(0.6), EarlyExitLoss(1.0, Rotational(2))], rotational_shares),
+        ([LayerDropout(0.6), EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], rotational_shares),
     ):
         expected = ByHand(tiny(), shares, p_max=0.6)
         settings = {"data_collator": DataCollatorWithFlattening(**given)}

@@ -16,7 +16,15 @@ from helpers.distributed_training import WIDTH, rows, tiny, trainer, weights
 from helpers.processes import library
 from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal
 from helpers.train.watching import left_as_it_was
-from hf_selfspec import EarlyExitLoss, LayerDropout, SettingError, UnsupportedModelError, UnsupportedOptionError
+from hf_selfspec import (
+    EarlyExitLoss,
+    LayerDropout,
+    Rotational,
+    SettingError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_selfspec.train import loss_scale
 
 
 def boom(*args: Any, **kwargs: Any) -> Any:
@@ -58,14 +66,15 @@ CASES: list[tuple[Callable[[], Any], Any, Any, type[Exception], list[str]]] = [
     (tiny, EarlyExitLoss, lambda run: [row.pop("labels") for row in run.train_dataset], UnsupportedOptionError,
      ["`labels`", "['attention_mask', 'input_ids']"]),
     (lambda: get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
-     lambda: EarlyExitLoss(curriculum=None), {}, UnsupportedModelError, ["[4, 12]", "[4, 10]", "virtual tokens"]),
+     lambda: EarlyExitLoss(), {}, UnsupportedModelError, ["[4, 12]", "[4, 10]", "virtual tokens"]),
     (with_own_loss_function, EarlyExitLoss, {}, UnsupportedModelError, ["function boom"]),
     (lambda: configured(build("mixtral"), output_router_logits=True), LayerDropout, {}, UnsupportedOptionError,
      ["output_router_logits=True"]),
     (lambda: configured(tiny(), _attn_implementation="flex_attention"), LayerDropout, {}, UnsupportedOptionError,
      ["flex_attention", "'sdpa'"]),
     (tiny, lambda: EarlyExitLoss(layers=[2, 5]), {}, SettingError, ["exit layer 5", "1 to 4"]),
-    (tiny, lambda: EarlyExitLoss(layers=[1]), {}, SettingError, ["layers=[1]", "trains no exit", "even"]),
+    (tiny, lambda: EarlyExitLoss(layers=[1], scale=loss_scale), {}, SettingError,
+     ["layers=[1]", "trains no exit", "even"]),
     (tiny, lambda: EarlyExitLoss(scale=lambda i, n, e: i - 1.5), {}, SettingError, ["at least 0", "-1.5"]),
     (tiny, lambda: LayerDropout(0.1), {}, SettingError, ["more than one LayerDropout"]),
 ]  # fmt: skip
@@ -110,7 +119,9 @@ def test_fused_heads_are_served_where_their_outputs_are_summed(tmp_path: Path) -
     for kind in (Fused, Weighing):
         usual, model = trainer(tiny(), [], tmp_path), tiny()
         add_fused_lm_head(model)
-        run = kind(model, usual.args, train_dataset=rows(16), callbacks=[EarlyExitLoss(1.0, None)])
+        run = kind(
+            model, usual.args, train_dataset=rows(16), callbacks=[EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)]
+        )
         before = weights(model)
         if kind is Fused:
             run.train()

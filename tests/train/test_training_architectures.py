@@ -18,6 +18,7 @@ from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.train import loss_scale
 
 # As many rows as heads, so that nothing can tell a dimension of heads from the batch by its length.
 ROWS, WIDTH, HEADS = 4, 7, 4
@@ -99,7 +100,7 @@ def test_early_exit_loss(name: str) -> None:
     model = _model(name)
     anatomy = Anatomy.of(model)
     last = anatomy.num_layers
-    callback = EarlyExitLoss(1.0, curriculum=None, layers=[2, 3])
+    callback = EarlyExitLoss(1.0, layers=[2, 3], scale=loss_scale)
     # e(l) is the sum of the numbers up to l, and one more L-1 for the last layer.
     scales = {2: 1.0, 3: 3.0, last: (last - 1) + sum(range(last - 1))}
     weights = {exit_layer: scale / sum(scales.values()) for exit_layer, scale in scales.items()}

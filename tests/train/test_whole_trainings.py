@@ -29,8 +29,8 @@ from helpers.train.by_hand import (
     train,
 )
 from helpers.train.watching import left_as_it_was
-from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
-from hf_selfspec.train import exponential
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational
+from hf_selfspec.train import exponential, loss_scale
 
 
 def test_evaluation(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_resume(tmp_path: Path) -> None:
     }
 
     def callbacks() -> list[TrainerCallback]:
-        return [EarlyExitLoss(1.0, Gradual()), LayerDropout(0.6, exponential)]
+        return [EarlyExitLoss(1.0, Gradual(), scale=loss_scale), LayerDropout(0.6, exponential)]
 
     whole = train(tmp_path / "whole", callbacks(), **options)
     resumed = trainer(tiny(seed=5), callbacks(), tmp_path / "resumed", **options)
@@ -109,7 +109,7 @@ def test_bf16(tmp_path: Path) -> None:
     model.lm_head.register_forward_hook(
         lambda module, args, output: seen.append((torch.is_autocast_enabled("cpu"), output.dtype))
     )
-    train(tmp_path, [EarlyExitLoss(1.0, None)], model, bf16=True)
+    train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model, bf16=True)
     assert seen == [(True, torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
     mixed = train(tmp_path, BOTH["both"](), bf16=True)
     pure = train(tmp_path, BOTH["both"](), tiny().to(torch.bfloat16))
@@ -125,7 +125,7 @@ def test_mixed_precision_of_a_projected_output(tmp_path: Path) -> None:
     model = build("opt")
     config = copy.deepcopy(model.config)
     config.word_embed_proj_dim = config.hidden_size // 2
-    run = trainer(type(model)(config), [EarlyExitLoss(1.0, None)], tmp_path, bf16=True)
+    run = trainer(type(model)(config), [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], tmp_path, bf16=True)
     run.train()
     assert history(run, "loss/exit_2")
 
@@ -283,7 +283,7 @@ def test_other_threads(tmp_path: Path) -> None:
             thread.join()
 
     model.model.layers[3].register_forward_pre_hook(serve)
-    callbacks = [EarlyExitLoss(1.0, None), LayerDropout(0.9)]
+    callbacks = [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale), LayerDropout(0.9)]
     train(tmp_path, callbacks, model, **{CHECKPOINTING: True})
     assert_equal(weights(model), weights(train(tmp_path, callbacks, **{CHECKPOINTING: True}).model))
     torch.testing.assert_close(logits[0], tiny()(ids).logits.detach())

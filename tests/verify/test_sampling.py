@@ -65,6 +65,7 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
     ("name", "options"),
     [
         ("named", "top_k"),
+        ("named", "repetition_penalty"),
         ("drawn and named", "top_p"),
         ("skipped layers and named", "plain"),
         ("drawn tree and named", "plain"),
@@ -92,9 +93,9 @@ def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch
     assert sum(one == drawn and named >= 1 for one, named in mixed) > 30
 
 
-@pytest.mark.every_run("tree")
+@pytest.mark.every_run("tree|named")
 @pytest.mark.machine("verification_is_free")
-@pytest.mark.parametrize("spec", ["early exit", "tree", "drawn and named"])
+@pytest.mark.parametrize("spec", ["early exit", "tree", "named", "drawn and named"])
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
     sampled = sample(replace((SPECS | NAMED)[spec]), rows=1, calls=100, top_k=2)
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))

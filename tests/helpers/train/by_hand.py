@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from helpers.distributed_training import Row, rows, rows_put_back, tiny, trainer, weights
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
+from hf_selfspec.train import loss_scale
 
 SEED = 42  # The Trainer's default, from which LayerDropout draws.
 
@@ -133,9 +134,9 @@ def rotational_shares(step: int) -> dict[int, float]:
 
 
 BOTH = {
-    "exits": lambda: [EarlyExitLoss(1.0, Rotational(2))],
+    "exits": lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)],
     "dropout": lambda: [LayerDropout(0.6)],
-    "both": lambda: [EarlyExitLoss(1.0, Rotational(2)), LayerDropout(0.6)],
+    "both": lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), LayerDropout(0.6)],
 }
 
 

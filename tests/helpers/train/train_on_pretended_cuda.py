@@ -12,14 +12,15 @@ from helpers import pretend_cuda
 from helpers.distributed_training import rows, tiny
 from helpers.pretend_cuda import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
-from hf_selfspec import EarlyExitLoss, LayerDropout
+from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
+from hf_selfspec.train import loss_scale
 
 # A device of another name: the backward pass of a CPU's build of torch takes none that says ``cuda``.
 _setup_privateuseone_for_python_backend("pretended")
 DEVICE = torch.device("pretended", 0)
 CASES: dict[str, Any] = {
     "plain": lambda: [],
-    "distilled": lambda: [EarlyExitLoss(1.0, None, self_distillation=True)],
+    "distilled": lambda: [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale, self_distillation=True)],
     "last exit alone": lambda: [EarlyExitLoss(0.0)],
     "dropout": lambda: [LayerDropout(0.9)],
 }

@@ -1,0 +1,145 @@
+"""Draws the pictures of the README, for light and for dark pages.
+
+    python examples/pictures.py [--results report/results.json] [--out examples/pictures]
+
+The speeds are those of the table in RESULTS.md, or of a file that ``hf-selfspec bench`` wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+EXAMPLES = Path(__file__).parent
+THEMES = {
+    "light": {"ink": "#1f2328", "faint": "#818b98", "model": "#ddf4ff", "kept": "#aceebb", "wrong": "#ffcecb"},
+    "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "model": "#1f4a7a", "kept": "#196c2e", "wrong": "#8e1519"},
+}
+SERIES = ("#0969da", "#bc4c00", "#8250df")
+Theme = dict[str, str]
+# For each series of the second picture the speed-up of each kind of text.
+Speeds = dict[str, dict[str, float]]
+
+
+def how_it_works(theme: Theme) -> Figure:
+    """One round: tokens are drafted, and one forward of the whole model verifies all of them."""
+    figure = Figure(figsize=(8.6, 2.9))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 86), ylim=(0, 29))
+    axes.axis("off")
+
+    def box(x: float, y: float, width: float, text: str, fill: str, height: float = 4.4) -> None:
+        shape = FancyBboxPatch(
+            (x, y), width, height, "round,pad=0,rounding_size=0.7", lw=0.8, fc=fill, ec=theme["faint"]
+        )
+        axes.add_patch(shape)
+        axes.text(x + width / 2, y + height / 2, text, color=theme["ink"], ha="center", va="center", size=9)
+
+    def label(x: float, y: float, text: str, color: str = "ink", size: float = 9.5) -> None:
+        axes.text(x, y, text, color=theme[color], va="center", size=size)
+
+    words = ["def", "read", "(", "path", ")", ":"]
+    label(1, 26.5, "plain generate")
+    for place, word in enumerate(words):
+        box(19 + 11 * place, 24.3, 10, f"forward → {word}", theme["model"])
+    label(1, 17.2, "SelfSpec, draft")
+    for place, word in enumerate(words[:4]):
+        box(19 + 6.5 * place, 15, 5.5, word, theme["model"])
+    box(19 + 6.5 * 4, 15, 5.5, "=", theme["model"])
+    label(53, 18.4, "from earlier text, from the model's own logits,", "faint", 8.5)
+    label(53, 15.9, "or from some of the model's own layers", "faint", 8.5)
+    label(1, 10.2, "verification")
+    box(19, 8, 31.5, "one forward of the whole model", theme["model"])
+    label(53, 10.2, "all drafted tokens go through it at once", "faint", 8.5)
+    label(1, 3.2, "text")
+    for place, word in enumerate(words[:4]):
+        box(19 + 6.5 * place, 1, 5.5, word, theme["kept"])
+    box(19 + 6.5 * 4, 1, 5.5, ")", theme["model"])
+    label(53, 4.4, "what the model would have chosen itself is kept;", "faint", 8.5)
+    label(53, 1.9, "its own token takes the place of the first wrong one", "faint", 8.5)
+    axes.plot([45.4, 50.2], [17.2, 17.2], color=theme["wrong"], lw=3)
+    return figure
+
+
+def speeds_by_kind(theme: Theme, speeds: Speeds, title: str) -> Figure:
+    """A group of bars for each kind of text; 1 is plain generate."""
+    figure = Figure(figsize=(8.6, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    kinds = list(next(iter(speeds.values())))
+    width = 0.8 / len(speeds)
+    for number, (name, by_kind) in enumerate(speeds.items()):
+        places = [place + (number - (len(speeds) - 1) / 2) * width for place in range(len(kinds))]
+        bars = axes.bar(places, [by_kind[kind] for kind in kinds], width * 0.92, label=name, color=SERIES[number])
+        axes.bar_label(bars, fmt="%.2f", size=7, color=theme["ink"], padding=1)
+    axes.patch.set_visible(False)
+    axes.margins(y=0.12)
+    axes.axhline(1.0, color=theme["faint"], lw=1, ls="--")
+    axes.set_xticks(range(len(kinds)), kinds)
+    axes.set_ylabel("times plain generate", color=theme["ink"])
+    axes.set_title(title, color=theme["faint"], size=8.5, loc="left")
+    axes.tick_params(colors=theme["ink"], labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(theme["faint"])
+    axes.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, ncols=len(speeds))
+    return figure
+
+
+def of_results(results: Path) -> tuple[Speeds, str]:
+    """Decoding of each method that bench has compared with plain generate, and how many prompts each kind has."""
+    (run, *_) = json.loads(results.read_text(encoding="utf-8"))["conditions"]
+    methods = [method for method in run["methods"] if method["by_kind"] and method["name"] != "plain"][: len(SERIES)]
+    if not methods:
+        raise SystemExit(f"{results} has one kind of prompts: give bench prompts with a column `kind`.")
+    speeds = {
+        method["name"]: {kind: row["decode"]["ratio_of_means"]["value"] for kind, row in method["by_kind"].items()}
+        for method in methods
+    }
+    prompts = ", ".join(f"{kind} {count}" for kind, count in run["kinds"].items())
+    return speeds, f"decoding; prompts: {prompts}"
+
+
+def of_document(document: Path) -> tuple[Speeds, str]:
+    """The table by dtype and kind of text in RESULTS.md."""
+    rows: Iterable[list[str]] = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in re.findall(r"^\| dtype .*\n(?:\|.*\n)+", document.read_text(encoding="utf-8"), re.MULTILINE)[
+            0
+        ].splitlines()
+    )
+    (_, *kinds), _, *lines = rows
+    speeds = {dtype: dict(zip(kinds, map(float, values), strict=True)) for dtype, *values in lines}
+    return (
+        speeds,
+        "SmolLM2-135M-Instruct, one CPU thread, decoding; two prompts a kind (chat: one), too few to rank kinds",
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, help="results.json of hf-selfspec bench")
+    parser.add_argument("--out", type=Path, default=EXAMPLES / "pictures")
+    args = parser.parse_args(arguments)
+    speeds, title = of_results(args.results) if args.results else of_document(EXAMPLES / "RESULTS.md")
+    pictures: dict[str, Callable[[Theme], Any]] = {
+        "how": how_it_works,
+        "kinds": lambda theme: speeds_by_kind(theme, speeds, title),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    # Text stays text, and the same figures make the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_selfspec"}):
+        for name, draw in pictures.items():
+            for theme, colors in THEMES.items():
+                path = args.out / f"{name}-{theme}.svg"
+                draw(colors).savefig(path, transparent=True, metadata={"Date": None})
+                print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The table of models in examples/MODELS.md, from configs: ``python tests/helpers/models_table.py`` writes it."""
+
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from helpers import multimodal
+from helpers.architectures import ARCHITECTURES, config_of
+from hf_selfspec import inspect_model
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.modules.shipped import ships_layers
+
+PATH = Path(__file__).parents[2] / "examples" / "MODELS.md"
+SOUND = ("qwen2_audio", "voxtral", "granite_speech")
+_TITLES = ("model type", "takes", "drafts", "rows", "graphs", "exact", "states", "MTP", "export")
+_HEAD = """# Models
+
+What works with which type of model, from the configs of the tests, each of which is a **tiny random model** of that
+type. `hf-selfspec inspect --model MODEL` prints the same for your model, and its parameters by part.
+
+- *drafts*: trees, or lines where a model cannot take a tree's mask.
+- *rows*: the rows of a batch advance at their own pace, or together by the shortest acceptance.
+- *graphs*: nothing in the config rules out compiled graphs, or captured ones on a GPU. Each forward is traced first,
+  and those of OPT, BioGPT, XGLM and DBRX cannot be.
+- *exact*: `SelfSpec(exact=True)` is possible in bfloat16 with attention by `sdpa`, where the kernels of the machine
+  allow it, which the first call tries out.
+- *states*: recurrent states, which are rolled back when a draft is rejected. transformers' own assisted generation
+  raises an error for these models.
+- *MTP*: the config counts MTP layers, or their names are known. `load_mtp` looks for DeepSeek-V3's names in other
+  checkpoints, and `fit_mtp` makes such a layer for any model of text.
+- *export*: an early exit can be written as a checkpoint for other engines.
+
+Free drafts, early exits and skipped layers draft with all of them: {text} entries are text models, {images} take
+images (Llama 4 not with transformers 5.24.0, where its own forward fails) and {sound} take sound.
+
+"""
+
+
+def _row(name: str, takes: str, model: PreTrainedModel) -> list[str]:
+    anatomy = Anatomy.of(model)
+    inspection = inspect_model(model)
+    has_sdpa = model.config._attn_implementation == "sdpa"
+    abilities = (
+        not inspection.no_graphs,
+        inspection.tree and not inspection.is_recurrent and has_sdpa,
+        inspection.is_recurrent,
+        ships_layers(model),
+        takes == "text" and not (inspection.is_recurrent or anatomy.kv_sources),
+    )
+    shapes = ("trees" if inspection.tree else "lines", "own pace" if inspection.ragged else "together")
+    return [f"`{name}`", takes, *shapes, *("yes" if has else "" for has in abilities)]
+
+
+def table() -> str:
+    """The whole document."""
+    rows = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            for name in sorted(ARCHITECTURES):
+                rows.append(_row(name, "text", AutoModelForCausalLM.from_config(config_of(name))))
+            for name in sorted(multimodal.MODELS):
+                rows.append(_row(name, "text, sound" if name in SOUND else "text, images", multimodal.undamped(name)))
+    head = _HEAD.format(text=len(ARCHITECTURES), images=len(multimodal.MODELS) - len(SOUND), sound=len(SOUND))
+    lines = [_TITLES, ["---"] * len(_TITLES), *rows]
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PATH.write_text(table(), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""The README's two tables beside transformers' own options: what these refuse or cannot do, and that ours does it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.generation import TopKLogitsWarper
+
+from helpers.architectures import STATEFUL, build
+from helpers.models import ragged_batch, tiny_llama
+from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value
+from helpers.sampling import llama as few_tokens
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedOptionError
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "early exit": {"assistant_early_exit": 2},
+    "mtp": {"use_mtp": True},
+}
+# Of the README's table of old calls.
+OURS: dict[str, Callable[[], SelfSpec]] = {
+    "prompt lookup": SelfSpec.lookup,
+    "early exit": lambda: SelfSpec.layerskip(2),
+    "default": SelfSpec,
+}
+ROWS = ragged_batch((8, 12, 10))
+ROW = {name: values[1:2] for name, values in ROWS.items()}
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+# transformers' early exit passes on a config and options together.
+pytestmark = pytest.mark.filterwarnings("ignore:Passing `generation_config` together")
+
+
+@pytest.mark.every_run("(qwen3_5_text|falcon_h1|bamba|mamba2)")
+@pytest.mark.parametrize("name", STATEFUL)
+def test_recurrent_states(name: str) -> None:
+    model = build(name)
+    for options in OPTIONS.values():
+        with pytest.raises(ValueError, match="not supported with stateful models"):
+            model.generate(**ROW, **GREEDY, **options)
+    expected = model.generate(**ROW, **GREEDY)
+    assert torch.equal(model.generate(**ROW, **GREEDY, assistant=SelfSpec()), expected)
+
+
+@pytest.mark.parametrize("option", ["prompt lookup", "early exit"])
+def test_several_prompts(option: str, llama: LlamaForCausalLM) -> None:
+    with pytest.raises(ValueError, match="only supported for batch_size = 1"):
+        llama.generate(**ROWS, **GREEDY, **OPTIONS[option])
+    expected = llama.generate(**ROWS, **GREEDY)
+    assert torch.equal(llama.generate(**ROWS, **GREEDY, assistant=SelfSpec()), expected)
+
+
+@pytest.mark.machine("verification_is_free")
+def test_texts_of_earlier_calls() -> None:
+    """The second call needs fewer forwards; prompt lookup starts anew in each."""
+    model, spec = tiny_llama(factor=0.5), SelfSpec.lookup()
+    rounds = []
+    for _ in range(2):
+        model.generate(**ROW, **GREEDY, assistant=spec)
+        rounds.append(spec.stats.rounds)
+    assert rounds[1] < rounds[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["prompt lookup", "early exit"])
+def test_transformers_own_drafts_are_drawn_exactly(option: str) -> None:
+    torch.manual_seed(0)
+    options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "top_k": 3} | OPTIONS[option]
+    drawn = torch.cat([few_tokens().generate(PROMPT, **options) for _ in range(1000)])
+    assert p_value(drawn, exact_joint(few_tokens(), [TopKLogitsWarper(3)])) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("old", ["prompt lookup", "early exit"])
+def test_old_calls_and_ours(old: str, llama: LlamaForCausalLM) -> None:
+    expected = llama.generate(**ROW, **GREEDY)
+    assert torch.equal(llama.generate(**ROW, **GREEDY, **OPTIONS[old]), expected)
+    assert torch.equal(llama.generate(**ROW, **GREEDY, assistant=OURS[old]()), expected)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS.values(), {"assistant_model": tiny_llama()}], ids=[*OPTIONS, "model"])
+def test_both_at_once_are_refused(options: dict[str, Any], llama: LlamaForCausalLM) -> None:
+    (name,) = options
+    with pytest.raises(UnsupportedOptionError, match=name):
+        llama.generate(**ROW, **GREEDY, **options, assistant=SelfSpec())
+
+
+def test_trees(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((1.0, 2),)))
+    expected = llama.generate(**ROW, **GREEDY)
+    assert torch.equal(llama.generate(**ROW, **GREEDY, assistant=spec), expected)
+    assert max(nodes for nodes, _ in spec.stats.round_sizes) > 3
