@@ -55,6 +55,7 @@ COMMANDS = {
     "memory": f"{_SCRIPT}memory.py --model SMOLLM2 --rows 16 --prompt 128 --tokens 64",
     "training": f"{_SCRIPT}training.py --width 2048 --layers 8 --vocabulary 32000 --dtype bfloat16 --rows 1 "
     "--prompt 512 --repeats 1 --threads 2",
+    "windows": f"{_SCRIPT}windows.py",
 }
 
 
