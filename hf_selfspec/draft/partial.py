@@ -22,9 +22,10 @@ from .source import FixedDrafter, Session
 
 class PartialDraft(FixedDrafter):
     """Runs the blocks of a plan, and ``head`` in place of the model's own if given. With ``skips_forced`` tokens that
-    grammars force take no step; from ``reuse_from`` tokens on verification starts from their states."""
+    grammars force take no step; from ``reuse_from`` tokens on verification starts from their states. Where a draft is
+    made ``in_one_forward``, its end saves nothing."""
 
-    skips_forced, reads_logits = True, False
+    skips_forced, reads_logits, in_one_forward = True, False, False
 
     def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
         _check_probe(session, plan)
@@ -145,7 +146,7 @@ class PartialDraft(FixedDrafter):
 
     @property
     def _length_is_fixed(self) -> bool:
-        return isinstance(self.limits.stop, FixedLength) and not self.limits.eos_tokens
+        return isinstance(self.limits.stop, FixedLength) and (self.in_one_forward or not self.limits.eos_tokens)
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""
