@@ -26,6 +26,7 @@ from .draft import Lookup as Lookup
 from .draft import Quantized as Quantized
 from .draft import Session as Session
 from .draft import SkipLayers as SkipLayers
+from .draft.attached import load_head as load_head
 from .errors import NumericalError as NumericalError
 from .errors import SelfSpecError as SelfSpecError
 from .errors import SettingError as SettingError

@@ -117,7 +117,7 @@ class MtpDraft(StatesDraft):
     def take_in(self, text: Text) -> None:
         self._depth = 0
         self._begin(text)
-        self._end()
+        self._end(least=1)  # a draft begins with the state that leaves the first layer
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         if self._mtp.output is not None:
@@ -198,14 +198,15 @@ class MtpDraft(StatesDraft):
         if self._depth == 1:
             self._entered = self._counts
 
-    def _end(self) -> None:
+    def _end(self, least: int = 0) -> None:
         """Runs the layers that a short draft has not come to, since all have to know the text; then what is known of
-        the text stays, except for entries in which a later layer has a drafted token."""
+        the text stays, except for entries in which a later layer has a drafted token, and the ``least`` last ones."""
         while self._depth <= self._last:
             self._follow(self._tokens[:, -1:])
         self._counts = self._entered
-        late = [list(range(max(count - self._last, 0), count)) for count in self._counts]
+        kept = max(self._last, least)
+        late = [list(range(max(count - kept, 0), count)) for count in self._counts]
         ends = zip(self._taken, self._counts, late, strict=True)
         self._taken = [taken + count - len(columns) for taken, count, columns in ends]
         self._places = [list(range(len(columns))) for columns in late]
-        self._waiting = [picked(self._waiting[0], late)] if self._last else []
+        self._waiting = [picked(self._waiting[0], late)] if kept else []

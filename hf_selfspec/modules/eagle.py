@@ -36,6 +36,12 @@ def load_eagle3(checkpoint: str | os.PathLike[str], state_layers: Sequence[int] 
         ) from error
 
 
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether a configuration is that of an EAGLE-3 head, in any of the formats."""
+    named = [str(config.get("speculators_model_type")), *map(str, config.get("architectures") or ())]
+    return any("eagle3" in name.lower() for name in named)
+
+
 def _tensors(name: str) -> dict[str, torch.Tensor]:
     try:
         file = file_of(_KIND, name, WEIGHTS, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_selfspec import Block
 from hf_selfspec.batch import Text
 from hf_selfspec.draft import Drafter, Session
+from hf_selfspec.modules.block import BlockHead
 
 THETA, HEADS, KV_HEADS, SIZE, INNER, RANK, MASK = 5000.0, 4, 2, 8, 48, 6, 3
 # Three configurations of each kind of head: vocabularies, windows, anchors, Markov and confidence heads.
@@ -194,3 +196,30 @@ class Seen(Block):
 
         drafter._step, drafter.propose = stepped, proposed
         return drafter
+
+
+def block_of(model: PreTrainedModel, **settings: Any) -> BlockHead:
+    """A random head; the settings are those of :func:`published`."""
+    with TemporaryDirectory() as folder:
+        published(Path(folder), model, **settings)
+        return BlockHead.load(folder)
+
+
+@torch.no_grad()
+def right_block_of(model: PreTrainedModel, answers: torch.Tensor) -> BlockHead:
+    """A head that is right by construction: its Markov head knows which token follows which in some answers ``[b, s]``,
+    and its block adds nothing."""
+    vocabulary = len(model.get_input_embeddings().weight)
+    head = block_of(model, layers=(1, 2), speculators_model_type="dspark", draft_vocab_size=vocabulary - 1)
+    head = BlockHead(**head.settings | {"markov_rank": vocabulary, "enable_confidence_head": False})
+    follows = torch.zeros(vocabulary, vocabulary)
+    for row in answers:
+        follows[row[:-1], row[1:]] += 1
+    for parameter in head.parameters():
+        parameter.zero_() if parameter.dim() > 1 else parameter.fill_(1.0)
+    assert head.markov_head is not None
+    assert head.d2t is not None
+    head.d2t.add_(1)  # all tokens but the first, which pads
+    head.markov_head.markov_w1.weight.fill_diagonal_(1.0)
+    head.markov_head.markov_w2.weight.copy_(follows.T[1:] * 8.0)
+    return head.eval()

@@ -129,12 +129,9 @@ def test_logits_are_those_of_transformers(kinds: list[str], inputs: Any, tmp_pat
         cache = DFlashCache(config=config)
         cache.set_previous_accepted_tokens(len(text) - 1)
         block = torch.tensor([[int(text[-1]), *[3] * 4]])
-        states = theirs(
-            model.model.embed_tokens(block),
-            context_hidden_states=context_of(model, text, [2, 4, 6])[None],
-            position_ids=torch.arange(len(text) + 4)[None],
-            cache=cache,
-        )
+        entered, places = context_of(model, text, [2, 4, 6])[None], torch.arange(len(text) + 4)[None]
+        # The cache has another name in transformers 5.17.
+        states = theirs(model.model.embed_tokens(block), entered, None, places, cache)
         found: torch.Tensor = model.lm_head(states.last_hidden_state[0, 1 : 1 + len(drafted)])
         return found
 
