@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import silu
@@ -223,3 +225,11 @@ def right_block_of(model: PreTrainedModel, answers: torch.Tensor) -> BlockHead:
     head.markov_head.markov_w1.weight.fill_diagonal_(1.0)
     head.markov_head.markov_w2.weight.copy_(follows.T[1:] * 8.0)
     return head.eval()
+
+
+def of_speculators(name: str) -> Any:
+    """A package of speculators; the test is skipped where it is not there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        why = "speculators is not there, or not for this transformers"
+        return pytest.importorskip(f"speculators.models.{name}", reason=why, exc_type=ImportError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 from transformers.cache_utils import DFlashCache
 
 from helpers.architectures import build
-from helpers.blocks import CONFIGS, Seen, context_of, logits_by_hand, published
+from helpers.blocks import CONFIGS, Seen, context_of, logits_by_hand, of_speculators, published
 from helpers.calls import unchanged
 from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
 from helpers.watched import watched
@@ -66,18 +65,11 @@ def test_drafts_are_what_the_definition_predicts(name: str, inputs: Any, tmp_pat
     )
 
 
-def quietly_imported(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        why = "speculators is not there, or not for this transformers"
-        return pytest.importorskip(name, reason=why, exc_type=ImportError)
-
-
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_speculators(name: str, inputs: Any, tmp_path: Path) -> None:
     kind = "dspark" if "dspark" in name else "dflash"
-    package = quietly_imported(f"speculators.models.{kind}")
+    package = of_speculators(kind)
     of_kind = {"dflash": "DFlash", "dspark": "DSpark"}[kind]
     model = tiny_llama(factor=0.5)
     settings, tensors = published(tmp_path, model, **CONFIGS[name])
