@@ -27,7 +27,7 @@ from ..model.patching import evaluating
 from ..model.plan import LayerPlan
 from ..modules.draft_module import CONFIG
 from ..modules.mtp import MtpHead
-from ..modules.shipped import FIRST, SPECULATORS, MtpFormat, format_of, ships_layers
+from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
@@ -36,7 +36,7 @@ from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_la
 USUAL_TOKENS = 5
 
 _C = TypeVar("_C", bound=Choice)
-_README, _MTP = "README.md", "model-mtp.safetensors"
+_README = "README.md"
 # Types of models of whose layers speculators 0.9 makes an MTP layer, besides those that ship with some.
 _OF_SPECULATORS = ("qwen3",)
 # The tag by which a card written here is recognised.
@@ -139,7 +139,7 @@ def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> 
         trouble = f"this head reads the states before layers {list(head.state_layers)}, for which no format has a place"
     elif ships_layers(model):
         with reported(at), folder_written_whole(at) as inside:
-            save_file(_named(model, head, format_of(model)), inside / _MTP)
+            save_file(_named(model, head, format_of(model)), inside / LAYERS_ALONE)
         return
     elif kind not in _OF_SPECULATORS or len(head.layers) > 1:
         trouble = f"{type(model).__name__} ships with none, and speculators' format has one layer of {_OF_SPECULATORS}"

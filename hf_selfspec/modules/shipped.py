@@ -72,6 +72,8 @@ class MtpFormat:
 # The fields that are names, and what they may be.
 _NAMES = dict.fromkeys(("embedding_norm", "state_norm", "projection", "norm"), r"([^{}]|\{[nl]\})+")
 _NAMES["block"] = r"[^{}]*\{[nl]\}[^{}]*\."
+# The file of MTP layers without their model.
+LAYERS_ALONE = "model-mtp.safetensors"
 # The block of a model that has one layer alone.
 FIRST = "model.layers.0."
 # How configs of models with DeepSeek's names count MTP layers.
@@ -321,7 +323,7 @@ class _Files:
                 if (path := paths[file]) is None:
                     raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
                 yield key, path
-        elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
+        elif (whole := self._file(SAFE_WEIGHTS_NAME) or self._file(LAYERS_ALONE)) is not None:
             with _reading(whole), safe_open(whole, framework="pt", device="cpu") as file:
                 yield from ((key, whole) for key in file.keys())  # noqa: SIM118  # no dict
         else:
