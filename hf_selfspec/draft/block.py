@@ -83,12 +83,16 @@ class BlockDraft(StatesDraft):
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
+        self._sure = list[torch.Tensor]()  # by a confidence head, [b] for each slot
         self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         steps, self._slot, self._most = self.steps, 0, min(self.limits.longest, max(max_new))
+        self._sure = []
         draft = super().propose(text, max_new)
         self.steps = steps + (self._slot > 0)
+        if self._sure and draft.size:
+            draft.sure = torch.stack(self._sure, dim=1).to(draft.tokens.device)
         return draft
 
     def take_in(self, text: Text) -> None:
@@ -122,6 +126,8 @@ class BlockDraft(StatesDraft):
             logits = logits + added.to(logits)
             if head.confidence_head is not None and head.settings["confidence_head_with_markov"]:
                 features = torch.cat([states, embedded], dim=-1)
+        if head.confidence_head is not None:
+            self._sure.append(head.sure(logits, features))
         self._slot += 1
         if self._tokens is not None:
             logits = spread(logits, self._tokens, head.vocabulary)

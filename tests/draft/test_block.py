@@ -32,7 +32,7 @@ from hf_selfspec import (
     load_head,
     load_mtp,
 )
-from hf_selfspec.draft import MTP, Cascade, Lookup, cascade, states
+from hf_selfspec.draft import MTP, Cascade, Lookup, cascade, controlled, states
 from hf_selfspec.draft.attached import attached_source
 from hf_selfspec.modules.block import BlockHead
 
@@ -134,6 +134,23 @@ def test_drafts_end_below_a_confidence() -> None:
             assistant=SelfSpec(watched(Block(head), lambda _, draft, kept=kept: kept.append(draft.lengths[0]))),
         )
     assert [max(of) for of in lengths] == [1, 2, head.num_tokens]
+
+
+def test_free_drafts_are_grafted_by_the_confidence_heads_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free tokens go behind what the head is sure of, with the probability that it returns for each token."""
+    model, seeds = model_of("llama"), list[tuple[float, ...]]()
+    head = block_of(model, layers=(1, 2), **CONFIGS["dspark"])
+    assert head.confidence_head is not None
+    with torch.no_grad():
+        head.confidence_head.proj.weight.zero_()
+        head.confidence_head.proj.bias.fill_(0.0)
+    make = controlled._seed
+    monkeypatch.setattr(controlled, "_seed", lambda *given: seeds.append(make(*given).tree.reach) or make(*given))
+    spec = SelfSpec(Cascade([Lookup(), Block(head)]), FixedLength(3))
+    plain = model.generate(**ROW, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    for _ in range(2):
+        assert torch.equal(model.generate(**ROW, max_new_tokens=40, do_sample=False, assistant=spec), plain)
+    assert (0.5, 0.25, 0.125) in seeds
 
 
 def test_positions_keep_their_digits_in_fewer_bits() -> None:
