@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn as nn
 from torch.nn import functional
 from typing_extensions import Self
 
@@ -35,8 +36,8 @@ class Block(DraftSource):
     head where there is one, see :class:`ProductThreshold`; on a GPU the whole block is verified, so that nothing waits.
 
     Args:
-        head: the folder or Hub repository of a checkpoint of speculators (0.9: ``dflash``, ``dspark``), of
-            transformers' assistants with ``speculation_type="dflash"``, or of DFlash's authors.
+        head: the folder or Hub repository of a checkpoint of speculators (0.9: ``dflash``, ``dspark``), or of
+            transformers' assistants with ``speculation_type="dflash"``.
 
     Raises:
         SettingError, SettingTypeError: there is no such head, it is damaged, or a variant that is not served. One of
@@ -57,8 +58,15 @@ class Block(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         head: BlockHead = self.__dict__["_head"]
+        model = session.target.model
+        weight, has_head = model.get_input_embeddings().weight, output_head(model) is not None
+        if type(weight) is not nn.Parameter or weight.is_meta or not (has_head or head.lm_head is not None):
+            raise UnsupportedModelError(
+                f"{session.anatomy.model_name} has no plain embedding in this process's memory (quantised, offloaded, "
+                "spread over processes?) or no output head, which block heads need. Take another draft."
+            )
         session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
-        is_free = session.target.model.device.type == "cpu"  # to look at confidences, which a GPU would have to send
+        is_free = model.device.type == "cpu"  # to look at confidences, which a GPU would have to send
         usual = ProductThreshold(confidence=head.sure if head.confidence_head is not None else None)
         return BlockDraft(session.limits(usual if is_free else FixedLength(head.num_tokens)), head)
 
@@ -72,12 +80,6 @@ class BlockDraft(StatesDraft):
     def __init__(self, session: Session, head: BlockHead) -> None:
         target = session.target
         super().__init__(session, head.read_layers(target.model))
-        if target.model.get_input_embeddings().weight.is_meta or (
-            head.lm_head is None and not output_head(target.model)
-        ):
-            raise UnsupportedModelError(
-                f"{session.anatomy.model_name} has no embedding or no output head in memory that a block head can use."
-            )
         self._block = head
         self._cache = SpeculativeCache(len(head.layers), len(self._taken), target.cache.capacity)
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.

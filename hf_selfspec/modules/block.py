@@ -161,16 +161,9 @@ class BlockHead(DraftModule):
         is_even: bool,
         cache: Any,
     ) -> torch.Tensor:
-        """Returns the states ``[b, B, d]`` of a block's slots.
-
-        Args:
-            embeddings: ``[b, B, d]`` of the text's last token and of mask tokens.
-            slots: ``[b, B]`` of the cache to which the block is written, behind the verified tokens.
-            positions: ``[b, B]``.
-            length: number of slots of the cache that the layers see in the longest row.
-            is_even: whether all rows are of that length.
-            cache: with the verified tokens' keys and values; nothing counts that is written here.
-        """
+        """Returns the states ``[b, B, d]`` of a block, of the embeddings ``[b, B, d]`` of the text's last token and of
+        mask tokens, at ``slots`` ``[b, B]`` of the cache behind the verified tokens; the longest row ends before slot
+        ``length``, all do if they are even. Nothing counts that is written there."""
         states, spec = embeddings, MaskSpec(slots, length, is_even=is_even)
         rotation = self.rotary(states, positions)
         masks = {window: self._mask(slots, length, is_even, window) for window in set(self.windows)}
@@ -211,19 +204,14 @@ class BlockHead(DraftModule):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """Reads a checkpoint of speculators (DFlash, DSpark), of transformers (``speculation_type="dflash"``), or of
-        DFlash's authors.
-
-        Raises:
-            SettingError: there is none, it is damaged, or of a variant that is not served.
-        """
+        """Reads a checkpoint; see :class:`hf_selfspec.Block`."""
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
         try:
             settings = published(name, read_json(config_file))
             tensors = {_renamed(key): value.clone() for key, value in load_file(weights_file).items()}
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
-                head = cls(**{"about": {"recipe": {"published as": name}}} | settings)
+                head = cls(**settings)
             unused = (*_UNUSED, *(("lm_head.", "d2t") if head.lm_head is None else ()))
             tensors = {key: value for key, value in tensors.items() if not key.startswith(unused)}
             if head.lm_head is not None:
@@ -271,29 +259,22 @@ def published(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a head from a configuration in one of the formats."""
     if "speculators_model_type" in config:
         usual = _USUAL | (_USUAL_DSPARK if config["speculators_model_type"] == "dspark" else {})
-        return {key: config.get(key, value) for key, value in usual.items()} | {
-            key: config[key] for key in ("about",) if key in config
-        }
-    inside: dict[str, Any] | None = config.get("dflash_config")
-    if inside is None and config.get("model_type") != "muse_glimmer_assistant":
+        return {key: config.get(key, value) for key, value in (usual | {"about": None}).items()}
+    if "dflash_config" in config:
+        raise _not_served(name, "the format of DFlash's authors, of which `speculators convert` makes speculators'")
+    if config.get("model_type") != "muse_glimmer_assistant":
         raise SettingError(
             f"{name} holds no block head: its {CONFIG} is neither that of a DFlash or DSpark head of speculators, "
             "nor of a DFlash head of transformers. Give the folder or the Hub repository of one."
         )
-    told = config | (inside or {})
-    layer = {key: value for key, value in config.items() if key not in ("dflash_config", "auto_map")}
-    if inside is None:  # its decoder layers have Qwen 3's form; its vocabulary is the model's
-        layer = AutoConfig.for_model(**config).to_dict() | {"model_type": "qwen3", "use_sliding_window": True}
-        told = told | layer
-        layer["vocab_size"] = 0
-    if inside is not None and "sliding_attention" in (layer.get("layer_types") or ()):
-        raise _not_served(name, "windows in a checkpoint of DFlash's authors")
+    # Its decoder layers have Qwen 3's form; its vocabulary is the model's.
+    layer = AutoConfig.for_model(**config).to_dict() | {"model_type": "qwen3", "use_sliding_window": True}
     return _USUAL | {
-        "transformer_layer_config": layer,
-        "draft_vocab_size": layer["vocab_size"],
-        "block_size": told["block_size"],
-        "mask_token_id": told["mask_token_id"],
-        "aux_hidden_state_layer_ids": [number + 1 for number in told["target_layer_ids"]],
+        "transformer_layer_config": layer | {"vocab_size": 0},
+        "draft_vocab_size": 0,
+        "block_size": layer["block_size"],
+        "mask_token_id": layer["mask_token_id"],
+        "aux_hidden_state_layer_ids": [number + 1 for number in layer["target_layer_ids"]],
         "sliding_window_non_causal": True,
         "window_of": "slot",
     }

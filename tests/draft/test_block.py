@@ -35,6 +35,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft import MTP, Cascade, Lookup, cascade, controlled, states
 from hf_selfspec.draft.attached import attached_source
+from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.modules.block import BlockHead
 
 # Free drafts are worth their verification, as on a device that memory bounds.
@@ -163,6 +164,20 @@ def test_positions_keep_their_digits_in_fewer_bits() -> None:
         assert all(
             torch.equal(value, copied[name]) and value.dtype == copied[name].dtype for name, value in kept.items()
         )
+
+
+def test_an_embedding_that_is_no_plain_tensor_is_refused() -> None:
+    """Before anything is generated; in a cascade other drafts that read states begin all the same."""
+    model = tiny_llama(factor=0.5)
+    head, beside = block_of(model), mtp_of(model)
+    plain = model.generate(**ROW, max_new_tokens=8)
+    model.model.embed_tokens.weight = type("Packed", (torch.nn.Parameter,), {})(model.model.embed_tokens.weight.data)
+    with pytest.raises(UnsupportedModelError, match="no plain embedding in this process's memory"):
+        model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Block(head)))
+    spec = SelfSpec(Cascade([Lookup(), Block(head), MTP(beside)]))
+    with pytest.warns(match="is left out") as told:
+        assert torch.equal(model.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
+    assert len(told) == 1
 
 
 def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,9 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(SettingError, match="cut short"):
         Block.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"dflash_config": {}, "model_type": "qwen3"}')
+    with pytest.raises(SettingError, match="of which `speculators convert` makes"):
+        Block.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingError, match="holds no block head"):
         Block.from_pretrained(tmp_path)
