@@ -124,6 +124,9 @@ class BlockHead(DraftModule):
         self.confidence_head: ConfidenceHead | None = None
         if known["enable_confidence_head"]:
             self.confidence_head = ConfidenceHead(width + (rank if known["confidence_head_with_markov"] else 0))
+        for module in self.modules():
+            if type(module) is nn.Linear:  # transformers' own; 0.8 of the time for 5 tokens (float32, width 2048)
+                module.__class__ = FewTokenLinear
 
     def __repr__(self) -> str:
         return f"BlockHead({self.digest})"
