@@ -56,6 +56,7 @@ def model_of(name: str) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.every_run("(llama|qwen3_next)-.*|.*-alone-right|.*-cascade-random")
 @pytest.mark.parametrize("is_right", [False, True], ids=["random", "right"])
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "bamba", "gemma3_text", "mixtral"])
@@ -83,6 +84,7 @@ def recurrent_vocabulary() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.every_run("llama-.*|llama tree-dspark rnn|qwen3_next-dspark gated")
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated", "dspark rnn"])
 @pytest.mark.parametrize(
     ("family", "tree"),
