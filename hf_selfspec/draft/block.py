@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn as nn
 from torch.nn import functional
 from typing_extensions import Self
 
@@ -60,7 +59,9 @@ class Block(DraftSource):
         head: BlockHead = self.__dict__["_head"]
         model = session.target.model
         weight, has_head = model.get_input_embeddings().weight, output_head(model) is not None
-        if type(weight) is not nn.Parameter or weight.is_meta or not (has_head or head.lm_head is not None):
+        # Parameters that are spread over processes have a device mesh, or no values in this process.
+        is_plain = weight.is_floating_point() and not (weight.is_meta or hasattr(weight, "device_mesh"))
+        if not is_plain or not (has_head or head.lm_head is not None):
             raise UnsupportedModelError(
                 f"{session.anatomy.model_name} has no plain embedding in this process's memory (quantised, offloaded, "
                 "spread over processes?) or no output head, which block heads need. Take another draft."
@@ -109,7 +110,7 @@ class BlockDraft(StatesDraft):
             head.take_in(states, self._positions(slots), self._cache)
         self._taken = [taken + count for taken, count in zip(self._taken, counts, strict=True)]
         self._waiting, self._places = [], [[] for _ in counts]
-        self._like = states[:, :0]
+        self._like = states.new_empty(0)  # tells where and in what type the head runs
 
     def _positions(self, slots: torch.Tensor) -> torch.Tensor:
         shifts = [first - 1 - padded for first, padded in zip(self._first, self._padded, strict=True)]

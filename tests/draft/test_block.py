@@ -173,7 +173,8 @@ def test_an_embedding_that_is_no_plain_tensor_is_refused() -> None:
     model = tiny_llama(factor=0.5)
     head, beside = block_of(model), mtp_of(model)
     plain = model.generate(**ROW, max_new_tokens=8)
-    model.model.embed_tokens.weight = type("Packed", (torch.nn.Parameter,), {})(model.model.embed_tokens.weight.data)
+    spread = type("Spread", (torch.nn.Parameter,), {"device_mesh": None})
+    model.model.embed_tokens.weight = spread(model.model.embed_tokens.weight.data)
     with pytest.raises(UnsupportedModelError, match="no plain embedding in this process's memory"):
         model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Block(head)))
     spec = SelfSpec(Cascade([Lookup(), Block(head), MTP(beside)]))
