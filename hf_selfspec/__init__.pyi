@@ -12,6 +12,7 @@ from .batch import Verdict as Verdict
 from .bench.compare import Comparison as Comparison
 from .bench.compare import compare as compare
 from .draft import MTP as MTP
+from .draft import Block as Block
 from .draft import Cascade as Cascade
 from .draft import Drafter as Drafter
 from .draft import DraftSource as DraftSource
@@ -25,6 +26,7 @@ from .draft import Lookup as Lookup
 from .draft import Quantized as Quantized
 from .draft import Session as Session
 from .draft import SkipLayers as SkipLayers
+from .draft.attached import load_head as load_head
 from .errors import NumericalError as NumericalError
 from .errors import SelfSpecError as SelfSpecError
 from .errors import SettingError as SettingError

@@ -163,6 +163,8 @@ class Draft:
         prefix: the first layer that verification has to run for nodes that have a state.
         listed: ``tokens`` as lists, where the host knows them; they need not be on the text's device then.
         skips_verification: the line is kept whatever the full model chooses, so the output changes.
+        sure: ``[b, T]`` the probability that the line's tokens are accepted, if those before are; ``None`` where the
+            source has no estimate.
     """
 
     tokens: torch.Tensor
@@ -174,6 +176,7 @@ class Draft:
     prefix: int = 0
     listed: list[list[int]] | None = None
     skips_verification: bool = False
+    sure: torch.Tensor | None = None
     _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod

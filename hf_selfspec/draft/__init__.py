@@ -1,6 +1,7 @@
 """Draft sources: what proposes tokens, from free lookups to parts of the model."""
 
 from .adapter import EarlyExitAdapter as EarlyExitAdapter
+from .block import Block as Block
 from .cascade import Cascade as Cascade
 from .early_exit import EarlyExit as EarlyExit
 from .early_exit import EarlyExitLora as EarlyExitLora

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
-from ..modules.shipped import attached_mtp
+from .attached import attached_source
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup
-from .mtp import MTP
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
 
 
@@ -24,7 +23,8 @@ class Cascade(DraftSource):
 
     Free drafts are the default. Where another source is currently expected to be faster, it drafts, and free tokens are
     added beside and after its draft, so that one verification checks both. A source that cannot draft for a model is
-    left out. MTP layers that are attached to the model (:func:`hf_selfspec.load_mtp`) draft as well.
+    left out. A head that is attached to the model (:func:`hf_selfspec.load_mtp`, :func:`hf_selfspec.load_head`) drafts
+    as well.
 
     Args:
         sources: one :class:`Lookup`, and any others.
@@ -68,11 +68,12 @@ class Cascade(DraftSource):
             source.save(folder, model)
 
     def _attached(self, session: Session) -> Iterator[DraftSource]:
-        """What drafts with the MTP layers that are attached to the model, unless a source that has begun has some
+        """What drafts with the head that is attached to the model, unless a source that has begun has such a head
         already, or reads the prompt's states, as adapters do."""
-        is_free = session.target.prefill_observer is None and not any(isinstance(one, MTP) for one in self.sources)
-        if is_free and attached_mtp(session.target.model) is not None:
-            yield MTP()
+        source = attached_source(session.target.model)
+        is_free = session.target.prefill_observer is None and not any(type(one) is type(source) for one in self.sources)
+        if is_free and source is not None:
+            yield source
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""

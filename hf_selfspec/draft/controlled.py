@@ -10,7 +10,7 @@ from ..batch import Draft, Text, Verdict
 from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
 from ..lookup.tree import TokenTree
 from ..model.logits import Logits, Tops
-from ..model.transfer import upload
+from ..model.transfer import read, upload
 from ..stats import GenerationStats
 from .constrained import allowed, forced
 from .free import FreeDrafts, Seed
@@ -153,8 +153,10 @@ class ControlledDrafter(FixedDrafter):
         """The draft of another source with free tokens beside and after it, as far as they pay."""
         assert self.free is not None
         assert self._used is not None
-        tokens, rate = draft.tokens.tolist(), self.controller.arms[self._used].acceptance_rate
-        seeds = [_seed(draft, row, tokens[row], rate) for row in range(text.batch_size)]
+        rate = self.controller.arms[self._used].acceptance_rate
+        tokens, *known = read(draft.tokens, *([] if draft.sure is None else [draft.sure]))
+        rates = known[0] if known else [[rate] * draft.size] * text.batch_size
+        seeds = [_seed(draft, *of_row) for of_row in zip(range(text.batch_size), tokens, rates, strict=True)]
         grow = self._takes_trees and not draft.skips_verification
         trees = self.free.plan(text, max_new, seeds) if grow else [seed.tree for seed in seeds]
         self.free.use(trees, seeds, draft.size)
@@ -192,8 +194,8 @@ def _parents(draft: Draft) -> list[list[int]]:
     return [[node if node < length else -1 for node in range(draft.size)] for length in draft.lengths]
 
 
-def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> Seed:
-    """A row's nodes that count."""
+def _seed(draft: Draft, row: int, tokens: list[int], rates: list[float]) -> Seed:
+    """A row's nodes that count, with how likely each is to be reached by the acceptance rates at each depth."""
     places, number = [0], {0: 0}
     parents, depths = [], [0]
     for node, parent in enumerate(_parents(draft)[row], start=1):
@@ -204,7 +206,8 @@ def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> Seed:
             depths.append(depths[number[parent]] + 1)
     # Siblings share the probability that the first child leaves.
     reach, seen = [1.0], set()
-    for parent in parents:
+    for parent, depth in zip(parents, depths[1:], strict=True):
+        rate = rates[depth - 1]
         share = rate if parent not in seen else (1.0 - rate) * rate
         seen.add(parent)
         reach.append(reach[parent] * share)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import Self
 
-from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from ..batch import Draft, Text
+from ..errors import SettingError, UnsupportedOptionError
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions
@@ -19,7 +19,7 @@ from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.patching import within
 from ..model.plan import LayerPlan
-from ..model.transfer import RowNumbers, at_places, upload
+from ..model.transfer import RowNumbers, at_places
 from ..modules.draft_module import module_of
 from ..modules.eagle import load_eagle3
 from ..modules.mtp import MtpHead
@@ -27,11 +27,8 @@ from ..modules.reduced_head import ReducedHead
 from ..modules.shipped import shipped_mtp
 from ..stop.rules import ProductThreshold
 from .growing import DraftStep
-from .partial import PartialDraft
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
-
-# So many states of the model wait at most until the head takes them in, where others draft.
-_WAITING = 512
+from .states import StatesDraft, picked
 
 
 @register("draft")
@@ -96,28 +93,19 @@ class MTP(DraftSource):
         return MtpDraft(session.limits(ProductThreshold()), head, rows)
 
 
-class MtpDraft(PartialDraft):
+class MtpDraft(StatesDraft):
     """Drafts with MTP layers. Entry ``e`` of a layer's cache is made of one token and what was known before it: of the
     model's states where these are known, else of the head's own."""
 
     def __init__(self, session: Session, head: MtpHead, head_rows: HeadRows | None) -> None:
         target = session.target
-        super().__init__(session, LayerPlan(session.anatomy.num_layers), head_rows)
-        rows = len(target.cache.cursors)
+        super().__init__(session, head.read_layers(target.model), head_rows)
         self._mtp, self._last = head, len(head.layers) - 1
-        self._caches = [SpeculativeCache(1, rows, target.cache.capacity) for _ in head.layers]
-        self._padded = [0] * rows if target.padding is None else (target.padding == 0).sum(1).tolist()
-        # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
-        # count; the slot of the token of the row's first entry, and its entries that stay.
-        self._waiting: list[torch.Tensor] = []
-        self._places: list[list[int]] = [[] for _ in range(rows)]
-        self._first = [0] * rows
-        self._taken = [0] * rows
+        self._caches = [SpeculativeCache(1, len(self._taken), target.cache.capacity) for _ in head.layers]
         # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
         self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
-        self._counts = [0] * rows
+        self._counts = [0] * len(self._taken)
         self._depth = 0
-        target.observe_prefill(head.read_layers(target.model), self._see_prompt, keeps_verified=True)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._depth = 0
@@ -126,41 +114,10 @@ class MtpDraft(PartialDraft):
             self._end()
         return draft
 
-    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        super().update(text, verdicts, logits)
-        self.observe(text, verdicts, logits)
-
-    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]  # None by default
-        """Keeps the states of the tokens before the new ones."""
-        states, known = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
-        assert states is not None
-        begun = [first - 1 + taken + len(places) for first, taken, places in known]
-        ends = zip(verdicts, text.last_slots(), begun, strict=True)
-        self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
-        if sum(piece.shape[1] for piece in self._waiting) > _WAITING:
-            self._depth = 0
-            self._begin(text)
-            self._end()
-
-    def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
-        if states.dim() != 3:
-            raise UnsupportedModelError(
-                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which MTP layers cannot take."
-            )
-        if not self._waiting:
-            self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
-        new = []
-        for cursor, length, first, places in zip(cursors, lengths, self._first, self._places, strict=True):
-            # Rows whose prompt ended in an earlier piece get junk.
-            seen = first - 1 + len(places)
-            new.append(list(range(seen - cursor, length)) if seen >= cursor else [])
-        self._keep(states, new)
-
-    def _keep(self, states: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
-        width = sum(piece.shape[1] for piece in self._waiting)
-        self._waiting.append(_picked(states, columns))
-        for places, new in zip(self._places, columns, strict=True):
-            places += range(width, width + len(new))
+    def take_in(self, text: Text) -> None:
+        self._depth = 0
+        self._begin(text)
+        self._end(least=1)  # a draft begins with the state that leaves the first layer
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         if self._mtp.output is not None:
@@ -199,7 +156,7 @@ class MtpDraft(PartialDraft):
                 del self._places[row][:late]
                 self._first[row] = base
         self._counts = [len(places) for places in self._places]
-        self._waiting = [_picked(torch.cat(self._waiting, dim=1), self._places)]
+        self._waiting = [picked(torch.cat(self._waiting, dim=1), self._places)]
         known = zip(self._first, self._taken, text.base, strict=True)
         begins = RowNumbers([first + taken - base for first, taken, base in known])
         states = self._waiting[0]
@@ -241,23 +198,15 @@ class MtpDraft(PartialDraft):
         if self._depth == 1:
             self._entered = self._counts
 
-    def _end(self) -> None:
+    def _end(self, least: int = 0) -> None:
         """Runs the layers that a short draft has not come to, since all have to know the text; then what is known of
-        the text stays, except for entries in which a later layer has a drafted token."""
+        the text stays, except for entries in which a later layer has a drafted token, and the ``least`` last ones."""
         while self._depth <= self._last:
             self._follow(self._tokens[:, -1:])
         self._counts = self._entered
-        late = [list(range(max(count - self._last, 0), count)) for count in self._counts]
+        kept = max(self._last, least)
+        late = [list(range(max(count - kept, 0), count)) for count in self._counts]
         ends = zip(self._taken, self._counts, late, strict=True)
         self._taken = [taken + count - len(columns) for taken, count, columns in ends]
         self._places = [list(range(len(columns))) for columns in late]
-        self._waiting = [_picked(self._waiting[0], late)] if self._last else []
-
-
-def _picked(values: torch.Tensor, columns: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Of values ``[b, s, d]`` those at each row's columns, ``[b, n, d]``, with junk after short rows."""
-    most = max(map(len, columns))
-    if all(list(row) == list(range(len(row))) for row in columns):
-        return values if most == values.shape[1] else values[:, :most].clone()  # a view would keep all of them
-    index = upload([[*row, *[0] * (most - len(row))] for row in columns], values.device)
-    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))
+        self._waiting = [picked(self._waiting[0], late)] if kept else []

@@ -22,9 +22,9 @@ from .source import FixedDrafter, Session
 
 class PartialDraft(FixedDrafter):
     """Runs the blocks of a plan, and ``head`` in place of the model's own if given. From ``reuse_from`` tokens on
-    verification starts from their states."""
+    verification starts from their states. Where a draft is made ``in_one_forward``, its end saves nothing."""
 
-    reads_logits = False
+    reads_logits, in_one_forward = False, False
 
     def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
         _check_probe(session, plan)
@@ -135,7 +135,7 @@ class PartialDraft(FixedDrafter):
 
     @property
     def _length_is_fixed(self) -> bool:
-        return isinstance(self.limits.stop, FixedLength) and not self.limits.eos_tokens
+        return isinstance(self.limits.stop, FixedLength) and (self.in_one_forward or not self.limits.eos_tokens)
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""

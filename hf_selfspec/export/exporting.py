@@ -25,8 +25,9 @@ from ..model.modules import is_tensor_parallel
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
+from ..modules.draft_module import CONFIG
 from ..modules.mtp import MtpHead
-from ..modules.shipped import FIRST, format_of, ships_layers
+from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
@@ -35,7 +36,9 @@ from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_la
 USUAL_TOKENS = 5
 
 _C = TypeVar("_C", bound=Choice)
-_README, _MTP = "README.md", "model-mtp.safetensors"
+_README = "README.md"
+# Types of models of whose layers speculators 0.9 makes an MTP layer, besides those that ship with some.
+_OF_SPECULATORS = ("qwen3",)
 # The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
 # Files that show that a folder holds a model.
@@ -63,9 +66,7 @@ def export_draft(
     blocks = source.blocks(anatomy, partial(_choice, known))
     if blocks.mtp is not None:
         blocks.mtp.check(known.fingerprint)
-        tensors = _in_own_format(inner, blocks.mtp)
-        with reported(at), folder_written_whole(at) as inside:
-            save_file(tensors, inside / _MTP)
+        _write_mtp(inner, blocks.mtp, at, tokens)
         return
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
@@ -131,14 +132,48 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, id
             return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
 
-def _in_own_format(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
-    """The tensors of a head by the names of checkpoints of the model's type; raises if these have no such layers."""
-    if head.state_layers or head.eagle3 is not None or not ships_layers(model):
-        raise UnsupportedModelError(
-            "SelfSpec.export_draft: engines take MTP layers only in the format of models that ship with them, and "
-            f"{type(model).__name__} has none for this head. Use it with generate(assistant=...)."
-        )
-    names, found = format_of(model), dict[str, torch.Tensor]()
+def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> None:
+    """Writes MTP layers as checkpoints of the model's type have them, or else as speculators does."""
+    kind = model.config.model_type
+    if head.state_layers or head.eagle3 is not None:
+        trouble = f"this head reads the states before layers {list(head.state_layers)}, for which no format has a place"
+    elif ships_layers(model):
+        with reported(at), folder_written_whole(at) as inside:
+            save_file(_named(model, head, format_of(model)), inside / LAYERS_ALONE)
+        return
+    elif kind not in _OF_SPECULATORS or len(head.layers) > 1:
+        trouble = f"{type(model).__name__} ships with none, and speculators' format has one layer of {_OF_SPECULATORS}"
+    else:
+        count, (settings,) = model.config.num_hidden_layers, head.configs
+        kinds = [value for value in settings.get("layer_types") or ["full_attention"] for _ in range(count)]
+        size = {"vocab_size": model.config.vocab_size, "num_hidden_layers": count, "layer_types": kinds}
+        config = {
+            "speculators_model_type": "mtp",
+            "architectures": ["MTPDraftModel"],
+            "num_nextn_predict_layers": 1,
+            "transformer_layer_config": settings | size,
+            "speculators_config": {
+                "algorithm": "mtp",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": model.config.name_or_path, "architectures": [type(model).__name__]},
+            },
+        }
+        note = f"---\ntags: [{TAG}]\n---\n\nAn MTP layer for {type(model).__name__}, in the format of speculators 0.9. "
+        with reported(at), folder_written_whole(at) as inside:
+            save_file(_named(model, head, SPECULATORS), inside / SAFE_WEIGHTS_NAME)
+            (inside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+            (inside / _README).write_text(note + "It reads what leaves the final norm.\n", encoding="utf-8")
+        return
+    raise UnsupportedModelError(
+        "SelfSpec.export_draft: engines take MTP layers in the format of models that ship with them, or in that of "
+        f"speculators; {trouble}. Use it with generate(assistant=...)."
+    )
+
+
+def _named(model: PreTrainedModel, head: MtpHead, names: MtpFormat) -> dict[str, torch.Tensor]:
+    """The tensors of a head by the names of a format."""
+    found = dict[str, torch.Tensor]()
     for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
         layer = names.of_layer(number, Anatomy.of(model).num_layers)
         halves = part.projection.weight.chunk(2, dim=1)

@@ -69,7 +69,9 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             return self
         copies = _copies.setdefault(self, {})
         if wanted not in copies:
-            copies[wanted] = copy.deepcopy(self).to(*wanted)
+            copies[wanted] = made = copy.deepcopy(self).to(device)
+            for parameter in made.parameters():  # frequencies of rotary positions, in buffers, need all their digits
+                parameter.data = parameter.data.to(wanted[1])
         return copies[wanted]
 
     def forget_copies(self) -> None:

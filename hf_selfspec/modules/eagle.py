@@ -36,6 +36,12 @@ def load_eagle3(checkpoint: str | os.PathLike[str], state_layers: Sequence[int] 
         ) from error
 
 
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether a configuration is that of an EAGLE-3 head, in any of the formats."""
+    named = [str(config.get("speculators_model_type")), *map(str, config.get("architectures") or ())]
+    return any("eagle3" in name.lower() for name in named)
+
+
 def _tensors(name: str) -> dict[str, torch.Tensor]:
     try:
         file = file_of(_KIND, name, WEIGHTS, {})
@@ -64,12 +70,7 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
             "entering states it reads, MTP.from_eagle3(..., state_layers=[...]): these numbers, or each plus 1."
         )
     vocabulary, size = layer["vocab_size"], len(tensors["lm_head.weight"])
-    offsets = tensors.pop("d2t", None if size < vocabulary else torch.zeros(size, device="cpu", dtype=torch.long))
-    if offsets is None:
-        raise ValueError("there is no d2t for its reduced vocabulary")
-    tokens = torch.arange(size, device="cpu") + offsets
-    if len(tokens.unique()) < size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
-        raise ValueError("d2t names no distinct tokens of the vocabulary")
+    tokens = tokens_of(tensors.pop("d2t", None), size, vocabulary)
     settings = {
         "vocabulary": vocabulary,
         "norm_before_residual": bool(config.get("norm_before_residual")),
@@ -96,6 +97,16 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
             state[begins.get(begin, "") + key[len(begin) :]] = value.to(tensors["fc.weight"].dtype)
     head.load_state_dict(state, assign=True)
     return head.eval().requires_grad_(False)
+
+
+def tokens_of(offsets: torch.Tensor | None, size: int, vocabulary: int) -> torch.Tensor:
+    """The tokens ``[size]`` that a head can draft, from how far each is from its number."""
+    if offsets is None and size < vocabulary:
+        raise ValueError("there is no d2t for its reduced vocabulary")
+    tokens = torch.arange(size, device="cpu") + (0 if offsets is None else offsets)
+    if len(tokens.unique()) < size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError("d2t names no distinct tokens of the vocabulary")
+    return tokens
 
 
 # How configurations name the layers that are read.

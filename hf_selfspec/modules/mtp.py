@@ -151,6 +151,25 @@ def _compute_buffers(decoder: PreTrainedModel) -> None:
             compute_buffers(module, decoder)
 
 
+def check_states(
+    kind: str, model: PreTrainedModel, layers: tuple[int, ...], width: int, vocabulary: int, last: int
+) -> tuple[int, ...]:
+    """Returns the layers whose entering states a head reads, up to ``last``; raises if it is not for this model."""
+    (own, wide), anatomy = model.get_input_embeddings().weight.shape, Anatomy.of(model)
+    n = anatomy.num_layers
+    if anatomy.streams and layers != (n,):
+        trouble = f"this {kind} reads states between layers, of which the model has several a token"
+    elif width != wide:
+        trouble = f"this {kind} takes states of width {width}, and the model has {wide}"
+    elif vocabulary != own:
+        trouble = f"this {kind} has a vocabulary of {vocabulary}, and the model of {own}"
+    elif layers[-1] > last or list(layers) != sorted(set(layers)):
+        trouble = f"this {kind} reads the states before layers {list(layers)}, and the model has {n}"
+    else:
+        return layers
+    raise SettingError(f"{trouble}: it was made for another model. Give the head of this one.")
+
+
 class MtpHead(DraftModule):
     """One or more MTP layers: of these the first predicts the token after the next one, the second the one after that.
 
@@ -229,25 +248,11 @@ class MtpHead(DraftModule):
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
         vocabulary, width = model.get_input_embeddings().weight.shape
-        anatomy, own = Anatomy.of(model), vocabulary if self.eagle3 is None else self.eagle3["vocabulary"]
-        n = anatomy.num_layers
+        own = vocabulary if self.eagle3 is None else self.eagle3["vocabulary"]
+        n = Anatomy.of(model).num_layers
         layers = self.state_layers or ((n,) if self.eagle3 is None else (2, n // 2, n - 3))
-        is_above = layers[-1] > (n if self.eagle3 is None else n - 1)
-        widths = {number: part.width for number, part in enumerate(self.layers) if part.width != width}
-        if anatomy.streams and layers != (n,):
-            trouble = "this MTP head reads states between layers, of which the model has several a token"
-        elif widths:
-            number, found = widths.popitem()
-            trouble = f"layer {number} of this MTP head takes states of width {found}, and the model has {width}"
-        elif own != vocabulary:
-            trouble = f"this MTP head has a vocabulary of {own}, and the model of {vocabulary}"
-        elif is_above or list(layers) != sorted(set(layers)):
-            trouble = f"this MTP head reads the states before layers {list(layers)}, and the model has {n}"
-        else:
-            return layers
-        raise SettingError(
-            f"{trouble}: it was made for another model. Give the head of this one, or make one by MtpHead.of(model)."
-        )
+        widths = [part.width for part in self.layers if part.width != width] or [width]
+        return check_states(self.kind, model, layers, widths[-1], own, n if self.eagle3 is None else n - 1)
 
     def forward(
         self,

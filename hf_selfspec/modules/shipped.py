@@ -22,9 +22,10 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedM
 from ..forks import new_lock
 from ..learned.files import path_of, read_json
 from ..model.anatomy import Anatomy, causal_lm
+from .draft_module import DraftModule
 from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
-_attached = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
+_attached = weakref.WeakKeyDictionary[PreTrainedModel, DraftModule]()
 # Why nothing was found for models that have been looked at.
 _lacking = weakref.WeakKeyDictionary[PreTrainedModel, SelfSpecError]()
 _loading = new_lock()
@@ -71,6 +72,8 @@ class MtpFormat:
 # The fields that are names, and what they may be.
 _NAMES = dict.fromkeys(("embedding_norm", "state_norm", "projection", "norm"), r"([^{}]|\{[nl]\})+")
 _NAMES["block"] = r"[^{}]*\{[nl]\}[^{}]*\."
+# The file of MTP layers without their model.
+LAYERS_ALONE = "model-mtp.safetensors"
 # The block of a model that has one layer alone.
 FIRST = "model.layers.0."
 # How configs of models with DeepSeek's names count MTP layers.
@@ -79,6 +82,13 @@ _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
 _FINAL = MtpFormat(norm="model.layers.{l}.final_layernorm")
+SPECULATORS = MtpFormat(
+    "mtp_layers.{n}.token_layernorm",
+    "mtp_layers.{n}.hidden_layernorm",
+    "mtp_layers.{n}.input_proj",
+    "mtp_layers.{n}.final_layernorm",
+    "mtp_layers.{n}.",
+)
 _FORMATS: dict[str, MtpFormat] = {
     **dict.fromkeys(("mellum", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
     **dict.fromkeys(("bailing_hybrid", "hy_v3"), _FINAL),
@@ -111,9 +121,20 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
     _lacking.clear()
 
 
-def attached_mtp(model: PreTrainedModel) -> MtpHead | None:
-    """Returns the head that :func:`load_mtp` has attached to a model."""
+def attach(model: PreTrainedModel, head: DraftModule) -> None:
+    """Attaches a head to a model in place of another one."""
+    _attached[model] = head
+
+
+def attached_head(model: PreTrainedModel) -> DraftModule | None:
+    """Returns the head that is attached to a model."""
     return _attached.get(model)
+
+
+def attached_mtp(model: PreTrainedModel) -> MtpHead | None:
+    """Returns the head of MTP layers that is attached to a model."""
+    head = attached_head(model)
+    return head if isinstance(head, MtpHead) else None
 
 
 def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> MtpHead:
@@ -136,7 +157,7 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
         raise SettingTypeError(f"load_mtp(checkpoint) must be a path or a name on the Hub, got {checkpoint!r}.")
     with _loading:
-        if checkpoint is None and (known := _attached.get(inner)) is not None:
+        if checkpoint is None and (known := attached_mtp(inner)) is not None:
             return known
         name = inner.config.name_or_path if checkpoint is None else os.fspath(checkpoint)
         if not name:
@@ -144,13 +165,19 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
                 f"load_mtp: this {type(inner).__name__} was not loaded from a checkpoint. Give the folder or the Hub "
                 "repository that has its MTP layers."
             )
-        _attached[inner] = head = _load(inner, name)
+        head = _load(inner, name, format_of(inner))
+        attach(inner, head)
         return head
+
+
+def load_mtp_of_speculators(model: PreTrainedModel, name: str) -> MtpHead:
+    """Loads the MTP layer of a checkpoint of speculators."""
+    return _load(model, name, SPECULATORS)
 
 
 def shipped_mtp(model: PreTrainedModel) -> MtpHead:
     """As :func:`load_mtp`, but looks for the layers of a model only once."""
-    if model not in _attached and (known := _lacking.get(model)) is not None:
+    if attached_mtp(model) is None and (known := _lacking.get(model)) is not None:
         raise copy.copy(known)
     try:
         return load_mtp(model)
@@ -171,9 +198,9 @@ def ships_layers(model: PreTrainedModel) -> bool:
     return format_of(model) != MtpFormat() or any(hasattr(config, count) for count in _COUNTS)
 
 
-def _load(model: PreTrainedModel, name: str) -> MtpHead:
+def _load(model: PreTrainedModel, name: str, names: MtpFormat) -> MtpHead:
     anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-    names, files = format_of(model), _Files(name)
+    files = _Files(name)
     found: list[dict[str, str]] = []
     while files.has(layer := names.of_layer(len(found), anatomy.num_layers)):
         found.append(layer)
@@ -296,7 +323,7 @@ class _Files:
                 if (path := paths[file]) is None:
                     raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
                 yield key, path
-        elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
+        elif (whole := self._file(SAFE_WEIGHTS_NAME) or self._file(LAYERS_ALONE)) is not None:
             with _reading(whole), safe_open(whole, framework="pt", device="cpu") as file:
                 yield from ((key, whole) for key in file.keys())  # noqa: SIM118  # no dict
         else:

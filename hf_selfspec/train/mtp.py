@@ -1,5 +1,6 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.plan import LayerPlan
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
+from ..modules.shipped import shipped_mtp
 from ..selfspec import SelfSpec
 from ..validation import check_count
 from .fit import TrainedFit, as_function
@@ -26,6 +28,7 @@ from .texts import Tokenizer, answered, check_dataset
 # What the loss of a step weighs next to that of the step before.
 _DECAY = 0.8
 _MOST_STEPS = 8
+_STARTS = ("copy", "shipped")
 
 
 def read_prompts_file(file: str) -> list[Prompt]:
@@ -52,6 +55,9 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         steps: how many tokens are drafted one after another in the fit.
         head_rows: how many tokens the head can draft, the most frequent ones of the text; or those of a reduced head.
         state_layers: the layers whose states the head reads, see :class:`hf_selfspec.MtpHead`.
+        start: ``"copy"`` of the model's last layer, or the MTP layers that are ``"shipped"`` with it (see
+            :func:`hf_selfspec.load_mtp`), which then learn what the model itself answers. The attached ones stay as
+            they are; :meth:`SelfSpec.export_draft` writes tuned ones under the names of the model's checkpoint.
         block_size: tokens of a row.
 
     Returns:
@@ -67,12 +73,18 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
     steps: int = 3
     head_rows: int | ReducedHead = 8192
     state_layers: Sequence[int] = ()
+    start: str = "copy"
     block_size: int = 512
 
     def check(self) -> None:
         super().check()
         check_count("fit_mtp(answer_tokens)", self.answer_tokens)
         check_count("fit_mtp(steps)", self.steps, most=_MOST_STEPS)
+        if self.start not in _STARTS or (self.start == "shipped" and len(self.state_layers)):
+            raise SettingError(
+                f"fit_mtp(start) must be one of {_STARTS}, the second without state_layers, which shipped layers do "
+                f"not have, got {self.start!r}."
+            )
         if not isinstance(self.head_rows, ReducedHead):
             check_count("fit_mtp(head_rows)", self.head_rows)
         if self.block_size <= self.steps + 1:
@@ -100,7 +112,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             tokenizer, dataset, prompts = text
             # Answers take long: what cannot be fitted is refused before.
             with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
-                MtpHead.of(model, state_layers=self.state_layers)
+                self._begun(model)
             reduced = self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)
             HeadRows(model, reduced.tokens)
             file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.jsonl")
@@ -112,7 +124,12 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         return TrainedFit.fit(replace(self, head_rows=reduced), model, text)
 
     def module(self, frozen: FrozenModel) -> MtpHead:
-        return MtpHead.of(frozen.model, self._tokens, self.state_layers)
+        return self._begun(frozen.model, self._tokens)
+
+    def _begun(self, model: Any, tokens: torch.Tensor | None = None) -> MtpHead:
+        if self.start == "shipped":
+            return copy.deepcopy(shipped_mtp(model)).requires_grad_(True)
+        return MtpHead.of(model, tokens, self.state_layers)
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         rows = HeadRows(frozen.model, self._tokens)
@@ -135,7 +152,8 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         return SelfSpec(MTP(module))
 
     def recipe(self, module: MtpHead) -> dict[str, Any]:
-        return {"steps one after another": self.steps, "tokens that can be drafted": len(self._tokens)}
+        tokens = {"copy": "tokens that can be drafted", "shipped": "tokens whose probabilities a shipped layer learns"}
+        return {"steps one after another": self.steps, tokens[self.start]: len(self._tokens)}
 
     @property
     def _tokens(self) -> torch.Tensor:
@@ -154,7 +172,8 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             positions = torch.arange(step, s, device=device).expand(b, -1)
             with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
                 hidden = module.fuse(hidden) if step == 1 else hidden
-                hidden = module(embeddings[:, step:], hidden[:, : s - step], positions)
+                layer = min(step, len(module.layers)) - 1
+                hidden = module(embeddings[:, step:], hidden[:, : s - step], positions, layer=layer)
             yield hidden.to(final.dtype), final[:, step:]
 
 

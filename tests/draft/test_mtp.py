@@ -20,7 +20,7 @@ from helpers.sampling import llama as tiny_vocabulary
 from helpers.watched import watched
 from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.draft import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session, mtp
+from hf_selfspec.draft import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session, mtp, states
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model import anatomy
 from hf_selfspec.modules import shipped
@@ -216,7 +216,7 @@ def test_what_is_no_head_is_refused(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_states_that_wait_are_bounded(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others draft, the head takes in the text in pieces; its drafts are the same afterwards."""
-    monkeypatch.setattr(mtp, "_WAITING", 8)
+    monkeypatch.setattr(states, "_WAITING", 8)
     waiting: list[int] = []
     observe = mtp.MtpDraft.observe
 

@@ -16,12 +16,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers import pretend_cuda
 from helpers.architectures import STATEFUL, build
+from helpers.blocks import CONFIGS, block_of
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import DEVICE, Graph, Pretended, counts, here, move, pretended, spread
 from helpers.split import attention_with_sums
 from hf_selfspec import (
     AdaptiveThreshold,
+    Block,
     ClosestLayers,
     ConfidenceThreshold,
     CostTree,
@@ -41,6 +43,7 @@ from hf_selfspec.model.runner import GraphRunner
 from hf_selfspec.model.split_attention import attention_in_parts
 from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
+from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.modules.reduced_head import ReducedHead
@@ -57,6 +60,10 @@ class _Silent(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+def _block(name: str) -> BlockHead:
+    return block_of(tiny_llama(layers=4, factor=0.1), layers=(1, 2), **CONFIGS[name])
 
 
 SPECS: dict[str, Callable[[], SelfSpec]] = {
@@ -76,6 +83,9 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "heads": lambda: SelfSpec.dssd(heads_of(tiny_llama(layers=4, factor=0.1), 0.5, (1, 3))),
     "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, CostTree()),
     "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
+    "block": lambda: SelfSpec(Block(_block("dspark gated"))),
+    "window": lambda: SelfSpec(Block(_block("dflash window")), FixedLength(4)),
+    "block beside": lambda: SelfSpec(Cascade([Lookup(), Block(_block("dspark"))])),
 }
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},

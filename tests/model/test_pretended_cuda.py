@@ -30,6 +30,9 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("skips", "greedy", 1): (0, 2),
     ("lookup", "drawn", 4): (0, 4),
     ("lookup", "streamed", 1): (0, 4),
+    ("block", "greedy", 1): (0, 2),
+    ("block", "eos", 1): (0, 2),
+    ("block", "drawn", 4): (0, 4),
 }
 # Whatever they need, they run there; spread over two devices, too.
 FEW = [(spec, "greedy", 3, "two devices") for spec in ("tree", "skips", "adapter")] + [
@@ -37,10 +40,13 @@ FEW = [(spec, "greedy", 3, "two devices") for spec in ("tree", "skips", "adapter
     ("cascade", "drawn", 3),
     ("closest", "greedy", 1),
     ("rule", "penalty", 3),
+    ("block", "greedy", 3, "two devices"),
+    ("window", "eos", 3),
+    ("block beside", "greedy", 3),
 ]
 DRAFTS = (
     "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "closest", "adapter", "lora", "probe",
-    "heads", "reduced", "cascade",
+    "heads", "reduced", "cascade", "block", "window", "block beside",
 )  # fmt: skip
 
 
@@ -80,7 +86,7 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
         # Rows that end leave the forwards, which takes two further uploads, now and then.
         few = 0.0 if rows == 1 else 4 * rows / found["rounds"]
         assert found["transfers"] <= step * found["steps"] + rest + few, case
-        if spec in ("fixed", "lookup") and call in ("greedy", "streamed"):
+        if (spec in ("fixed", "lookup") and call in ("greedy", "streamed")) or spec == "block":
             # What judges and what free drafts learn from is one read, and a streamer gets what the host knows already.
             assert found["waits"] == 1, case
         if call == "greedy":

@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from helpers.architectures import build
 from helpers.calls import check_lossless
 from helpers.fitted import Recording, arguments, rows, weights
 from helpers.models import VOCABULARY, character_tokenizer, ragged_batch, tiny_llama
-from hf_selfspec import MTP, ReducedHead, SelfSpec, fit_mtp
+from hf_selfspec import MTP, MtpFormat, ReducedHead, SelfSpec, fit_mtp, load_mtp
 from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError
+from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
 
 pytestmark = pytest.mark.filterwarnings(
@@ -139,6 +141,75 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fit_mtp(tiny_llama(seed=1), tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
 
 
+def chains(count: int, length: int = 32) -> torch.Tensor:
+    """Texts ``[count, length]`` in which three of four tokens follow from the two before, and the fourth is any."""
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randint(2, VOCABULARY, (VOCABULARY, 2), generator=generator)
+    found = [torch.randint(2, VOCABULARY, (count,), generator=generator) for _ in range(2)]
+    while len(found) < length:
+        follows = table[found[-1], found[-2] % 2]
+        others = torch.randint(2, VOCABULARY, (count,), generator=generator)
+        found.append(torch.where(torch.rand(count, generator=generator) < 0.75, follows, others))
+    return torch.stack(found, dim=1)
+
+
+def trained_with_layer(folder: Path, text: torch.Tensor) -> Any:
+    """A small model that was trained together with an MTP layer, which ships with it as with a model of DeepSeek."""
+    model = tiny_llama(2)
+    head = MtpHead.of(model).requires_grad_(True)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=3e-3)
+    for begin in range(0, 200 * 8, 8):
+        ids = text[torch.arange(begin, begin + 8) % len(text)]
+        states, embeddings = model.model(ids).last_hidden_state, model.get_input_embeddings()(ids)
+        drafted = head(embeddings[:, 1:-1], states[:, :-2], torch.arange(1, ids.shape[1] - 1).expand(8, -1))
+        pairs = (states[:, :-1], ids[:, 1:], 1.0), (drafted, ids[:, 2:], 0.1)
+        losses = [weight * F.cross_entropy(model.lm_head(of).flatten(0, 1), to.flatten()) for of, to, weight in pairs]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+    model.generation_config.eos_token_id = None
+    model.eval().save_pretrained(folder)
+    SelfSpec(MTP(head.eval())).export_draft(folder / "layer", model)
+    tensors = load_file(folder / "model.safetensors") | load_file(folder / "layer" / "model-mtp.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return type(model).from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def agreements(model: Any, head: MtpHead, ids: torch.Tensor) -> list[float]:
+    """How often the first, second and third token that a head predicts in a text are the model's."""
+    right, found = model(ids).logits.argmax(-1), []
+    states, embeddings, s = model.model(ids).last_hidden_state, model.get_input_embeddings()(ids), ids.shape[1]
+    for step in (1, 2, 3):
+        states = head(embeddings[:, step:], states[:, : s - step], torch.arange(step, s).expand(len(ids), -1))
+        found.append((model.lm_head(states).argmax(-1) == right[:, step:]).float().mean().item())
+    return found
+
+
+def test_shipped_layers_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On what the model itself answers; they are saved under the names of its checkpoint, and come back by these."""
+    monkeypatch.setitem(shipped._FORMATS, "llama", MtpFormat(state_first=True))
+    text = chains(160)
+    model = trained_with_layer(tmp_path / "model", text)
+    before = load_mtp(model)
+    answers = model.generate(text[:60, :4], max_new_tokens=28, do_sample=True, pad_token_id=0)
+    learnt, held_out = ([{"input_ids": row.tolist()} for row in part] for part in (answers[:50], answers[50:]))
+    own = [value.clone() for value in before.state_dict().values()]
+    tuned = fit_mtp(
+        model, None, learnt, start="shipped", steps=3, block_size=32, head_rows=VOCABULARY,
+        args=arguments(tmp_path, num_train_epochs=8, learning_rate=1e-3),
+    )  # fmt: skip
+    assert all(map(torch.equal, before.state_dict().values(), own))
+    ids = torch.tensor([row["input_ids"] for row in held_out])
+    first, last = agreements(model, before, ids), agreements(model, tuned, ids)
+    assert all(after > at_first + 0.02 for at_first, after in zip(first, last, strict=True)), (first, last)
+    SelfSpec(MTP(tuned)).export_draft(tmp_path / "tuned", model)
+    again = load_mtp(model, tmp_path / "tuned")
+    assert all(map(torch.equal, again.state_dict().values(), tuned.state_dict().values()))
+    (stats,) = check_lossless(model, SelfSpec(MTP()), prompts=[ragged_batch()])
+    assert stats.accepted
+
+
 def test_wrong_settings(tmp_path: Path) -> None:
     model = tiny_llama()
     for changed, words in (
@@ -148,6 +219,9 @@ def test_wrong_settings(tmp_path: Path) -> None:
         ({"block_size": 4}, "block_size=4"),
         ({"state_layers": 3}, r"fit_mtp\(state_layers\) must be a list"),
         ({"prompts": ["a"]}, "tokenizer"),
+        ({"start": "new"}, r"fit_mtp\(start\) must be one of"),
+        ({"start": "shipped", "state_layers": [1, 2]}, "the second without state_layers"),
+        ({"start": "shipped", "block_size": 32}, "was not loaded from a checkpoint"),
     ):
         with pytest.raises(SelfSpecError, match=words):
             fit_mtp(model, None, rows(4), **changed)

@@ -1,0 +1,81 @@
+"""What drafts with heads have in common that read the model's states and keep something of each verified token."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..batch import Text, Verdict
+from ..errors import UnsupportedModelError
+from ..model.head import HeadRows
+from ..model.plan import LayerPlan
+from ..model.transfer import upload
+from .partial import PartialDraft
+from .source import Session
+
+# So many states of the model wait at most until the head takes them in, where others draft.
+_WAITING = 512
+
+
+class StatesDraft(PartialDraft):
+    """Drafts with a head of its own caches. The states of verified tokens, whoever drafted these, wait until the head
+    takes them in."""
+
+    def __init__(self, session: Session, layers: tuple[int, ...], head_rows: HeadRows | None = None) -> None:
+        target = session.target
+        super().__init__(session, LayerPlan(session.anatomy.num_layers), head_rows)
+        rows = len(target.cache.cursors)
+        self._padded = [0] * rows if target.padding is None else (target.padding == 0).sum(1).tolist()
+        # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
+        # count; the slot of the token after each row's first state, and its states that were taken in and stay.
+        self._waiting: list[torch.Tensor] = []
+        self._places: list[list[int]] = [[] for _ in range(rows)]
+        self._first = [0] * rows
+        self._taken = [0] * rows
+        target.observe_prefill(layers, self._see_prompt, keeps_verified=True)
+
+    def take_in(self, text: Text) -> None:
+        """Takes in the states that wait, all that are known of ``text``."""
+        raise NotImplementedError
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        super().update(text, verdicts, logits)
+        self.observe(text, verdicts, logits)
+
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]  # None by default
+        """Keeps the states of the tokens before the new ones."""
+        states, known = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
+        assert states is not None
+        begun = [first - 1 + taken + len(places) for first, taken, places in known]
+        ends = zip(verdicts, text.last_slots(), begun, strict=True)
+        self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
+        if sum(piece.shape[1] for piece in self._waiting) > _WAITING:
+            self.take_in(text)
+
+    def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
+        if states.dim() != 3:
+            raise UnsupportedModelError(
+                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which no head can take."
+            )
+        if not self._waiting:
+            self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
+        new = []
+        for cursor, length, first, places in zip(cursors, lengths, self._first, self._places, strict=True):
+            # Rows whose prompt ended in an earlier piece get junk.
+            seen = first - 1 + len(places)
+            new.append(list(range(seen - cursor, length)) if seen >= cursor else [])
+        self._keep(states, new)
+
+    def _keep(self, states: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
+        width = sum(piece.shape[1] for piece in self._waiting)
+        self._waiting.append(picked(states, columns))
+        for places, new in zip(self._places, columns, strict=True):
+            places += range(width, width + len(new))
+
+
+def picked(values: torch.Tensor, columns: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Of values ``[b, s, d]`` those at each row's columns, ``[b, n, d]``, with junk after short rows."""
+    most = max(map(len, columns))
+    if all(list(row) == list(range(len(row))) for row in columns):
+        return values if most == values.shape[1] else values[:, :most].clone()  # a view would keep all of them
+    index = upload([[*row, *[0] * (most - len(row))] for row in columns], values.device)
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))

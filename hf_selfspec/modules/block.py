@@ -1,0 +1,342 @@
+"""Block heads as others publish them: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+
+One forward over a block, the text's last token and mask tokens behind it, drafts a token in each of its slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+from typing_extensions import Self
+
+from ..errors import SelfSpecError, SettingError, brief
+from ..learned.files import read_json
+from ..model.anatomy import Anatomy
+from ..model.attention import MaskSpec, grouped_attention
+from ..model.linear import FewTokenLinear
+from ..validation import MOST_DRAFT, check_count
+from .draft_module import CONFIG, WEIGHTS, About, DraftModule, file_of
+from .eagle import tokens_of
+from .mtp import check_states
+
+# Settings of speculators' format, with the values that count where they are left out; ``window_of`` is ours.
+_USUAL: dict[str, Any] = {
+    "speculators_model_type": "dflash", "transformer_layer_config": {}, "draft_vocab_size": 32000, "block_size": 8,
+    "aux_hidden_state_layer_ids": None, "mask_token_id": None, "target_hidden_size": None,
+    "sliding_window_non_causal": False, "sample_from_anchor": False, "window_of": "anchor",
+    "markov_rank": 0, "markov_head_type": "vanilla", "enable_confidence_head": False,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
+_USUAL_DSPARK = {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True}
+_MARKOV = ("vanilla", "gated", "rnn")
+_ROPES = ("default", "linear", "llama3", "yarn")
+# The model's own parts, which some checkpoints repeat, and which draft tokens the vocabulary has.
+_UNUSED = ("t2d", "embed_tokens.", "verifier_")
+
+
+class MarkovHead(nn.Module):
+    """What the token before a slot adds to its logits: ``W2 E1[x]``, as it is, gated by the slot's state, or by a
+    recurrent state of the block."""
+
+    def __init__(self, vocabulary: int, size: int, rank: int, width: int, way: str) -> None:
+        super().__init__()
+        self.way, self.rank = way, rank
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = FewTokenLinear(rank, size, bias=False)
+        if way == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif way == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def forward(
+        self, embedded: torch.Tensor, states: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what is added to the logits of a slot, ``[b, r]``, and the memory ``[b, rank]`` for the next one,
+        from the embedding ``[b, rank]`` of the token before it and its state ``[b, d]``."""
+        if self.way == "gated":
+            embedded = torch.sigmoid(self.gate_proj(torch.cat([states, embedded], dim=-1))) * embedded
+        elif self.way == "rnn":
+            joint = self.joint_proj(torch.cat([memory, embedded, states], dim=-1))
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            memory, embedded = gate * memory + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
+        return self.markov_w2(embedded), memory
+
+
+class ConfidenceHead(nn.Module):
+    """The probability that a slot's token is accepted, before a sigmoid."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class BlockHead(DraftModule):
+    """A block head: decoder layers of Qwen 3's form, which attend to what a projection makes of the model's states of
+    the verified tokens, and within the block. Names of settings and weights are those of speculators.
+
+    Args:
+        about: see :class:`DraftModule`.
+        settings: see :data:`_USUAL`.
+
+    Raises:
+        SettingError: a setting is not allowed, or is that of a variant that is not served.
+    """
+
+    kind = "block head"
+    d2t: torch.Tensor | None
+
+    def __init__(self, about: About = None, **settings: Any) -> None:
+        super().__init__()
+        self.about = about
+        self.settings = known = _checked(settings)
+        config, layers = _layers(known), known["aux_hidden_state_layer_ids"]
+        self.state_layers, self.width = tuple(layers), config.hidden_size
+        self.vocabulary, size, rank = config.vocab_size, known["draft_vocab_size"], known["markov_rank"]
+        self.block_size, self.mask_token = known["block_size"], known["mask_token_id"]
+        self.first_slot = 0 if known["sample_from_anchor"] else 1
+        width, eps = self.width, config.rms_norm_eps
+        self.layers: Any = nn.ModuleList(
+            Qwen3DecoderLayer(config, number) for number in range(config.num_hidden_layers)
+        )
+        kinds, window = config.layer_types, getattr(config, "sliding_window", None)
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        self.norm, self.hidden_norm = Qwen3RMSNorm(width, eps), Qwen3RMSNorm(width, eps)
+        self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        is_whole = size == self.vocabulary
+        self.lm_head = None if is_whole else FewTokenLinear(width, size, bias=False)
+        self.register_buffer("d2t", None if is_whole else torch.zeros(size, dtype=torch.long))
+        with torch.device("cpu"):  # what it has computed is saved nowhere
+            self.rotary = Qwen3RotaryEmbedding(config)
+        self.markov_head = MarkovHead(self.vocabulary, size, rank, width, known["markov_head_type"]) if rank else None
+        self.confidence_head: ConfidenceHead | None = None
+        if known["enable_confidence_head"]:
+            self.confidence_head = ConfidenceHead(width + (rank if known["confidence_head_with_markov"] else 0))
+        for module in self.modules():
+            if type(module) is nn.Linear:  # transformers' own; 0.8 of the time for 5 tokens (float32, width 2048)
+                module.__class__ = FewTokenLinear
+
+    def __repr__(self) -> str:
+        return f"BlockHead({self.digest})"
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens a block drafts."""
+        return int(self.block_size - self.first_slot)
+
+    @property
+    def tokens(self) -> torch.Tensor | None:
+        """The tokens ``[r]`` that it can draft, ``None`` for all."""
+        offsets = self.d2t
+        return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
+
+    def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
+        last = Anatomy.of(model).num_layers - (self.settings["window_of"] == "anchor")  # others mean the normed state
+        vocabulary = self.vocabulary or len(model.get_input_embeddings().weight)
+        return check_states(self.kind, model, self.state_layers, self.width, vocabulary, last)
+
+    def take_in(self, states: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
+        """Writes the keys and values of verified tokens, from the model's states of these ``[b, s, n d]``."""
+        entered = self.hidden_norm(self.fc(states))
+        rotation = self.rotary(entered, positions)
+        for number, layer in enumerate(self.layers):
+            cache.update(*_keys_and_values(layer.self_attn, entered, rotation), number)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        length: int,
+        is_even: bool,
+        cache: Any,
+    ) -> torch.Tensor:
+        """Returns the states ``[b, B, d]`` of a block, of the embeddings ``[b, B, d]`` of the text's last token and of
+        mask tokens, at ``slots`` ``[b, B]`` of the cache behind the verified tokens; the longest row ends before slot
+        ``length``, all do if they are even. Nothing counts that is written there."""
+        states, spec = embeddings, MaskSpec(slots, length, is_even=is_even)
+        rotation = self.rotary(states, positions)
+        masks = {window: self._mask(slots, length, is_even, window) for window in set(self.windows)}
+        for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            attention, entered = layer.self_attn, layer.input_layernorm(states)
+            query = _turned(attention.q_norm(_heads(attention, attention.q_proj(entered))), rotation)
+            keys, values = cache.update(*_keys_and_values(attention, entered, rotation), number)
+            settings = {"scaling": attention.scaling, "is_causal": False}
+            seen, _ = grouped_attention(spec, attention, query, keys, values, masks[window], **settings)
+            states = states + attention.o_proj(seen.flatten(2))
+            states = states + layer.mlp(layer.post_attention_layernorm(states))
+        found: torch.Tensor = self.norm(states)
+        return found
+
+    def _mask(self, slots: torch.Tensor, length: int, is_even: bool, window: int | None) -> torch.Tensor | None:
+        """What each slot sees, ``[b, 1, B, length]``, ``None`` for everything: the text, or a window before the block
+        or (of transformers) around each slot, and the block, in windows of some heads only up to the slot itself."""
+        if is_even and window is None:
+            return None
+        keys, begin = torch.arange(length, device=slots.device), slots[:, :1, None]
+        last = begin + self.block_size - 1
+        if window is not None and not self.settings["sliding_window_non_causal"]:
+            last = slots[:, :, None]
+        seen = keys <= last
+        if window is not None:
+            is_of_slot = self.settings["window_of"] == "slot"
+            seen = seen & (keys >= (slots[:, :, None] if is_of_slot else begin) - window)
+            if is_of_slot:
+                seen = seen & (keys <= slots[:, :, None] + window)
+        return seen.expand(len(slots), self.block_size, length)[:, None]
+
+    def sure(self, logits: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The probability ``[b]`` that tokens are accepted, by the confidence head, from what it reads ``[b, any]``."""
+        head = self.on(features.device, features.dtype).confidence_head
+        assert head is not None
+        found: torch.Tensor = head.proj(features)[:, 0].float().sigmoid()
+        return found
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
+        """Reads a checkpoint; see :class:`hf_selfspec.Block`."""
+        name = os.fspath(pretrained_model_name_or_path)
+        config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
+        try:
+            settings = published(name, read_json(config_file))
+            tensors = {_renamed(key): value.clone() for key, value in load_file(weights_file).items()}
+            with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
+                head = cls(**settings)
+            unused = (*_UNUSED, *(("lm_head.", "d2t") if head.lm_head is None else ()))
+            tensors = {key: value for key, value in tensors.items() if not key.startswith(unused)}
+            if head.lm_head is not None:
+                tokens_of(tensors.get("d2t"), head.settings["draft_vocab_size"], head.vocabulary)
+            for key, value in tensors.items():
+                if not torch.isfinite(value).all():
+                    raise ValueError(f"{key} is not finite")
+                if value.is_floating_point():
+                    tensors[key] = value.to(tensors["fc.weight"].dtype)
+            head.load_state_dict(tensors, assign=True)
+        except SelfSpecError:
+            raise
+        except Exception as error:  # of readers of files, or of the code of any configuration
+            raise SettingError(
+                f"{name} holds no {cls.kind}, or one whose {CONFIG} or weights were cut short or changed "
+                f"({brief(error)})."
+            ) from error
+        return head.eval().requires_grad_(False)
+
+
+def _heads(attention: Any, values: torch.Tensor) -> torch.Tensor:
+    """Values ``[b, s, k h]`` as ``[b, k, s, h]``."""
+    return values.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+
+def _turned(values: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cosine, sine = (part[:, None] for part in rotation)
+    return values * cosine + rotate_half(values) * sine
+
+
+def _keys_and_values(
+    attention: Any, entered: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = attention.k_norm(_heads(attention, attention.k_proj(entered)))
+    return _turned(keys, rotation), _heads(attention, attention.v_proj(entered))
+
+
+def is_published(config: dict[str, Any]) -> bool:
+    """Whether a configuration is that of a block head, in any of the formats, served or not."""
+    named = str(config.get("speculators_model_type", ""))
+    return named.startswith(("dflash", "dspark")) or "dflash_config" in config or "target_layer_ids" in config
+
+
+def published(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a head from a configuration in one of the formats."""
+    if "speculators_model_type" in config:
+        usual = _USUAL | (_USUAL_DSPARK if config["speculators_model_type"] == "dspark" else {})
+        return {key: config.get(key, value) for key, value in (usual | {"about": None}).items()}
+    if "dflash_config" in config:
+        raise _not_served(name, "the format of DFlash's authors, of which `speculators convert` makes speculators'")
+    if config.get("model_type") != "muse_glimmer_assistant":
+        raise SettingError(
+            f"{name} holds no block head: its {CONFIG} is neither that of a DFlash or DSpark head of speculators, "
+            "nor of a DFlash head of transformers. Give the folder or the Hub repository of one."
+        )
+    # Its decoder layers have Qwen 3's form; its vocabulary is the model's.
+    layer = AutoConfig.for_model(**config).to_dict() | {"model_type": "qwen3", "use_sliding_window": True}
+    return _USUAL | {
+        "transformer_layer_config": layer | {"vocab_size": 0},
+        "draft_vocab_size": 0,
+        "block_size": layer["block_size"],
+        "mask_token_id": layer["mask_token_id"],
+        "aux_hidden_state_layer_ids": [number + 1 for number in layer["target_layer_ids"]],
+        "sliding_window_non_causal": True,
+        "window_of": "slot",
+    }
+
+
+def _renamed(key: str) -> str:
+    """The name in speculators' format of a weight of transformers'."""
+    return key.replace("encoder.fc.", "fc.").replace("encoder.output_norm_enc.", "hidden_norm.")
+
+
+def _not_served(name: str, *variants: str) -> SettingError:
+    return SettingError(
+        f"{name} is a variant that is not served: {', '.join(variants)}. Take a DFlash or DSpark head with layers of "
+        "Qwen 3's form, in full attention or in windows; an EAGLE-3 head loads with MTP.from_eagle3."
+    )
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    known = _USUAL | settings
+    layer, name = known["transformer_layer_config"], "this block head"
+    layers, kind = known["aux_hidden_state_layer_ids"], known["speculators_model_type"]
+    if unknown := sorted(settings.keys() - _USUAL.keys()):
+        raise SettingError(f"{name} has unknown settings: {', '.join(unknown)}.")
+    if variants := list(_variants(known, layer)):
+        raise _not_served(name if kind in ("dflash", "dspark") else f"{name} ({kind})", *variants)
+    check_count("block_size", known["block_size"], least=2, most=MOST_DRAFT)
+    if not isinstance(layers, (list, tuple)) or not layers or sorted(set(layers)) != list(layers):
+        raise SettingError(
+            f"{name} reads the layers {layers!r} (aux_hidden_state_layer_ids), which must be numbers in increasing "
+            "order."
+        )
+    if not isinstance(known["mask_token_id"], int):
+        raise SettingError(f"{name} has no mask_token_id, without which there is no block. Add it to its {CONFIG}.")
+    return known
+
+
+def _variants(known: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
+    """What a head has that is not served."""
+    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if (kind := known["speculators_model_type"]) not in ("dflash", "dspark"):
+        yield str(kind)
+    if layer.get("model_type", "qwen3") not in ("qwen3", "llama"):
+        yield f"layers of {layer['model_type']}"
+    if known["target_hidden_size"] not in (None, layer.get("hidden_size")):
+        yield "target_hidden_size"
+    if known["markov_rank"] and known["markov_head_type"] not in _MARKOV:
+        yield f"a Markov head of type {known['markov_head_type']}"
+    if known["enable_confidence_head"] and known["confidence_head_with_markov"] and not known["markov_rank"]:
+        yield "a confidence head that reads a Markov head, without one"
+    if rope_type not in _ROPES or any(isinstance(value, dict) for value in rope.values()):
+        yield f"rotary positions of type {rope_type}, or of several types"
+    for other in ("partial_rotary_factor", "mlp_bias"):
+        if rope.get(other, layer.get(other)) not in (None, False, 1.0):
+            yield other
+
+
+def _layers(known: dict[str, Any]) -> PreTrainedConfig:
+    config = AutoConfig.for_model(**{"model_type": "qwen3"} | known["transformer_layer_config"])
+    if getattr(config, "layer_types", None) is None:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    return config

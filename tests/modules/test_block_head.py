@@ -1,0 +1,211 @@
+"""Block heads as others publish them: logits by hand and by the packages of the formats, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
+from transformers.cache_utils import DFlashCache
+
+from helpers.architectures import build
+from helpers.blocks import CONFIGS, Seen, context_of, logits_by_hand, of_speculators, published
+from helpers.calls import unchanged
+from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
+from helpers.watched import watched
+from hf_selfspec import Block, FixedLength, SelfSpec, SettingError
+from hf_selfspec.batch import Draft, Text
+
+# The logits [n, r] of slots in which [n] tokens were drafted after a text [s].
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Predict, tokens: torch.Tensor) -> None:
+    """All slots of all blocks of a call have these logits, whatever was accepted before: from none to all of a block,
+    whose first tokens are then replaced by the right ones."""
+    plain, blocks = model.generate(**inputs, max_new_tokens=24), list[int]()
+
+    def check(text: Text, draft: Draft) -> None:
+        for row, length in enumerate(draft.lengths):
+            if not length:
+                continue
+            known = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
+            expected = predict(known, draft.tokens[row, :length])
+            found = torch.stack([step[row] for step in shown.__dict__["steps"][:length]])
+            torch.testing.assert_close(found[:, tokens], expected, atol=1e-5, rtol=1e-5)
+            right = plain[row, text.lengths[row] :][: (7 * len(blocks) + row) % (length + 1)]
+            draft.tokens[row, : len(right)] = right
+            blocks.append(length)
+
+    model(inputs["input_ids"], output_hidden_states=True)  # whose hooks transformers keeps
+    shown = watched(Seen(folder), check)
+    spec = SelfSpec(shown, FixedLength(8))
+    with unchanged(model):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
+    assert spec.stats is not None
+    assert max(blocks) == shown.__dict__["_head"].num_tokens
+    assert 0.2 < spec.stats.acceptance_rate < 0.8
+    assert 5 < spec.stats.draft_steps <= spec.stats.rounds  # one forward a block
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_are_what_the_definition_predicts(name: str, inputs: Any, tmp_path: Path) -> None:
+    model = tiny_llama(factor=0.5)
+    settings, tensors = published(tmp_path, model, **CONFIGS[name])
+    size = settings["draft_vocab_size"]
+    tokens = torch.arange(size) + tensors.get("d2t", torch.zeros(size, dtype=torch.long))
+    check_logits(
+        model, tmp_path, inputs, lambda text, drafted: logits_by_hand(model, settings, tensors, text, drafted), tokens
+    )
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_speculators(name: str, inputs: Any, tmp_path: Path) -> None:
+    kind = "dspark" if "dspark" in name else "dflash"
+    package = of_speculators(kind)
+    of_kind = {"dflash": "DFlash", "dspark": "DSpark"}[kind]
+    model = tiny_llama(factor=0.5)
+    settings, tensors = published(tmp_path, model, **CONFIGS[name])
+    config = getattr(package, f"{of_kind}SpeculatorConfig")(**settings)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = getattr(package, f"{of_kind}DraftModel")(config).eval()
+    head = {"lm_head.weight": model.lm_head.weight, "embed_tokens.weight": model.model.embed_tokens.weight}
+    lacking, unexpected = theirs.load_state_dict(head | tensors, strict=False)
+    assert not unexpected
+    assert all(key.startswith("verifier_") for key in lacking)
+    size, vocabulary = settings["block_size"], settings["draft_vocab_size"]
+    first = 0 if config.sample_from_anchor else 1
+
+    @torch.no_grad()
+    def predict(text: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """The anchor is the only token that counts in the loss; what follows the block is junk."""
+        anchor, ids = len(text) - 1, torch.cat([text, drafted, text.new_zeros(2 * size)])[None]
+        states = torch.randn(1, ids.shape[1], 3 * model.config.hidden_size)
+        states[0, :anchor] = context_of(model, text, settings["aux_hidden_state_layer_ids"])
+        counts = torch.zeros_like(ids)
+        counts[0, anchor] = 1
+        last, documents = states[..., : model.config.hidden_size], torch.zeros_like(ids)
+        hidden, logits, *_ = theirs._backbone_forward(states, ids, counts, last, documents, None, max_anchors=1)
+        if kind == "dspark":
+            before = torch.cat([text[-1:]] * first + [ids[0, anchor:]])[:size]
+            logits = logits + theirs.markov_head.block_bias(prev_token_ids=before[None], hidden_states=hidden)
+        found: torch.Tensor = logits[0, first : first + len(drafted)]
+        return found
+
+    tokens = torch.arange(vocabulary) + tensors.get("d2t", torch.zeros(vocabulary, dtype=torch.long))
+    check_logits(model, tmp_path, inputs, predict, tokens)
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]], ids=str)
+def test_logits_are_those_of_transformers(kinds: list[str], inputs: Any, tmp_path: Path) -> None:
+    model = tiny_llama(factor=0.5)
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, sliding_window=6, layer_types=kinds, block_size=5, mask_token_id=3, target_layer_ids=[1, 3, 5],
+    )  # fmt: skip
+    theirs = MuseGlimmerAssistantModel(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    theirs.save_pretrained(tmp_path)
+
+    @torch.no_grad()
+    def predict(text: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        cache = DFlashCache(config=config)
+        cache.set_previous_accepted_tokens(len(text) - 1)
+        block = torch.tensor([[int(text[-1]), *[3] * 4]])
+        entered, places = context_of(model, text, [2, 4, 6])[None], torch.arange(len(text) + 4)[None]
+        # The cache has another name in transformers 5.17.
+        states = theirs(model.model.embed_tokens(block), entered, None, places, cache)
+        found: torch.Tensor = model.lm_head(states.last_hidden_state[0, 1 : 1 + len(drafted)])
+        return found
+
+    check_logits(model, tmp_path, inputs, predict, torch.arange(VOCABULARY))
+
+
+def changed_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+_LAYER = "transformer_layer_config"
+VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": ({"speculators_model_type": "dflash2"}, "not served: dflash2"),
+    "EAGLE-3": ({"speculators_model_type": "eagle3"}, r"not served: eagle3.*MTP\.from_eagle3"),
+    "other layers": ({_LAYER: {"model_type": "gemma2"}}, "not served: layers of gemma2"),
+    "another width of states": ({"target_hidden_size": 32}, "not served: target_hidden_size"),
+    "another Markov head": (
+        {"speculators_model_type": "dspark", "markov_head_type": "lstm"},
+        "not served: a Markov head of type lstm",
+    ),
+    "rotary positions by length": (
+        {_LAYER: {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
+        "not served: rotary positions of type dynamic",
+    ),
+    "no mask token": ({"mask_token_id": None}, "has no mask_token_id"),
+    "no layers": ({"aux_hidden_state_layer_ids": None}, r"reads the layers None \(aux_hidden_state_layer_ids\)"),
+    "no block": ({"block_size": 1}, "block_size must be"),
+    "other widths": ({"block_size": 5, _LAYER: {"intermediate_size": 32}}, "size mismatch"),
+}
+WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a tensor is missing": (lambda tensors: tensors.pop("fc.weight"), "fc.weight"),
+    "a tensor is of another format": (lambda tensors: tensors.update(extra=torch.ones(1)), "extra"),
+    "no d2t": (lambda tensors: tensors.pop("d2t"), "no d2t"),
+    "tokens outside": (lambda tensors: tensors["d2t"].add_(VOCABULARY), "distinct tokens"),
+    "not finite": (lambda tensors: tensors["norm.weight"].mul_(float("nan")), "not finite"),
+}
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    for change, message in VARIANTS.values():
+        settings, _ = published(tmp_path, model)
+        layer = settings[_LAYER] | change.get(_LAYER, {})
+        (tmp_path / "config.json").write_text(json.dumps(settings | change | {_LAYER: layer}))
+        with pytest.raises(SettingError, match=message):
+            Block.from_pretrained(tmp_path)
+    for changed, message in WEIGHTS.values():
+        published(tmp_path, model)
+        changed_weights(tmp_path, changed)
+        with pytest.raises(SettingError, match=message):
+            Block.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(SettingError, match="cut short"):
+        Block.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"dflash_config": {}, "model_type": "qwen3"}')
+    with pytest.raises(SettingError, match="of which `speculators convert` makes"):
+        Block.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SettingError, match="holds no block head"):
+        Block.from_pretrained(tmp_path)
+
+
+def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
+    published(tmp_path, tiny_llama(), layers=(1, 3, 5))
+    source = Block.from_pretrained(tmp_path)
+    others = {
+        "a vocabulary of 97": tiny_llama(vocabulary=90),
+        r"before layers \[1, 3, 5\], and the model has 5": tiny_llama(5),
+        "width 64, and the model has 32": build("llama", num_hidden_layers=8),
+    }
+    for message, model in others.items():
+        with unchanged(model), pytest.raises(SettingError, match=message):
+            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
+
+
+def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
+    model = tiny_llama(factor=0.5)
+    published(tmp_path, model, **CONFIGS["dspark gated"])
+    source = Block.from_pretrained(tmp_path)
+    source.__dict__["_head"].save_pretrained(tmp_path / "saved")
+    assert repr(Block(tmp_path / "saved").__dict__["_head"]) == repr(source.__dict__["_head"])
+    SelfSpec(source).save_pretrained(tmp_path / "spec")
+    assert SelfSpec.from_pretrained(tmp_path / "spec").draft == source
