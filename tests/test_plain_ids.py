@@ -315,7 +315,7 @@ FEW = ("one token", "two tokens", "forced eos", "counting processor", "no repeat
 RARE = ("adapter", "adapter tree", "heads", "heads tree", "layerskip", "mtp", "mtp tree", "mtp cascade")
 
 
-@pytest.mark.parametrize(("kind", "call"), one_of(11, SPECS, CALLS))
+@pytest.mark.parametrize(("kind", "call"), one_of(23, SPECS, CALLS))
 def test_every_draft_in_every_call(kind: str, call: str) -> None:
     model = model_of("llama")
     spec = SPECS[kind](model)
@@ -330,7 +330,7 @@ MODELS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "call"), one_of(10, MODELS, CALLS))
+@pytest.mark.parametrize(("name", "call"), one_of(19, MODELS, CALLS))
 def test_every_call_of_every_model(name: str, call: str) -> None:
     if call in ("holes", "chat, rows end") and name in STATEFUL:
         pytest.skip("refused: recurrent states would change")

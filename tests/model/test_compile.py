@@ -299,8 +299,7 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     assert len(graphs._of_models) == others
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["exit", "tree"])
+@pytest.mark.parametrize(("name", "rows"), [("exit", 1), ("tree", 3)])
 def test_split_forwards_are_exact(
     name: str, rows: int, traced: list[torch.fx.GraphModule], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ def check(name: str, spec: SelfSpec, texts: tuple[int, ...] = ROWS["one"], **opt
     assert torch.equal(_model(name).generate(**prompt, **OPTIONS | options, assistant=spec), expected)
 
 
-@pytest.mark.every_run(".*-ragged|(llava|gemma3|qwen2_vl|paligemma)-texts")
+@pytest.mark.every_run(".*-ragged")
 @pytest.mark.filterwarnings("ignore:(Exaone4_5|Qwen4Exp|Glm5Next).* cannot take:UserWarning")
 @pytest.mark.parametrize("rows", [*ROWS, "text", "texts"])
 @pytest.mark.parametrize("name", MODELS)

@@ -56,7 +56,8 @@ RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
 WARM = [
     *((spec, "graphs llama", rows) for spec, rows in (("default", 1), ("lookup", 1), ("skips", 3))),
     *(("fixed", f"graphs {name}", 1 + 2 * (place % 2)) for place, name in enumerate(ARCHITECTURES[::2])),
-    *(("default", f"graphs {name}", 3, "split") for name in ("llama", "gemma3_text")),
+    ("default", "graphs llama", 3, "split"),
+    ("fixed", "graphs gemma3_text", 1, "split"),
 ]
 FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
 NUMBER, THREADS = ("fixed", "graphs llama", 1, "a number"), ("fixed", "graphs llama", 1, "", 8)

@@ -380,8 +380,14 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        pytest.param(kind, spec, marks=pytest.mark.slow if (one + other) % len(SPECS) else ())
+        for one, kind in enumerate(KINDS)
+        for other, spec in enumerate(SPECS)
+    ],
+)
 def test_ids_are_plains(kind: str, spec: str) -> None:
     make, around, why = KINDS[kind]
     model = make()
