@@ -14,7 +14,8 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
         return draft
     spots = [constraint.at(text, row) for row in range(text.batch_size)]
     line = [list(range(length)) for length in draft.lengths]
-    rows = list(zip(spots, draft.tokens.tolist(), line if draft.parents is None else draft.parents, strict=True))
+    listed = draft.tokens.tolist() if draft.listed is None else draft.listed
+    rows = list(zip(spots, listed, line if draft.parents is None else draft.parents, strict=True))
     paths = [_allowed_paths(*row) for row in rows]
     parents = [
         [parent if path is not None else -1 for parent, path in zip(row, kept[1:], strict=True)]
@@ -22,7 +23,7 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
     ]
     q = _drawn_as_allowed(draft, spots, paths, parents)
     depths = [max(len(path) for path in kept if path is not None) for kept in paths]
-    return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q)
+    return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q, listed=listed)
 
 
 def forced(text: Text, constraint: Constraint, max_new: list[int], most: int) -> Draft:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as lp
 
-from ..batch import Text
+from ..batch import Draft, Text
 from ..errors import SettingTypeError
 from .libraries import Grammar, find_adapter
 
@@ -94,7 +94,7 @@ class GrammarMask:
         self.rows: list[_Row] = []
         self._start = 0
         # Transformers forces what a prefix function allows where all of it has been forbidden.
-        self._is_prefix_function = type(processor) is lp.PrefixConstrainedLogitsProcessor
+        self.is_prefix_function = type(processor) is lp.PrefixConstrainedLogitsProcessor
 
     @property
     def vocabulary(self) -> int:
@@ -120,10 +120,25 @@ class GrammarMask:
     def of_row(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[n, v]`` that follow ``ids`` ``[s]`` of one row."""
         mask = self.rows[row].mask_after(ids[self._start :].tolist())
-        if self._is_prefix_function:
+        if self.is_prefix_function:
             tokens = mask.nonzero()[:, 0]
             return lp.PrefixConstrainedLogitsProcessor(lambda *_: tokens, 1)(ids.expand(len(scores), -1), scores)
         return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+
+    def of_nodes(self, text: Text, draft: Draft, wanted: Sequence[bool], ends: frozenset[int]) -> torch.Tensor:
+        """What may follow each node of a draft whose tokens the host knows, ``[b, t + 1, v]``; everything behind
+        tokens that end a row, and after nodes that do not count."""
+        found = torch.ones(text.batch_size, draft.size + 1, self.vocabulary, dtype=torch.bool, device="cpu")
+        assert draft.listed is not None
+        for row in filter(wanted.__getitem__, range(text.batch_size)):
+            chosen, paths = list(text.new[row]), dict[int, Path]({0: ()})
+            for node in range(draft.size + 1):
+                if node in paths:
+                    found[row, node] = self.rows[row].mask(chosen, paths[node])
+                    for child in draft.children(row, node):
+                        if (token := draft.listed[row][child - 1]) not in ends:
+                            paths[child] = (*paths[node], token)
+        return found
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
         """Leaves the processor as plain ``generate`` leaves it, which would have seen these new tokens of each row."""

@@ -58,6 +58,11 @@ class Scorer:
         self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
+        others = [processor for processor in processors if not isinstance(processor, GrammarMask)]
+        # The one that alone depends on the prefix, and whose masks can be known for all nodes of a draft at once.
+        is_alone = len(self.grammars) == 1 and not self.grammars[0].is_prefix_function
+        is_alone &= all(type(processor) in _PREFIX_FREE for processor in others)
+        self.grammar = self.grammars[0] if is_alone else None
         self._empty = len(processors) == 0
         self._all = processors
         rows = ((_of_row(one, row, batch_size) for one in processors) for row in range(batch_size))
@@ -81,14 +86,18 @@ class Scorer:
         """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as in plain ``generate``."""
         return self._all(input_ids, logits)
 
-    def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds."""
+    def everywhere(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds, or with the tokens ``[..., v]`` that
+        :attr:`grammar` allows."""
         if self._empty:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         for processor in self._all:  # the list itself would look up what each of them takes, in every call
-            flat = processor(no_prefix, flat)
+            if allowed is not None and processor is self.grammar:
+                flat = flat.masked_fill(~allowed.view_as(flat), -torch.inf)
+            else:
+                flat = processor(no_prefix, flat)
         return flat.view_as(logits)
 
     def roughly(self, logits: torch.Tensor) -> torch.Tensor:

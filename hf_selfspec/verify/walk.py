@@ -14,10 +14,13 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..model.logits import Logits, Tops, best_tokens
-from ..model.transfer import read
+from ..model.transfer import read, upload
 from .choosing import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
+
+# Where nodes are scored one by one: the host need not wait there, and not all are reached.
+_ONE_BY_ONE = "cpu"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ def verify(
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
     # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
     # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
-    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and logits.found.device.type == "cpu")
+    device = logits.found.device
+    grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
+    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
     known = [draft.tokens] if draft.listed is None else []
     scores: torch.Tensor | None = None
     if scorer.is_greedy and scores_so_far is None:
@@ -78,6 +83,9 @@ def verify(
     else:
         if at_once:
             scores = scorer.everywhere(logits.of_all)
+        elif grammar is not None:
+            allowed = grammar.of_nodes(text, draft, [not ended for ended in done], stopper.eos_tokens)
+            scores = scorer.everywhere(logits.of_all, upload(allowed.numpy(), device))
         elif not draft.size:
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
@@ -120,7 +128,7 @@ def verify(
                     # A copy: a view would keep the rejected positions alive as well.
                     verdict.scores.append(at_node.clone())
                     seen.append(verdict.scores[-1])
-            if stopper.reads_text or not scorer.prefix_free:
+            if stopper.reads_text or not (scorer.prefix_free or grammar is not None):
                 text.put_one(row, len(verdict.tokens), token)
             confirmed = -1 if index is None else children[index]
             verdict.add(token, confirmed, node)

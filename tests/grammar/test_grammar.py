@@ -4,10 +4,11 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 import hf_selfspec
+from helpers.automata import Automaton, Expecting, Own
 from helpers.calls import Counting
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import library
@@ -27,8 +29,9 @@ from hf_selfspec import ClosestLayers, ConfidenceThreshold, Draft, FixedLength, 
 from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 from hf_selfspec.grammar import XGrammar
-from hf_selfspec.grammar.rows import with_grammars
+from hf_selfspec.grammar.rows import GrammarMask, with_grammars
 from hf_selfspec.stop.calibrated import CalibratedEntropy
+from hf_selfspec.verify import walk
 
 MODEL = tiny_llama(factor=0.5)
 SCHEMA = {
@@ -224,56 +227,7 @@ def test_forced_text_may_end_within_a_character() -> None:
     assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
 
 
-@dataclass
-class Automaton:
-    """Allows tokens by a table of states; each token leads on."""
-
-    table: list[list[int]]
-    states: list[int] = field(default_factory=lambda: [0])
-
-    def mask(self, vocabulary: int) -> torch.Tensor:
-        found = torch.zeros(vocabulary, dtype=torch.bool)
-        found[self.table[self.states[-1]]] = True
-        return found
-
-    def advance(self, token: int) -> None:
-        assert token in self.table[self.states[-1]], "nothing forbidden may be taken in"
-        self.states.append((3 * self.states[-1] + token) % len(self.table))
-
-    def rollback(self, count: int) -> None:
-        assert 0 < count < len(self.states)
-        del self.states[-count:]
-
-
-class Expecting(Automaton):
-    """Expects the first token where there are few."""
-
-    def expected(self) -> int | None:
-        allowed = self.table[self.states[-1]]
-        return allowed[0] if len(allowed) < 4 else None
-
-
-class Own(LogitsProcessor):
-    """A processor of a user, with an automaton for each row."""
-
-    def __init__(self, table: list[list[int]], kind: type[Automaton] = Automaton) -> None:
-        self.table, self.kind, self.rows, self.calls = table, kind, [], 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if not self.rows:
-            self.rows = [self.kind(self.table) for _ in scores]
-        else:
-            for row, token in zip(self.rows, input_ids[:, -1].tolist(), strict=True):
-                row.advance(token)
-        allowed = torch.stack([row.mask(scores.shape[1]) for row in self.rows])
-        return scores.masked_fill(~allowed, -torch.inf)
-
-
 TABLE = [list(range(2, VOCABULARY, 2)), list(range(3, VOCABULARY, 3)), [7], list(range(2, 30))]
-
-
-hf_selfspec.register_grammar(Own, lambda processor, input_ids: processor.rows)
 
 
 def texts(spec: SelfSpec | None, inputs: Any, *processors: Any, **options: Any) -> list[list[int]]:
@@ -382,6 +336,23 @@ def test_beside_another_memory_rows_advance_together() -> None:
     assert found[0] == found[1]
     assert ours.stats.together_for == "Counting"
     assert ours.stats.accepted > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_masks_of_all_nodes_at_once(spec: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where each node would be one wait; a row ends in the midst of a draft."""
+    table = [[6, 9, 4], [9, 5, 6], [7], [5, 7, 8, 10]]
+    options = {"do_sample": True, "top_k": 1} if sampled else {}
+    for kind in (Automaton, Expecting):
+        plain = texts(None, BATCH, Own(table, kind), eos_token_id=10, pad_token_id=0, **options)
+        monkeypatch.setattr(walk, "_ONE_BY_ONE", "none")
+        with patch.object(GrammarMask, "of_row", autospec=True, side_effect=GrammarMask.of_row) as asked:
+            ours = SPECS[spec]()
+            assert texts(ours, BATCH, Own(table, kind), eos_token_id=10, pad_token_id=0, **options) == plain
+        assert ours.stats.accepted > 0
+        assert not asked.called or spec != "default"
+        monkeypatch.undo()
 
 
 def test_forced_tokens_need_no_forward() -> None:

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers import pretend_cuda
 from helpers.architectures import STATEFUL, build
+from helpers.automata import Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
@@ -50,6 +51,8 @@ from hf_selfspec.modules.reduced_head import ReducedHead
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+# What may follow in each state of a grammar.
+_TABLE = [list(range(2, 60, 2)), list(range(3, 60, 3)), [7], list(range(2, 30))]
 # Rounds before a text is long enough for all that is cached to be there.
 _WARM = 2
 
@@ -93,6 +96,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "drawn": _DRAWN,
     "streamed": {"streamer": _Silent()},
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
+    "grammar": {"logits_processor": Own},
 }
 
 
@@ -114,7 +118,13 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     model = tiny_llama(layers=4, factor=0.1)
     inputs = _prompts(rows, 12)
     options = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0} | options
-    plain = model.generate(**inputs, **options)
+
+    def made() -> dict[str, Any]:
+        """The options of a call, with grammars of its own."""
+        kind = options.get("logits_processor")
+        return options if kind is None else options | {"logits_processor": [kind(_TABLE)]}
+
+    plain = model.generate(**inputs, **made())
     original_round, original_propose = Decoder._round, PartialDraft.propose
     steps: list[int] = []
 
@@ -143,7 +153,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     ):
         place(model)
         pretend_cuda.leave_out(model.model.layers)
-        output = model.generate(**_moved(inputs), assistant=spec, **options)
+        output = model.generate(**_moved(inputs), assistant=spec, **made())
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
     return {

@@ -30,6 +30,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("skips", "greedy", 1): (0, 2),
     ("lookup", "drawn", 4): (0, 4),
     ("lookup", "streamed", 1): (0, 4),
+    ("lookup", "grammar", 4): (0, 5),  # with the masks of all nodes
     ("block", "greedy", 1): (0, 2),
     ("block", "eos", 1): (0, 2),
     ("block", "drawn", 4): (0, 4),
