@@ -1,4 +1,21 @@
-"""What drafts with heads have in common that read the model's states and keep something of each verified token."""
+"""What drafts with heads have in common that read the model's states and keep something of each verified token.
+
+What each kind of head sees and keeps, for a text whose tokens up to ``n`` were verified:
+
+============  ===================================  ==============================  ==================================
+head          entry ``e`` of its cache is made of  a draft's first step reads      what a round leaves
+============  ===================================  ==============================  ==================================
+MTP, EAGLE-3  state of token ``e``, token e + 1    entries up to ``n``             entries made of the model's states;
+                                                                                   those of drafted tokens are made anew
+block         state of token ``e``                 entries up to ``n``, and the    entries of verified tokens; the next
+                                                   block's own, behind them        block is written over this one
+adapter       state of token ``e`` after layer E   entries up to ``n``; drafted    entries of accepted tokens; rejected
+              (``draft/adapter.py``)               tokens add their own            ones are written over
+============  ===================================  ==============================  ==================================
+
+States come with each verification, whoever drafted. They wait in ``_waiting``, of which ``_places`` tells the columns
+that count in each row, until a draft begins, or too many wait: then the head takes them in, and ``_taken`` grows.
+"""
 
 from collections.abc import Sequence
 

@@ -293,16 +293,11 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits.append(scores.clone())
         return scores
 
+    own = {"stopping_criteria": short.stopping_criteria, "generation_config": short.generation_config}
+    own["logits_processor"] = LogitsProcessorList([record])
     try:
         with without_checkpointing(short.model):
-            ids = sample(
-                short.model,
-                short.input_ids,
-                logits_processor=LogitsProcessorList([record]),
-                stopping_criteria=short.stopping_criteria,
-                generation_config=short.generation_config,
-                **short.model_kwargs,
-            )
+            ids = sample(short.model, short.input_ids, **own, **short.model_kwargs)
     except Exception as error:  # of the user's model
         raise PlainError(len(logits)) from error
     return ids[:, -len(logits) :], logits
