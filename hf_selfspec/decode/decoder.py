@@ -92,7 +92,7 @@ class Decoder:
         verdicts = self._judge(nothing, logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
         self._commit(verdicts, logits)
-        with decoding_experts(self.target.model):
+        with decoding_experts(self.target.model, self.target.is_exact):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
             while self._is_needed():

@@ -163,8 +163,8 @@ class BlockDraft(StatesDraft):
             else:
                 output = output_head(model)
                 assert output is not None
-                weight = next(output.parameters())
-                self._logits = output(drafted.to(weight.device))
+                weight = next(output.parameters())  # one that is offloaded has a hook that loads it and moves states
+                self._logits = output(drafted if weight.is_meta else drafted.to(weight.device))
             if head.markov_head is not None:
                 self._memory = states.new_zeros(b, head.markov_head.rank)
                 if first and head.markov_head.way == "rnn":  # the slot of the text's last token comes before

@@ -124,6 +124,6 @@ class CandidateDraft(FixedDrafter):
             if request is not None:
                 start, length, drafted = request
                 scores = self.scorer.roughly(logits[row : row + 1, : drafted + 1])
-                # Tokens that a grammar forced after an empty draft are not the generator's.
+                # Tokens beyond its draft are not the generator's.
                 kept = min(text.lengths[row] - length - 1, drafted)
                 generator.update_candidate_strategy(text.prefix(row)[:, start:], scores, kept)

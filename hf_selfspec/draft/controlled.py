@@ -74,10 +74,13 @@ class ControlledDrafter(FixedDrafter):
         self._is_free_awake = self._asked is not None
         trees = self.free.plan(text, max_new) if self.free is not None and self._is_free_awake else []
         free = controller.expected(max(map(len, trees)), _tokens(trees, max_new)) if trees else 0.0
+        certain = Draft.none(text)
         if self._constraint and not self._is_free_awake:
             certain = forced(text, self._constraint, max_new, self._affordable(controller.most_certain()))
-            if certain.size:
+            if certain.size and sum(map(bool, certain.lengths)) == rows:
                 return certain
+            # A draft is for the other rows, too.
+            free = controller.expected(certain.size, rows + sum(certain.lengths)) if certain.size else 0.0
         promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
         other = self._always or controller.choose(promised, free)
         if other is not None:
@@ -86,7 +89,9 @@ class ControlledDrafter(FixedDrafter):
             if draft.size:
                 self._used, self._size, self._drafted = other, draft.size, sum(draft.lengths)
                 return self._grafted(text, max_new, draft) if self._is_free_awake else draft
-        return self.free.draft(text, trees) if self.free is not None and trees else Draft.none(text)
+        if certain.size:
+            self._asked = None
+        return self.free.draft(text, trees) if self.free is not None and trees else certain
 
     def _free_arm(self, text: Text, max_new: list[int], rows: int) -> str | None:
         """Which of the free drafts are awake in this round, if any."""

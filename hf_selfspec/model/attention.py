@@ -31,12 +31,10 @@ from .layout import Feed
 from .modules import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
-from .split_attention import attention_in_parts, masks_of_parts, parts_for, takes_lines
+from .split_attention import ALIGNED, attention_in_parts, masks_of_parts, parts_for, takes_lines
 from .transfer import RowNumbers
 from .window import Window
 
-# sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
-_ALIGNED = 8
 # Masks of a forward that are kept in another layout; those of sparse attention differ in every layer.
 _KEPT_MASKS = 8
 # The number of queries up to which all heads of a group share one call.
@@ -168,7 +166,7 @@ class MaskSpec:
         key = (id(mask), group, dtype, heads, parts)
         if key not in self.grouped:
             b, _, s, n = mask.shape
-            wide = mask.new_zeros((b, 1, group, s, -(-n // _ALIGNED) * _ALIGNED), dtype=dtype)
+            wide = mask.new_zeros((b, 1, group, s, -(-n // ALIGNED) * ALIGNED), dtype=dtype)
             if mask.dtype is torch.bool:
                 wide[..., :n].masked_fill_(~mask[:, :, None], -torch.inf)
             else:

@@ -7,7 +7,7 @@ the two are timed.
 """
 
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .graphs import FasterWay, clock_of
 from .internals import EXPERTS, experts_implementation
-from .patching import InstanceForwards, shared_change
+from .patching import InstanceForwards, PerThread, shared_change
 from .traceable import NoGraphError, tracing
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
@@ -25,9 +25,16 @@ GROUPED_ALWAYS = ("cpu",)
 _GROUPED, _BATCHED, _BY_SIZE = "grouped_mm", "batched_mm", "hf_selfspec_by_size"
 
 
-def decoding_experts(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Returns a context in which few tokens go to experts as in transformers' own decoding, and more as in prefills."""
-    return nullcontext() if model.device.type in GROUPED_ALWAYS else experts_by_size(model)
+# Whether few tokens take transformers' own way, whichever is faster: the other one may round differently.
+_is_exact = PerThread[bool]()
+
+
+@contextmanager
+def decoding_experts(model: PreTrainedModel, is_exact: bool = False) -> Iterator[None]:
+    """Makes few tokens go to experts as in transformers' own decoding, or where they need not have exactly its results
+    the faster way, and more as in prefills."""
+    with _is_exact.during(is_exact), nullcontext() if model.device.type in GROUPED_ALWAYS else experts_by_size(model):
+        yield
 
 
 @shared_change
@@ -55,7 +62,7 @@ def _by_size(
         if tracing.now:
             raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
         return grouped()
-    if tracing.now or not has_grouped_kernel(states.device):
+    if tracing.now or _is_exact.now or not has_grouped_kernel(states.device):
         return batched()
     count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in experts.parameters())
     way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(clock_of(states.device)))

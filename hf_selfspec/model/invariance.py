@@ -140,6 +140,6 @@ def _begun(model: PreTrainedModel, anatomy: Anatomy, known: int) -> Iterator[tup
     ids = torch.randint(vocabulary, (1, length), generator=generator, device="cpu").to(model.device)
     target = Target(model, anatomy, cache_for(model, anatomy, 1, length), is_exact=True)
     target.roots = target.roots.ahead(known)
-    with torch.no_grad(), target.prepared(), decoding_experts(model):
+    with torch.no_grad(), target.prepared(), decoding_experts(model, is_exact=True):
         target.prefill(ids[:, :known], [0], [known])
         yield target, ids[:, :known], ids[:, known:]

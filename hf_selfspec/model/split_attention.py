@@ -18,6 +18,8 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 # [b, k, m, h] and the logarithm [b, k, m] of the sum of exponentiated scores.
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
+# sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
+ALIGNED = 8
 # Keys of a part at least, and what masks of parts may take: they are repeated for each key head.
 _FEWEST_KEYS, _MOST_BYTES = 256, 2**26
 # What is added to the scores of hidden keys: with infinity, a part without any other key would be undefined.
@@ -43,7 +45,7 @@ def _parts(device: torch.device, dtype: torch.dtype, b: int, k: int, m: int, h: 
     if b * k * m * n * dtype.itemsize > _MOST_BYTES:
         return 1
     blocks, parts = torch.cuda.get_device_properties(device).multi_processor_count, 1
-    while n % (2 * parts) == 0 and n // (2 * parts) >= _FEWEST_KEYS and b * k * parts < blocks:
+    while n % (2 * parts * ALIGNED) == 0 and n // (2 * parts) >= _FEWEST_KEYS and b * k * parts < blocks:
         parts *= 2
     shapes = ((b, k * parts, m, h), (b, k * parts, n // parts, h), (b, k * parts, m, n // parts))
     queries, keys, masks = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)

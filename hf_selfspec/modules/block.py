@@ -146,6 +146,11 @@ class BlockHead(DraftModule):
         """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
         last = Anatomy.of(model).num_layers - (self.settings["window_of"] == "anchor")  # others mean the normed state
         vocabulary = self.vocabulary or len(model.get_input_embeddings().weight)
+        if not 0 <= self.mask_token < vocabulary:
+            raise SettingError(
+                f"this {self.kind} has the mask_token_id {self.mask_token}, and a vocabulary of {vocabulary}: its "
+                f"{CONFIG} was changed. Load the checkpoint again."
+            )
         return check_states(self.kind, model, self.state_layers, self.width, vocabulary, last)
 
     def take_in(self, states: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
@@ -304,7 +309,8 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     if variants := list(_variants(known, layer)):
         raise _not_served(name if kind in ("dflash", "dspark") else f"{name} ({kind})", *variants)
     check_count("block_size", known["block_size"], least=2, most=MOST_DRAFT)
-    if not isinstance(layers, (list, tuple)) or not layers or sorted(set(layers)) != list(layers):
+    are_numbers = isinstance(layers, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in layers)
+    if not are_numbers or not layers or sorted(set(layers)) != list(layers):
         raise SettingError(
             f"{name} reads the layers {layers!r} (aux_hidden_state_layer_ids), which must be numbers in increasing "
             "order."

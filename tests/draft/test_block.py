@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
@@ -181,6 +182,19 @@ def test_an_embedding_that_is_no_plain_tensor_is_refused() -> None:
     with pytest.warns(match="is left out") as told:
         assert torch.equal(model.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
     assert len(told) == 1
+
+
+def test_an_output_head_that_is_offloaded_is_loaded_for_drafts(tmp_path: Path) -> None:
+    """Unlike an embedding, it is called as a module, whose hook loads its weights."""
+    model = build("llama")
+    head, places = block_of(model, layers=(1, 2), draft_vocab_size=0), {"model": "cpu", "lm_head": "disk"}
+    plain = model.generate(**ROW, max_new_tokens=8, do_sample=False)
+    dispatch_model(model, device_map=places, main_device="cpu", offload_dir=tmp_path)
+    assert model.lm_head.weight.is_meta
+    spec = SelfSpec(Block(head))
+    assert torch.equal(model.generate(**ROW, max_new_tokens=8, do_sample=False, assistant=spec), plain)
+    assert spec.stats is not None
+    assert spec.stats.drafted > 0
 
 
 def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

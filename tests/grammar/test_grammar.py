@@ -296,7 +296,7 @@ class DeadEnd(LogitsProcessor):
 def test_a_draft_ends_if_nothing_may_follow(do_sample: bool) -> None:
     """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
     drafted: set[int] = set()
-    exit_draft = watched(EarlyExit(3), lambda text, draft: drafted.update(draft.tokens.flatten().tolist()))
+    exit_draft = watched(EarlyExit(2), lambda text, draft: drafted.update(draft.tokens.flatten().tolist()))
     spec = SelfSpec(exit_draft, FixedLength(4))
 
     def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
@@ -363,6 +363,34 @@ def test_forced_tokens_need_no_forward() -> None:
         assert spec.stats.accepted == spec.stats.drafted > 20
     texts(exit_spec := SPECS["exit"](), ROW, Own(TABLE))
     assert 0 < exit_spec.stats.draft_steps < exit_spec.stats.drafted
+
+
+class Turns(Automaton):
+    """Forces a token in each state in turn, and allows nearly all in the others."""
+
+    def advance(self, token: int) -> None:
+        self.states.append((self.states[-1] + 1) % len(self.table))
+
+
+class OutOfStep(Own):
+    """Rows that begin at different states, one after another."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.rows:
+            self.rows = [self.kind(self.table, [index % len(self.table)]) for index in range(len(scores))]
+            allowed = torch.stack([row.mask(scores.shape[1]) for row in self.rows])
+            return scores.masked_fill(~allowed, -torch.inf)
+        return super().__call__(input_ids, scores)
+
+
+hf_selfspec.register_grammar(OutOfStep, lambda processor, input_ids: processor.rows)
+
+
+def test_a_token_that_is_forced_in_one_row_leaves_the_others_their_drafts() -> None:
+    inputs, table = ragged_batch((4, 9, 6, 3), seed=3), [list(range(2, VOCABULARY))] * 3 + [[9]]
+    ids = texts(spec := SelfSpec(EarlyExit(5), FixedLength(4)), inputs, OutOfStep(table, Turns))
+    assert ids == texts(None, inputs, OutOfStep(table, Turns))
+    assert spec.stats.draft_steps > spec.stats.verify_passes
 
 
 class Watching:

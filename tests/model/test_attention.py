@@ -177,6 +177,7 @@ def test_parts_are_the_whole(parts: int, starts: tuple[int, ...]) -> None:
         ((16, 8, 8, 128, 4096), 2),
         ((32, 8, 8, 128, 4096), 1),  # rows and heads are enough
         ((1, 8, 128, 128, 510), 1),  # parts would be too short
+        ((1, 8, 4, 128, 4672), 8),  # in a window: rows of the masks of 16 parts would not be aligned
         ((8, 8, 256, 128, 8192), 1),  # masks would take too much memory
     ],
 )

@@ -81,6 +81,20 @@ def test_where_a_device_has_a_kernel_for_groups_the_faster_way_serves(
     assert {tokens for name, tokens in calls if name == slow and tokens < few} >= {1, 4}  # both were timed
 
 
+def test_exact_results_are_those_of_transformers_own_decoding(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way is faster: the other one may round differently."""
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda device: True)
+    monkeypatch.setattr(experts, "_ways", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model = build("qwen3_moe", factor=0.5, num_experts=EXPERTS, num_local_experts=EXPERTS).to(torch.bfloat16)
+    spec = SelfSpec(EarlyExit(2), FixedLength(3), exact=True)
+    model.generate(**ragged_batch((9,)), max_new_tokens=20, assistant=spec)
+    assert {name for name, tokens in calls if tokens < EXPERTS // CHOSEN} == {"batched_mm"}
+    assert spec.stats is not None
+    assert spec.stats.drafted
+
+
 def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after an error, and while another thread goes on."""
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())

@@ -14,7 +14,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 from transformers.cache_utils import DFlashCache
 
 from helpers.architectures import build
-from helpers.blocks import CONFIGS, Seen, context_of, logits_by_hand, of_speculators, published
+from helpers.blocks import CONFIGS, Seen, block_of, context_of, logits_by_hand, of_speculators, published
 from helpers.calls import unchanged
 from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
 from helpers.watched import watched
@@ -152,6 +152,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no mask token": ({"mask_token_id": None}, "has no mask_token_id"),
     "no layers": ({"aux_hidden_state_layer_ids": None}, r"reads the layers None \(aux_hidden_state_layer_ids\)"),
+    "layers below 0": ({"aux_hidden_state_layer_ids": [-1, 2, 3]}, r"reads the layers \[-1, 2, 3\]"),
     "no block": ({"block_size": 1}, "block_size must be"),
     "other widths": ({"block_size": 5, _LAYER: {"intermediate_size": 32}}, "size mismatch"),
 }
@@ -198,6 +199,15 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
     }
     for message, model in others.items():
         with unchanged(model), pytest.raises(SettingError, match=message):
+            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
+
+
+def test_a_mask_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Before it is looked up, which on a GPU would be the end of the process."""
+    model = tiny_llama()
+    for token in (-1, VOCABULARY):
+        source = Block(block_of(model, mask_token_id=token))
+        with pytest.raises(SettingError, match=f"mask_token_id {token}, and a vocabulary of {VOCABULARY}"):
             model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
 
 
