@@ -113,7 +113,8 @@ def encode(value: Any, name: str) -> Any:
         return value
     raise SettingError(
         f"{name} is {value!r}, which cannot be saved: only settings of hf_selfspec's own classes and of classes with "
-        "hf_selfspec.register can. Leave your own function or generator out and set it again after loading."
+        "hf_selfspec.register can. Leave your own function or generator out and set it again after loading; give a "
+        "head by the folder in which it is saved."
     )
 
 
