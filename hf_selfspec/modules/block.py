@@ -117,7 +117,7 @@ class BlockHead(DraftModule):
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
         is_whole = size == self.vocabulary
         self.lm_head = None if is_whole else FewTokenLinear(width, size, bias=False)
-        self.register_buffer("d2t", None if is_whole else torch.zeros(size, dtype=torch.long))
+        self.register_buffer("d2t", None if is_whole else torch.zeros(size, dtype=torch.long, device="cpu"))
         with torch.device("cpu"):  # what it has computed is saved nowhere
             self.rotary = Qwen3RotaryEmbedding(config)
         self.markov_head = MarkovHead(self.vocabulary, size, rank, width, known["markov_head_type"]) if rank else None
