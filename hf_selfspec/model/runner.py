@@ -113,7 +113,7 @@ class GraphRunner:
             self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
         key: Hashable = (
             *(place, None if place is None else place.version),
-            *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast),
+            *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast, target.cache.capacity),
             *(run.plan, run.start, run.stop, run.capture, run.chooses),
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
         )
