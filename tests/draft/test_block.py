@@ -19,8 +19,7 @@ from helpers.blocks import CONFIGS, block_of, published, right_block_of
 from helpers.calls import unchanged
 from helpers.fitted import adapter_of, mtp_of
 from helpers.models import BATCH, ROW, tiny_llama
-from helpers.sampling import VOCABULARY, check_exact, exact_joint, sample
-from helpers.sampling import llama as tiny_vocabulary
+from helpers.sampling import check_exact, each_family, exact_joint, sample
 from helpers.watched import watched
 from hf_selfspec import (
     Block,
@@ -78,20 +77,9 @@ def test_ids_are_plain(name: str, kind: str, is_right: bool) -> None:
         assert not is_right or kind != "alone" or spec.stats.acceptance_rate > 0.3
 
 
-@torch.no_grad()
-def recurrent_vocabulary() -> PreTrainedModel:
-    model = build("qwen3_next", vocab_size=VOCABULARY)
-    model.lm_head.weight.mul_(3.0)
-    return model
-
-
 @pytest.mark.every_run("llama-.*|llama tree-dspark rnn|qwen3_next-dspark gated")
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated", "dspark rnn"])
-@pytest.mark.parametrize(
-    ("family", "tree"),
-    [(tiny_vocabulary, None), (tiny_vocabulary, TopKTree(((0.6, 3), (1.0, 2)))), (recurrent_vocabulary, None)],
-    ids=["llama", "llama tree", "qwen3_next"],
-)
+@each_family
 def test_drawn_tokens_have_the_models_distribution(
     name: str, family: Callable[[], PreTrainedModel], tree: TopKTree | None
 ) -> None:

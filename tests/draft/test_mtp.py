@@ -15,8 +15,7 @@ from helpers.architectures import build
 from helpers.calls import unchanged
 from helpers.fitted import adapter_of, mtp_of
 from helpers.models import BATCH, ROW, tiny_llama
-from helpers.sampling import VOCABULARY, check_exact, exact_joint, sample
-from helpers.sampling import llama as tiny_vocabulary
+from helpers.sampling import check_exact, each_family, exact_joint, sample
 from helpers.watched import watched
 from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
@@ -156,21 +155,9 @@ def test_rounds_of_others_are_taken_in(kind: type[MTP], layers: int, states: tup
     assert len(seen) > 3
 
 
-@torch.no_grad()
-def recurrent_vocabulary() -> PreTrainedModel:
-    """A model with few tokens and recurrent states, whose distributions are far from uniform."""
-    model = build("qwen3_next", vocab_size=VOCABULARY)
-    model.lm_head.weight.mul_(3.0)
-    return model
-
-
 @pytest.mark.every_run("llama tree-2|qwen3_next-1")
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize(
-    ("family", "tree"),
-    [(tiny_vocabulary, None), (tiny_vocabulary, TopKTree(((0.6, 3), (1.0, 2)))), (recurrent_vocabulary, None)],
-    ids=["llama", "llama tree", "qwen3_next"],
-)
+@each_family
 def test_drawn_tokens_have_the_models_distribution(
     family: Callable[[], PreTrainedModel], layers: int, tree: TopKTree | None
 ) -> None:

@@ -286,7 +286,9 @@ def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any]
 
 def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = tiny_llama().to(torch.bfloat16)
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao is a test extra that not all platforms have"
+    )
     quantization.quantize_(quantised, quantization.Int8WeightOnlyConfig())
     narrow, gptq, offloaded = (tiny_llama().to(torch.bfloat16) for _ in range(3))
     offloaded.model.layers.to("meta")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from helpers.models import VOCABULARY
 from hf_selfspec import Block
 from hf_selfspec.batch import Text
 from hf_selfspec.draft import Drafter, Session
@@ -225,6 +227,16 @@ def right_block_of(model: PreTrainedModel, answers: torch.Tensor) -> BlockHead:
     head.markov_head.markov_w1.weight.fill_diagonal_(1.0)
     head.markov_head.markov_w2.weight.copy_(follows.T[1:] * 8.0)
     return head.eval()
+
+
+# What may be wrong with the weights of a head that others publish, and what is told of it.
+DAMAGED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a tensor is missing": (lambda tensors: tensors.pop("fc.weight"), "fc.weight"),
+    "a tensor is of another format": (lambda tensors: tensors.update(extra=torch.ones(1)), "extra"),
+    "no d2t": (lambda tensors: tensors.pop("d2t"), "no d2t"),
+    "tokens outside": (lambda tensors: tensors["d2t"].add_(VOCABULARY), "distinct tokens"),
+    "not finite": (lambda tensors: tensors["norm.weight"].mul_(float("nan")), "not finite"),
+}
 
 
 def of_speculators(name: str) -> Any:

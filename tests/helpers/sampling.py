@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from scipy.stats import chisquare
 from transformers import LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
@@ -13,6 +14,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from helpers.architectures import build
 from helpers.models import tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.verify.choosing import choose_sampled
@@ -66,6 +68,22 @@ def peaked(layers: int, factor: float) -> LlamaForCausalLM:
 @cache
 def llama() -> LlamaForCausalLM:
     return peaked(layers=4, factor=1.5)
+
+
+@torch.no_grad()
+def recurrent() -> PreTrainedModel:
+    """A model with few tokens and recurrent states, whose distributions are far from uniform."""
+    model = build("qwen3_next", vocab_size=VOCABULARY)
+    model.lm_head.weight.mul_(3.0)
+    return model
+
+
+# Models for drafts by heads, and how siblings are drawn.
+each_family = pytest.mark.parametrize(
+    ("family", "tree"),
+    [(llama, None), (llama, TopKTree(((0.6, 3), (1.0, 2)))), (recurrent, None)],
+    ids=["llama", "llama tree", "qwen3_next"],
+)
 
 
 @torch.no_grad()

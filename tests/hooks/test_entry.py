@@ -320,7 +320,9 @@ def test_accelerate(
 
 def test_torchao_int8(llama: LlamaForCausalLM) -> None:
     model = tiny_llama(factor=0.5)
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao is a test extra that not all platforms have"
+    )
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     assert type(model.model.layers[0].mlp.up_proj.weight) is not torch.nn.Parameter
     assert not torch.equal(model(**ROW).logits, llama(**ROW).logits)

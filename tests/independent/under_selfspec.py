@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
         else:
             skip(self, reason)
 
-    unittest.TestCase.skipTest = unless_stateful  # type: ignore[method-assign]
+    unittest.TestCase.skipTest = unless_stateful  # type: ignore[method-assign]  # tests skip themselves by it
     GenerationMixin.generate = under_selfspec(GenerationMixin.generate)
 
 

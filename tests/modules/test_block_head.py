@@ -14,7 +14,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 from transformers.cache_utils import DFlashCache
 
 from helpers.architectures import build
-from helpers.blocks import CONFIGS, Seen, block_of, context_of, logits_by_hand, of_speculators, published
+from helpers.blocks import CONFIGS, DAMAGED, Seen, block_of, context_of, logits_by_hand, of_speculators, published
 from helpers.calls import unchanged
 from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
 from helpers.watched import watched
@@ -156,13 +156,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "no block": ({"block_size": 1}, "block_size must be"),
     "other widths": ({"block_size": 5, _LAYER: {"intermediate_size": 32}}, "size mismatch"),
 }
-WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "a tensor is missing": (lambda tensors: tensors.pop("fc.weight"), "fc.weight"),
-    "a tensor is of another format": (lambda tensors: tensors.update(extra=torch.ones(1)), "extra"),
-    "no d2t": (lambda tensors: tensors.pop("d2t"), "no d2t"),
-    "tokens outside": (lambda tensors: tensors["d2t"].add_(VOCABULARY), "distinct tokens"),
-    "not finite": (lambda tensors: tensors["norm.weight"].mul_(float("nan")), "not finite"),
-}
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
@@ -173,7 +166,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(settings | change | {_LAYER: layer}))
         with pytest.raises(SettingError, match=message):
             Block.from_pretrained(tmp_path)
-    for changed, message in WEIGHTS.values():
+    for changed, message in DAMAGED.values():
         published(tmp_path, model)
         changed_weights(tmp_path, changed)
         with pytest.raises(SettingError, match=message):

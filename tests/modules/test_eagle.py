@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from helpers.architectures import build
+from helpers.blocks import DAMAGED, of_speculators
 from helpers.calls import unchanged
 from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
 from helpers.sampling import check_exact, exact_joint, sample
@@ -173,13 +173,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "other widths": ({"hidden_size": 32}, "size mismatch"),
     "no widths": ({"hidden_size": "wide"}, "holds no EAGLE-3 head"),
 }
-WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "a tensor is missing": (lambda tensors: tensors.pop("fc.weight"), "fc.weight"),
-    "a tensor is of another format": (lambda tensors: tensors.update(extra=torch.ones(1)), "extra"),
-    "no d2t": (lambda tensors: tensors.pop("d2t"), "no d2t"),
-    "tokens outside": (lambda tensors: tensors["d2t"].add_(VOCABULARY), "distinct tokens"),
-    "not finite": (lambda tensors: tensors["norm.weight"].mul_(float("nan")), "not finite"),
-}
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
@@ -188,7 +181,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         published(tmp_path, model, **config)
         with pytest.raises(SettingError, match=message):
             MTP.from_eagle3(tmp_path)
-    for change, message in WEIGHTS.values():
+    for change, message in DAMAGED.values():
         published(tmp_path, model)
         changed_weights(tmp_path, change)
         with pytest.raises(SettingError, match=message):
@@ -218,13 +211,7 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [40, VOCABULARY], ids=["reduced", "whole"])
 def test_logits_are_those_of_speculators(kind: Any, settings: dict[str, bool], size: int, tmp_path: Path) -> None:
     """A head that the package has saved, at two depths; the same in the original format."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        eagle3 = pytest.importorskip(
-            "speculators.models.eagle3",
-            reason="speculators is not there, or not for this transformers",
-            exc_type=ImportError,
-        )
+    eagle3 = of_speculators("eagle3")
     layer = kind(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=16, attention_bias=True, tie_word_embeddings=False,
