@@ -341,7 +341,7 @@ def test_beside_another_memory_rows_advance_together() -> None:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_masks_of_all_nodes_at_once(spec: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where each node would be one wait; a row ends in the midst of a draft."""
+    """As on a GPU, where each node would be one wait."""
     table = [[6, 9, 4], [9, 5, 6], [7], [5, 7, 8, 10]]
     options = {"do_sample": True, "top_k": 1} if sampled else {}
     for kind in (Automaton, Expecting):
@@ -353,6 +353,33 @@ def test_masks_of_all_nodes_at_once(spec: str, sampled: bool, monkeypatch: pytes
         assert ours.stats.accepted > 0
         assert not asked.called or spec != "default"
         monkeypatch.undo()
+
+
+class Over(Automaton):
+    """Knows nothing of what follows token 10."""
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        assert self.states[-1] != 10
+        return super().mask(vocabulary)
+
+    def advance(self, token: int) -> None:
+        self.states.append(token if token == 10 else 0)
+
+    def rollback(self, count: int) -> None:
+        del self.states[-count:]
+
+
+def test_nothing_is_asked_behind_an_end() -> None:
+    """Nor of rows that have ended, nor behind nodes that do not count."""
+    grammar = GrammarMask(Own([[4, 6, 10]], Over), lambda ids: [Over([[4, 6, 10]]) for _ in ids])
+    text = Text.of(torch.tensor([[1], [1]]), [0, 0], 8)
+    grammar.begin(text.ids[:, :1], 12)
+    tokens = [[4, 10, 6], [10, 10, 10]]
+    draft = Draft(torch.tensor(tokens), [2, 2], [[0, 1, 2], [0, 1, 2]], listed=tokens)
+    found = grammar.of_nodes(text, draft, [True, False], frozenset({10}))
+    assert found.shape == (2, 4, 12)
+    assert found[0].sum(-1).tolist() == [3, 3, 12, 12]
+    assert found[1].all()
 
 
 def test_forced_tokens_need_no_forward() -> None:

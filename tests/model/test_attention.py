@@ -199,7 +199,7 @@ def test_a_part_without_keys_counts_for_nothing(dtype: torch.dtype) -> None:
     mask[..., 0] = 0.0
     states = torch.ones(1, 1, 8, 4, dtype=dtype)
     masks = masks_of_parts(mask, 1, 2)
-    assert masks.isfinite().all()
+    assert (1.5 * masks.float()).isfinite().all()  # kernels multiply by log2(e)
     states[:, :, 4:] = 3.0
     found = attention_in_parts(states[:, :, :2], states, states, masks, None, attention_with_sums)
     assert torch.equal(found, torch.ones_like(found))
