@@ -68,17 +68,19 @@ class Block(DraftSource):
             )
         session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
         is_free = model.device.type == "cpu"  # to look at confidences, which a GPU would have to send
-        usual = ProductThreshold(confidence=head.sure if head.confidence_head is not None else None)
-        return BlockDraft(session.limits(usual if is_free else FixedLength(head.num_tokens)), head)
+        sure = list[torch.Tensor]()
+        has_own = head.confidence_head is not None
+        usual = ProductThreshold(confidence=(lambda logits, _: sure[-1].to(logits.device)) if has_own else None)
+        return BlockDraft(session.limits(usual if is_free else FixedLength(head.num_tokens)), head, sure)
 
 
 class BlockDraft(StatesDraft):
-    """Drafts with a block head. Entry ``e`` of its cache is made of the state of one verified token; what a block
-    writes behind these is overwritten."""
+    """Drafts with a block head, which puts what its confidence head knows of each slot, ``[b]``, into ``sure``. Entry
+    ``e`` of its cache is made of the state of one verified token; what a block writes behind these is overwritten."""
 
     in_one_forward = True
 
-    def __init__(self, session: Session, head: BlockHead) -> None:
+    def __init__(self, session: Session, head: BlockHead, sure: list[torch.Tensor]) -> None:
         target = session.target
         super().__init__(session, head.read_layers(target.model))
         self._block = head
@@ -86,12 +88,12 @@ class BlockDraft(StatesDraft):
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
-        self._sure = list[torch.Tensor]()  # by a confidence head, [b] for each slot
+        self._sure = sure
         self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         steps, self._slot, self._most = self.steps, 0, min(self.limits.longest, max(max_new))
-        self._sure = []
+        self._sure.clear()
         draft = super().propose(text, max_new)
         self.steps = steps + (self._slot > 0)
         if self._sure and draft.size:
@@ -121,7 +123,7 @@ class BlockDraft(StatesDraft):
             self._run(text, feed)
         states, logits = self._states[:, self._slot], self._logits[:, self._slot]
         head = self._block.on(states.device, states.dtype)
-        features = states
+        features = states  # of the confidence head
         if head.markov_head is not None:
             with within(self.target.autocast):
                 embedded = head.markov_head.markov_w1(feed[:, -1].to(states.device))
@@ -130,11 +132,11 @@ class BlockDraft(StatesDraft):
             if head.confidence_head is not None and head.settings["confidence_head_with_markov"]:
                 features = torch.cat([states, embedded], dim=-1)
         if head.confidence_head is not None:
-            self._sure.append(head.sure(logits, features))
+            self._sure.append(head.confidence_head.proj(features)[:, 0].float().sigmoid())
         self._slot += 1
         if self._tokens is not None:
             logits = spread(logits, self._tokens, head.vocabulary)
-        return DraftStep(logits, features, None)
+        return DraftStep(logits, states, None)
 
     def _run(self, text: Text, feed: torch.Tensor) -> None:
         """Runs the block behind the tokens ``[b, 1]``: states and logits of the slots that are drafted."""

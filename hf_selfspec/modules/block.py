@@ -203,13 +203,6 @@ class BlockHead(DraftModule):
                 seen = seen & (keys <= slots[:, :, None] + window)
         return seen.expand(len(slots), self.block_size, length)[:, None]
 
-    def sure(self, logits: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """The probability ``[b]`` that tokens are accepted, by the confidence head, from what it reads ``[b, any]``."""
-        head = self.on(features.device, features.dtype).confidence_head
-        assert head is not None
-        found: torch.Tensor = head.proj(features)[:, 0].float().sigmoid()
-        return found
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """Reads a checkpoint; see :class:`hf_selfspec.Block`."""

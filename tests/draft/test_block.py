@@ -89,6 +89,19 @@ def test_drawn_tokens_have_the_models_distribution(
     check_exact(sample(spec, model), exact_joint(model, []))
 
 
+def test_a_stop_rule_gets_the_states_of_slots() -> None:
+    """Not what a confidence head reads beside them."""
+    model, shapes = tiny_llama(), set[tuple[int, ...]]()
+
+    def rule(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        shapes.add(tuple(hidden_states.shape))
+        return torch.zeros(len(logits), dtype=torch.bool)
+
+    spec = SelfSpec(Block(block_of(model, **CONFIGS["dspark"])), rule)
+    model.generate(**ROW, max_new_tokens=8, assistant=spec)
+    assert shapes == {(1, model.config.hidden_size)}
+
+
 @pytest.mark.parametrize("most", [0, 8])
 @pytest.mark.parametrize("kind", ["mtp", "block"])
 def test_states_that_wait_are_bounded(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,7 +273,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         costs = patch.object(
             controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(False, rows, True)
         )
-        taken = patch.object(graphs_module.Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+        taken = patch.object(graphs_module.FasterWay, "faster_of", lambda graph, count, by_graph, eager: by_graph())
         for context in (pretended(), FAILURES[failure](), costs, taken):
             stack.enter_context(context)
         for kind, name, function in (
