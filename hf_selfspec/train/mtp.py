@@ -128,7 +128,13 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
 
     def _begun(self, model: Any, tokens: torch.Tensor | None = None) -> MtpHead:
         if self.start == "shipped":
-            return copy.deepcopy(shipped_mtp(model)).requires_grad_(True)
+            head = shipped_mtp(model)
+            if head.eagle3 is not None or head.state_layers:
+                raise SettingError(
+                    f'fit_mtp(start="shipped"): the head that is attached to {type(model).__name__} did not ship with '
+                    "it. Load its own layers with load_mtp(model, checkpoint) first."
+                )
+            return copy.deepcopy(head).requires_grad_(True)
         return MtpHead.of(model, tokens, self.state_layers)
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:

@@ -225,6 +225,9 @@ def test_wrong_settings(tmp_path: Path) -> None:
     ):
         with pytest.raises(SelfSpecError, match=words):
             fit_mtp(model, None, rows(4), **changed)
+    shipped.attach(model, MtpHead.of(model, state_layers=(1, 2)))
+    with pytest.raises(SettingError, match="did not ship with it"):
+        fit_mtp(model, None, rows(4), start="shipped", block_size=32)
     with pytest.raises(SettingTypeError, match=r"fit_mtp\(prompts\) must be a list"):
         fit_mtp(model, character_tokenizer(), (), prompts="a")
     with pytest.raises(SettingTypeError, match="a list of texts"):
