@@ -123,8 +123,6 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str, promp
     shape = shape_of(args, name, args.dtype)
     early, device = shape.layers // 4, torch.device(args.device)
     model = shape.damped(early, done[f"damping {name}"]["factor"])
-    inputs = random_prompt(model, int(rows), int(prompt) // REPEATS)
-    inputs = {key: values.repeat(1, REPEATS) for key, values in inputs.items()}
     ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, static and compiled": {"cache_implementation": "static"}}
     if rows == "1":
         ways["transformers' prompt lookup"] = {"prompt_lookup_num_tokens": NUM_DRAFT}
@@ -134,6 +132,7 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str, promp
         "lookup()": SelfSpec.lookup(),
         "an exit": SelfSpec(*line),
         "an exit, eager": SelfSpec(*line, compile=False),
+        "an exit, fused": SelfSpec(*line, compile=True),
         "an exit, a tree": SelfSpec(*line, tree),
     }
     ways |= {way: {"assistant": spec} for way, spec in specs.items()}
@@ -142,6 +141,11 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str, promp
     peaks: dict[str, float] = {}
     errors: dict[str, str] = {}
 
+    def inputs_of(turn: int) -> dict[str, torch.Tensor]:
+        """Another prompt in each turn, since texts of earlier calls are remembered."""
+        begun = random_prompt(model, int(rows), int(prompt) // REPEATS, seed=1 + turn)
+        return {key: values.repeat(1, REPEATS) for key, values in begun.items()}
+
     def run(way: str, tokens: int) -> float:
         given = {"max_new_tokens": tokens, "do_sample": False, **ways[way]}
         with without_cudnn_attention():
@@ -149,7 +153,8 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str, promp
 
     size = bytes_read(model, shape.layers, int(rows), int(prompt))
     found: Result = {"ways": {}, "errors": errors, "bytes": size}
-    for _ in range(args.repeats + 1):
+    for turn in range(args.repeats + 1):
+        inputs = inputs_of(turn)
         for way in [way for way in ways if way not in errors]:
             try:
                 if device.type == "cuda":

@@ -166,7 +166,7 @@ class SpeculativeCache(Cache, Extent):
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor], bases: Any = None) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are;
         those of windows begin at slots ``bases`` ``[b, 1]``."""
-        self.fixed_slots = slots
+        self.fixed_slots, self.fixed_rows = slots, torch.arange(len(slots), device=slots.device)[:, None]
         if self.window is not None:
             self.window.fixed_slots = slots - bases
         try:

@@ -41,10 +41,12 @@ class Captured:
         with shared.alone(self._device):
             self._inputs = [value.clone() for value in changing]
             stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    function(*self._inputs, *rest)
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARM_UPS):
+                        function(*self._inputs, *rest)
+            finally:  # whatever has failed, kernels of its first part read the inputs, whose memory others get next
+                torch.cuda.current_stream(self._device).wait_stream(stream)
             try:
                 with self._capture(self._graph, stream):
                     self._results = function(*self._inputs, *rest)

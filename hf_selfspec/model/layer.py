@@ -93,7 +93,7 @@ class SpeculativeLayer(CacheLayerMixin):
             assert self.buffers_of_graphs is not None
             for buffer, states in zip(self.buffers_of_graphs, (key_states, value_states), strict=True):
                 # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
-                buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = states.transpose(1, 2)
+                buffer[self._cache.fixed_rows, :, slots] = states.transpose(1, 2)
             return self.buffers_of_graphs
         keys, values = self.banks["keys"], self.banks["values"]
         return keys.write(self.index, key_states), values.write(self.index, value_states)

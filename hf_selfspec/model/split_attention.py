@@ -1,8 +1,9 @@
 """Attention of few tokens over many keys on a GPU, where kernels that take a mask do not split the keys.
 
-Such a kernel runs one block for each row and key head, 8 of them where an H100 could run 132, and each walks all keys:
-4 to 6 ms a round for 32 layers with 8k keys (estimated; no GPU was measured). Here parts of the keys are further heads
-of the same kernel, and their results are put together by the logarithms of the sums that it returns.
+Such a kernel runs one block for each row and key head, 8 of them where an H200 could run 132, and each walks all keys.
+Here parts of the keys are further heads of the same kernel, and their results are put together by the logarithms of the
+sums that it returns. Five tokens of 32 query heads and 8 key heads in bfloat16, microseconds a layer in a graph on an
+H200 (torch 2.11): 26.6 and 28.6 in parts over 1k keys, 89 and 35 over 4k, 176 and 50 over 8k, 721 and 102 over 32k.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 ALIGNED = 8
-# Keys of a part at least, and what masks of parts may take: they are repeated for each key head.
-_FEWEST_KEYS, _MOST_BYTES = 256, 2**26
+# Keys at least, and of a part; and what masks of parts may take: they are repeated for each key head.
+_FEWEST_KEYS, _FEWEST_OF_PART, _MOST_BYTES = 2048, 256, 2**26
 # What is added to the scores of hidden keys: with infinity, a part without any other key would be undefined.
 _HIDDEN = -1e30
 
@@ -36,7 +37,7 @@ def _efficient_attention(
 
 def parts_for(query: torch.Tensor, key: torch.Tensor) -> int:
     """Into how many parts keys ``[b, k, n, h]`` are split for queries ``[b, k, m, h]``, 1 for as they are."""
-    is_large = query.is_cuda and key.shape[2] >= 2 * _FEWEST_KEYS and query.dtype is not torch.float64
+    is_large = query.is_cuda and key.shape[2] >= _FEWEST_KEYS and query.dtype is not torch.float64
     return _parts(query.device, query.dtype, *query.shape, key.shape[2]) if is_large else 1
 
 
@@ -45,7 +46,7 @@ def _parts(device: torch.device, dtype: torch.dtype, b: int, k: int, m: int, h: 
     if b * k * m * n * dtype.itemsize > _MOST_BYTES:
         return 1
     blocks, parts = torch.cuda.get_device_properties(device).multi_processor_count, 1
-    while n % (2 * parts * ALIGNED) == 0 and n // (2 * parts) >= _FEWEST_KEYS and b * k * parts < blocks:
+    while n % (2 * parts * ALIGNED) == 0 and n // (2 * parts) >= _FEWEST_OF_PART and b * k * parts < blocks:
         parts *= 2
     shapes = ((b, k * parts, m, h), (b, k * parts, n // parts, h), (b, k * parts, m, n // parts))
     queries, keys, masks = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)

@@ -288,6 +288,8 @@ def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Te
         counts.upload("index")
     if name not in _VIEWS:
         counts.launch(name)
+        if Graph.captured() is None:
+            _streams.current.launch()
 
 
 class _Dispatched(TorchDispatchMode):
@@ -346,15 +348,27 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    """Work of one thread; memory that it uses may be given to another stream, which has to wait for it before."""
 
-    def wait_stream(self, other: Any) -> None:
-        pass
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.launched = 0
+        self._waited: dict[_Stream, int] = {}
+
+    def wait_stream(self, other: _Stream) -> None:
+        for stream, launched in [*other._waited.items(), (other, other.launched)]:
+            self._waited[stream] = max(self._waited.get(stream, 0), launched)
+
+    def launch(self) -> None:
+        self.launched += 1
+        _streams.used.add(self)
+        if any(self._waited.get(other, 0) < other.launched for other in _streams.used - {self}):
+            raise RuntimeError("work begins beside that of another stream, which may use the same memory")
 
 
 class _Streams(threading.local):
-    current = default = _Stream()
+    def __init__(self) -> None:
+        self.current = self.default = _Stream()
+        self.used: set[_Stream] = set()
 
     @contextmanager
     def during(self, stream: _Stream) -> Iterator[None]:
