@@ -132,7 +132,6 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str, promp
         "lookup()": SelfSpec.lookup(),
         "an exit": SelfSpec(*line),
         "an exit, eager": SelfSpec(*line, compile=False),
-        "an exit, fused": SelfSpec(*line, compile=True),
         "an exit, a tree": SelfSpec(*line, tree),
     }
     ways |= {way: {"assistant": spec} for way, spec in specs.items()}

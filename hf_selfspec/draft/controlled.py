@@ -47,6 +47,7 @@ class ControlledDrafter(FixedDrafter):
         for name, drafter in others.items() if free is None else ():
             self._always = name if drafter.expected_speedup == math.inf else self._always
         self._target = session.target
+        self._unsettled = 0  # see :attr:`Target.unsettled`, before the round
         self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
         # Who was asked in this round, and whose tokens are verified; whether free drafts take part.
         self._asked: str | None = None
@@ -66,7 +67,7 @@ class ControlledDrafter(FixedDrafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         if self.free is not None:
             self.free.read(text)
-        self._begun = self._now()
+        self._begun, self._unsettled = self._now(), self._target.unsettled
         self._lengths = list(text.lengths)
         controller, rows, active = self.controller, sum(count > 0 for count in max_new), self._target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
@@ -135,6 +136,8 @@ class ControlledDrafter(FixedDrafter):
             elif drafter.observe is not None:
                 drafter.observe(text, verdicts, logits)
         self._note()
+        if self._target.unsettled != self._unsettled:
+            return
         if self._used in self.others:
             accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
             # Free tokens beside and after its draft are not what it is chosen for.

@@ -20,7 +20,7 @@ from .bank import Bank
 from .layer import RecurrentLayer, SpeculativeLayer
 from .layout import TreeLayout
 from .recurrences.states import StateLog, StateUpdate
-from .traceable import Place, size_for, step_above
+from .traceable import SIZES, Place, step_above
 from .transfer import RowNumbers, Uploads, upload
 from .window import Extent, Window, rows_of
 
@@ -53,6 +53,7 @@ class SpeculativeCache(Cache, Extent):
         self.place: Place | None = None  # where the buffers are, where that matters
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
+        self._all: tuple[Hashable, list[torch.Tensor]] = None, []  # buffers of all layers, and what they depend on
         self._history = 0
         self.has_states = False  # recurrent ones
         self.is_private = False  # whether code of others, that the tests do not have, may not read keys and values
@@ -86,7 +87,7 @@ class SpeculativeCache(Cache, Extent):
     def reserve(self, slots: int) -> None:
         """Reserves at least ``slots`` slots after the longest text that the initial capacity was for."""
         if self.has_few_sizes:
-            slots = size_for(slots) or slots  # graphs pad tokens
+            slots = max(slots, SIZES[-1])  # graphs pad tokens
         self.capacity = max(self.capacity, self._text_slots + slots)
 
     def seek(
@@ -126,6 +127,7 @@ class SpeculativeCache(Cache, Extent):
             put_back()
         self.layers.clear()
         self._banks.clear()
+        self._all = None, []
 
     def bank(self, name: str, layer: int, states: torch.Tensor) -> Bank:
         """Where a layer's keys, or values, are to be: with those of further layers that are expected to be alike."""
@@ -143,15 +145,19 @@ class SpeculativeCache(Cache, Extent):
     def release(self, layer: SpeculativeLayer, name: str) -> None:
         """Frees what a layer keeps, as soon as no other one shares the buffer."""
         bank = layer.banks.pop(name)
+        self._all = None, []
         del bank.numbers[layer.index]
         if not bank.numbers:
             self._banks.remove(bank)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
-        for bank in self._banks:
-            bank.fill(self.capacity)
-        return [buffer for layer in self._written for buffer in layer.buffers()]
+        key = self.capacity, len(self.cursors), len(self._banks), self.place
+        if self.window is not None or self._all[0] != key:
+            for bank in self._banks:
+                bank.fill(self.capacity)
+            self._all = key, [buffer for layer in self._written for buffer in layer.buffers()]
+        return self._all[1]
 
     @property
     def is_filled(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..forks import new_lock
+from .traceable import capturing
 
 # Forwards before a capture, in which libraries choose their kernels.
 _WARM_UPS = 2
@@ -38,7 +39,7 @@ class Captured:
         self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
         changing, rest = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
         stream = torch.cuda.Stream(self._device)
-        with shared.alone(self._device):
+        with shared.alone(self._device), capturing.during(True):
             self._inputs = [value.clone() for value in changing]
             stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
@@ -52,6 +53,7 @@ class Captured:
                     self._results = function(*self._inputs, *rest)
             except Exception:  # whatever it is, it goes on to the caller
                 # One that is completed, since torch's generator of random numbers waits for the end of the other.
+                shared.pool = torch.cuda.graph_pool_handle()  # the other one may be closed with the capture
                 with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), stream):
                     self._inputs[0].clone()
                 raise

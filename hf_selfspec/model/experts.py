@@ -2,7 +2,7 @@
 
 ``batched_mm`` is the one of transformers' decoding, and works in graphs, but gathers the weights of an expert for each
 token that goes there: 2.4 GB in each layer for 32 tokens of Qwen3-30B-A3B (computed). ``grouped_mm``, which prefills
-use, reads the weights of each expert once, but waits for the device where that has no kernel for it; where it has one,
+use, reads the weights of each expert once, but waits for the device where torch has no kernel for it; where it has one,
 the two are timed.
 """
 
@@ -18,7 +18,7 @@ from transformers.integrations.moe import ExpertsInterface
 from .graphs import FasterWay, clock_of
 from .internals import EXPERTS, experts_implementation
 from .patching import InstanceForwards, PerThread, shared_change
-from .traceable import NoGraphError, tracing
+from .traceable import NoGraphError, capturing, tracing
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)
@@ -58,23 +58,27 @@ def _by_size(
     grouped, batched = (
         partial(functions[name], experts, states, chosen, *args, **kwargs) for name in (_GROUPED, _BATCHED)
     )
+    weights = list(experts.parameters())
+    has_kernel = has_grouped_kernel(weights[0])
     if chosen.numel() >= experts.num_experts:
-        if tracing.now:
+        if tracing.now or (capturing.now and not has_kernel):
             raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
         return grouped()
-    if tracing.now or _is_exact.now or not has_grouped_kernel(states.device):
+    if tracing.now or _is_exact.now or not has_kernel:
         return batched()
-    count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in experts.parameters())
+    count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in weights)
     way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(clock_of(states.device)))
-    if torch.cuda.is_current_stream_capturing():  # after forwards that were timed
+    if capturing.now:  # after forwards that were timed
         return grouped() if way.is_faster.get(count) else batched()
     return way.faster_of(count, grouped, batched)
 
 
-def has_grouped_kernel(device: torch.device) -> bool:
-    """Whether a device multiplies groups of tokens with their experts by itself."""
+def has_grouped_kernel(weight: torch.Tensor) -> bool:
+    """Whether a device multiplies groups of tokens with such weights by itself: elsewhere, and in other dtypes, torch
+    multiplies group by group, and the host waits for their sizes."""
     has_function = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
-    return has_function and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    is_served = has_function and weight.is_cuda and weight.dtype is torch.bfloat16
+    return is_served and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -51,6 +51,8 @@ COMPARISONS = 3
 _PLACES = 2
 # Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
+# What all modules have, such as hooks, with which there are no graphs, and weights, which are looked at by themselves.
+_OF_ALL = set(vars(torch.nn.Module())) - {"training"}
 
 What = Callable[[], str]  # returns what a graph is of, for messages
 Result = TypeVar("Result")
@@ -94,9 +96,23 @@ class FasterWay:
         begun = self.clock()
         result = turn()
         times.append(self.clock() - begun)
+        self._decide(count, wanted)
+        return result
+
+    def both(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
+        """The results of both ways, each timed."""
+        found = []
+        for times, way in zip(self.seconds.setdefault(count, ([], [])), (first, second), strict=True):
+            begun = self.clock()
+            found.append(way())
+            times.append(self.clock() - begun)
+        self._decide(count, _TIMES)
+        return found[0], found[1]
+
+    def _decide(self, count: int, wanted: int) -> None:
+        mine, other = self.seconds[count]
         if len(other) >= wanted:
             self.is_faster[count] = min(mine) <= min(other)
-        return result
 
 
 @dataclass(eq=False)
@@ -158,6 +174,10 @@ class Graphs:
                 self._graphs[key] = graph
             return self._graphs.get(key)
 
+    def are_awaited(self, key: Hashable) -> bool:
+        """Whether a graph will be made for ``key`` once it has come often enough."""
+        return key in self._uses and key not in self._graphs and not (self.refused or self.slower)
+
     def forget(self, is_over: Callable[[Any], bool]) -> None:
         """Leaves graphs to be collected by their keys."""
         with self._lock:
@@ -205,7 +225,8 @@ class Graphs:
                 reserved = reserved_bytes(device)
                 run = self._compiled(function, inputs) if self.config else function
                 if device.type == "cuda":
-                    self._captured = self._captured or Shared(torch.cuda.graph_pool_handle())
+                    if not self.count:  # else its memory may have gone with the last graph
+                        self._captured = Shared(torch.cuda.graph_pool_handle())
                     run = Captured(run, inputs, fixed, self._captured)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
@@ -326,7 +347,7 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         (name, found)
         for module in model.modules()
         for name, value in list(vars(module).items())  # other threads change some
-        if (found := _constant(value)) is not None
+        if name not in _OF_ALL and (found := _constant(value)) is not None
     )
     patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)
     return weights, plain, patched, str(model.config.to_dict()), attention_implementation(model.config)

@@ -22,7 +22,7 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 ALIGNED = 8
 # Keys at least, and of a part; and what masks of parts may take: they are repeated for each key head.
-_FEWEST_KEYS, _FEWEST_OF_PART, _MOST_BYTES = 2048, 256, 2**26
+_FEWEST_KEYS, _FEWEST_OF_PART, _MOST_BYTES = 1024, 256, 2**26
 # What is added to the scores of hidden keys: with infinity, a part without any other key would be undefined.
 _HIDDEN = -1e30
 
@@ -80,4 +80,4 @@ def attention_in_parts(
 
 def takes_lines(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether a kernel that splits keys knows by itself which of them tokens at a text's end see."""
-    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, key, None, 0.0, True, True))
+    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, key, None, 0.0, False, True))

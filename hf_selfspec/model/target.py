@@ -43,6 +43,7 @@ class Runner(Protocol):
     """Runs forwards in place of the model's own code (:class:`~.runner.GraphRunner`)."""
 
     waited_seconds: float  # for what had to be compiled
+    unsettled: int  # forwards so far that were not run as others of their kind will be
 
     def running(self) -> AbstractContextManager[None]: ...
 
@@ -109,6 +110,11 @@ class Target:
     def compile_seconds(self) -> float:
         """Time that this generation has waited for graphs to be compiled."""
         return 0.0 if self.graphs is None else self.graphs.waited_seconds
+
+    @property
+    def unsettled(self) -> int:
+        """How many forwards so far say nothing of the time of others of their kind, since their graph was not there."""
+        return 0 if self.graphs is None else self.graphs.unsettled
 
     def now(self) -> float:
         """Seconds by a clock that stops while graphs are compiled."""

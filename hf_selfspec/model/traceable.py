@@ -15,7 +15,10 @@ SIZES = (1, 2, 4, 8, 16, 32)
 # computed).
 _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 
+# Of these there are few where further tokens cost next to nothing: each is a capture, and forwards before it.
+_FEW = (1, 8, 32)
 tracing = PerThread[bool]()  # whether this thread runs a forward to trace it, with tensors that have no values
+capturing = PerThread[bool]()  # whether it runs one to capture its kernels
 
 
 class NoGraphError(RuntimeError):
@@ -35,9 +38,10 @@ class ChangingNumber:
     __hash__ = object.__hash__
 
 
-def size_for(count: int) -> int | None:
-    """Returns the smallest size of a forward that fits ``count`` tokens, ``None`` if they are too many."""
-    return next((size for size in SIZES if size >= count), None)
+def size_for(count: int, cheap: int = 0) -> int | None:
+    """Returns the smallest size of a forward that fits ``count`` tokens, ``None`` if they are too many; up to ``cheap``
+    tokens cost as much as one."""
+    return next((size for size in SIZES if size >= count and (size in _FEW or size > cheap)), None)
 
 
 def step_above(slots: int) -> int:

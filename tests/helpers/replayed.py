@@ -129,6 +129,7 @@ class Replay:
     def _drafter(self) -> ControlledDrafter:
         session: Any = SimpleNamespace(
             target=SimpleNamespace(
+                unsettled=0,
                 padding=None,
                 cache=SimpleNamespace(reserve=lambda count: None),
                 now=lambda: self.now,

@@ -38,7 +38,7 @@ from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.model import attention
+from hf_selfspec.model import attention, experts
 from hf_selfspec.model import graphs as graphs_module
 from hf_selfspec.model.runner import GraphRunner
 from hf_selfspec.model.split_attention import attention_in_parts
@@ -274,7 +274,8 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
             controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(False, rows, True)
         )
         taken = patch.object(graphs_module.FasterWay, "faster_of", lambda graph, count, by_graph, eager: by_graph())
-        for context in (pretended(), FAILURES[failure](), costs, taken):
+        grouped = patch.object(experts, "has_grouped_kernel", lambda weight: True)  # as of bfloat16, which is not exact
+        for context in (pretended(), FAILURES[failure](), costs, taken, grouped):
             stack.enter_context(context)
         for kind, name, function in (
             (Target, "_run", forward),

@@ -14,6 +14,7 @@ from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model import experts
+from hf_selfspec.model.traceable import capturing
 from hf_selfspec.model.graphs import graphs_of
 
 QUICK = CompileConfig(backend="eager", mode="default")
@@ -70,27 +71,25 @@ def test_where_a_device_has_a_kernel_for_groups_the_faster_way_serves(
     faster: str, moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
-    monkeypatch.setattr(experts, "has_grouped_kernel", lambda device: True)
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda weight: True)
     monkeypatch.setattr(experts, "_ways", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     slow = "batched_mm" if faster == "grouped_mm" else "grouped_mm"
     monkeypatch.setattr(experts, "clock_of", lambda _: lambda: sum(name == slow for name, _ in calls))
     spec, few = SelfSpec(EarlyExit(2), FixedLength(3)), EXPERTS // CHOSEN
     same_ids(moe, spec)
     assert {name for name, tokens in calls[-30:] if tokens < few} == {faster}
     assert {tokens for name, tokens in calls if name == slow and tokens < few} >= {1, 4}  # both were timed
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     calls.clear()
-    same_ids(moe, spec)
+    with capturing.during(True):
+        same_ids(moe, spec)
     assert {name for name, tokens in calls[-30:] if tokens < few} == {faster}
 
 
 def test_exact_results_are_those_of_transformers_own_decoding(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever way is faster: the other one may round differently."""
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
-    monkeypatch.setattr(experts, "has_grouped_kernel", lambda device: True)
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda weight: True)
     monkeypatch.setattr(experts, "_ways", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model = build("qwen3_moe", factor=0.5, num_experts=EXPERTS, num_local_experts=EXPERTS).to(torch.bfloat16)
     spec = SelfSpec(EarlyExit(2), FixedLength(3), exact=True)
     model.generate(**ragged_batch((9,)), max_new_tokens=20, assistant=spec)
