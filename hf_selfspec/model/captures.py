@@ -1,4 +1,11 @@
-"""Kernels of a forward that CUDA has captured, to be run again by one launch."""
+"""Kernels of a forward that CUDA has captured, to be run again by one launch.
+
+Kernels keep the addresses that they were captured with. Inputs, results and what is between have memory of the graphs'
+own. A library's scratch memory belongs to a stream: torch allocates it when the library first works there, and frees it
+when, say, its compiler captures something; a graph that was captured with such memory would then write to that of others
+(an 8B model on an H200 ended so, by an illegal access after a static cache was compiled in the same process). So warm-ups
+run on the caller's stream and captures on one where nothing else runs, and such memory is the graphs' as well.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,12 +21,19 @@ _WARM_UPS = 2
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
+# Streams on which something was captured. Torch gives out 32 of a priority in turn.
+_taken = set[int]()
+
 
 class Shared:
     """What captured forwards of a model share: memory, which each of them overwrites, so that one runs at a time."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool, self.lock = pool, new_lock()
+    def __init__(self, device: torch.device) -> None:
+        self.pool, self.lock = torch.cuda.graph_pool_handle(), new_lock()
+        self.captures = torch.cuda.Stream(device, priority=-1)  # which others hardly use
+        if self.captures.cuda_stream in _taken:
+            torch._C._cuda_clearCublasWorkspaces()  # of other graphs, which keep the memory itself
+        _taken.add(self.captures.cuda_stream)
         self.stream: Any = None  # the one of the last run
 
     @contextmanager
@@ -38,32 +52,25 @@ class Captured:
     def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, shared: Shared) -> None:
         self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
         changing, rest = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
-        stream = torch.cuda.Stream(self._device)
         with shared.alone(self._device), capturing.during(True):
             self._inputs = [value.clone() for value in changing]
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            for _ in range(_WARM_UPS):
+                function(*self._inputs, *rest)
             try:
-                with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UPS):
-                        function(*self._inputs, *rest)
-            finally:  # whatever has failed, kernels of its first part read the inputs, whose memory others get next
-                torch.cuda.current_stream(self._device).wait_stream(stream)
-            try:
-                with self._capture(self._graph, stream):
+                with self._capture(self._graph, shared.pool):
                     self._results = function(*self._inputs, *rest)
             except Exception:  # whatever it is, it goes on to the caller
                 # One that is completed, since torch's generator of random numbers waits for the end of the other.
-                shared.pool = torch.cuda.graph_pool_handle()  # the other one may be closed with the capture
-                with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), stream):
+                with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
                     self._inputs[0].clone()
                 raise
 
     @contextmanager
-    def _capture(self, graph: Any, stream: Any) -> Iterator[None]:
+    def _capture(self, graph: Any, pool: Any) -> Iterator[None]:
         """In which work of other threads goes on, and is no part of it."""
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),  # to which torch does not return after an error
-            torch.cuda.graph(graph, pool=self._shared.pool, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=self._shared.captures, capture_error_mode="thread_local"),
         ):
             yield
 

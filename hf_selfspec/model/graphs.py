@@ -225,13 +225,15 @@ class Graphs:
                 reserved = reserved_bytes(device)
                 run = self._compiled(function, inputs) if self.config else function
                 if device.type == "cuda":
-                    if not self.count:  # else its memory may have gone with the last graph
-                        self._captured = Shared(torch.cuda.graph_pool_handle())
+                    if not self.count:  # torch has closed the memory with the last graph
+                        self._captured = None
+                    self._captured = self._captured or Shared(device)
                     run = Captured(run, inputs, fixed, self._captured)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
             return None
         except Exception as error:  # of a compiler or a device, else the model's own code raises it again
+            self._captured = None  # its memory may be closed
             self.failed(error)
             return None
         self._new.append(perf_counter() - began)

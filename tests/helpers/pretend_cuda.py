@@ -2,13 +2,15 @@
 
 Each operation is one launch, views are none, and what would make the host wait is counted. Operations over tensors of
 two devices fail as on CUDA. ``torch.cuda.CUDAGraph`` keeps the operations of a capture with their tensors and does them
-again on these; what CUDA forbids in a capture raises. There are no streams, pools or kernels. Importing this needs
-``g++`` and is for the whole process, so tests run it in one of their own (:mod:`run_on_pretended_cuda`).
+again on these; what CUDA forbids in a capture raises. There are no pools or kernels, and of streams only what may not
+run beside others, and where libraries keep memory. Importing this needs ``g++`` and is for the whole process, so tests
+run it in one of their own (:mod:`run_on_pretended_cuda`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
 import tempfile
 import threading
@@ -82,6 +84,7 @@ _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 # What has a size that depends on values.
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "nonzero_numpy", "unique_dim", "_unique2", "repeat_interleave"}
 _RANDOM = {"bernoulli_", "exponential_", "multinomial", "rand", "rand_like", "uniform_"}
+_MULTIPLY = {"addmm", "baddbmm", "bmm", "mm"}
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # What launches nothing.
 _VIEWS = {
@@ -290,6 +293,9 @@ def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Te
         counts.launch(name)
         if Graph.captured() is None:
             _streams.current.launch()
+            _streams.current.has_scratch |= name in _MULTIPLY
+        elif name in _MULTIPLY and _streams.current.has_scratch:
+            raise RuntimeError("a capture uses memory of a library that it does not own")
 
 
 class _Dispatched(TorchDispatchMode):
@@ -347,11 +353,15 @@ class _Event:
         return 1e3 * (later.at - self.at)
 
 
+_numbers = itertools.count()
+
+
 class _Stream:
     """Work of one thread; memory that it uses may be given to another stream, which has to wait for it before."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.launched = 0
+        self.cuda_stream, self.launched = next(_numbers), 0
+        self.has_scratch = False  # whether a library has memory there that may be freed before a graph is
         self._waited: dict[_Stream, int] = {}
 
     def wait_stream(self, other: _Stream) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from helpers.models import ragged_batch, tiny_llama
 from helpers.split import attention_with_sums
@@ -135,6 +135,25 @@ def test_forwards_are_captured(name: str) -> None:
         assert all(difference.is_near_tie for difference in first_differences(model, plain, ours))
     assert graphs_of(model, None).count > 0
     assert not graphs_of(model, None).refused
+
+
+def test_captured_forwards_own_their_memory() -> None:
+    """What torch frees when its compiler captures something is not theirs."""
+    with torch.device(DEVICE):
+        config = LlamaConfig(
+            vocab_size=97, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16
+        )
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()  # as wide as needs scratch memory
+    batch, spec = {name: values.to(DEVICE) for name, values in ragged_batch((9,), seed=5).items()}, SPECS["line"]
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    for _ in range(2):
+        before = model.generate(**batch, **options, assistant=spec)
+    assert graphs_of(model, None).count > 0
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 24,), 7, dtype=torch.int32, device=DEVICE) for _ in range(4)]
+    assert torch.equal(model.generate(**batch, **options, assistant=spec), before)
+    assert all(bool((values == 7).all()) for values in others)
 
 
 @pytest.mark.parametrize("name", ["plain", "ours"])
