@@ -2,9 +2,9 @@
 
 Kernels keep the addresses that they were captured with. Inputs, results and what is between have memory of the graphs'
 own. A library's scratch memory belongs to a stream: torch allocates it when the library first works there, and frees it
-when, say, its compiler captures something; a graph that was captured with such memory would then write to that of others
-(an 8B model on an H200 ended so, by an illegal access after a static cache was compiled in the same process). So warm-ups
-run on the caller's stream and captures on one where nothing else runs, and such memory is the graphs' as well.
+when, say, its compiler captures something; a graph that was captured with such memory would then write to that of
+others (an 8B model on an H200 ended so, by an illegal access after a static cache was compiled in the process). So
+warm-ups run on the caller's stream and captures on one where nothing else runs, and such memory is the graphs' as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
