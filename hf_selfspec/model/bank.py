@@ -36,12 +36,12 @@ class Bank:
         shape, place = (b, k, self.extent.capacity, h), self._cache.place
         if place is None:
             self._keep((like.new_empty if self.bases is None else like.new_zeros)((len(self.numbers), *shape)))
-        else:  # each layer has its own
-            self.of: tuple[torch.Tensor, ...] = (place.buffer((self.name, *self.numbers), shape, like),)
-            self._buffer = self.of[0][None]
+        else:
+            self._keep(place.buffer((self.name, *self.numbers), (len(self.numbers), *shape), like))
 
     def _keep(self, buffer: torch.Tensor) -> None:
-        self._buffer, self.of, self._opened = buffer, buffer.unbind(0), None
+        self._buffer, self._opened = buffer, None
+        self.of: tuple[torch.Tensor, ...] = buffer.unbind(0)
 
     def fits(self, states: torch.Tensor) -> bool:
         b, k, _, h = states.shape

@@ -50,6 +50,7 @@ class SpeculativeCache(Cache, Extent):
         self.capacity = self._text_slots = capacity
         self.write_at([0] * batch_size)
         self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
+        self.is_traced = False  # buffers of layers have to be memory of their own
         self.place: Place | None = None  # where the buffers are, where that matters
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
@@ -136,9 +137,10 @@ class SpeculativeCache(Cache, Extent):
             if bank.fits(states):
                 return bank
         layers = [layer]
-        kind = self._kinds[layer] if layer < len(self._kinds) and not known and not self.has_few_sizes else None
-        while kind is not None and len(layers) < _TOGETHER and self._kinds[layers[-1] + 1 :][:1] == [kind]:
-            layers.append(layers[-1] + 1)
+        kind = self._kinds[layer] if layer < len(self._kinds) and not known and not self.is_traced else None
+        if kind is not None:
+            alike = [later for later in range(layer + 1, len(self._kinds)) if self._kinds[later] == kind]
+            layers += alike[: _TOGETHER - 1]
         self._banks.append(Bank(self, self.layers[layer].extent, name, layers, states))
         return self._banks[-1]
 

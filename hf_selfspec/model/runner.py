@@ -66,6 +66,10 @@ class GraphRunner:
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs, compares)
 
+    @property
+    def traces(self) -> bool:
+        return self.graphs.config is not None
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""

@@ -45,6 +45,9 @@ class Runner(Protocol):
     waited_seconds: float  # for what had to be compiled
     unsettled: int  # forwards so far that were not run as others of their kind will be
 
+    @property
+    def traces(self) -> bool: ...  # for a compiler, which takes no buffers that share memory
+
     def running(self) -> AbstractContextManager[None]: ...
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None: ...
@@ -105,6 +108,7 @@ class Target:
         """Runs forwards over a few tokens as compiled graphs, if the call allows these."""
         self.graphs = graphs
         self.cache.has_few_sizes = self.graphs is not None
+        self.cache.is_traced = graphs is not None and graphs.traces
 
     @property
     def compile_seconds(self) -> float:
