@@ -85,6 +85,8 @@ class BlockDraft(StatesDraft):
         super().__init__(session, head.read_layers(target.model))
         self._block = head
         self._cache = SpeculativeCache(len(head.layers), len(self._taken), target.cache.capacity)
+        self._cache.owner = "block"
+        self._cache.place, self._cache.has_few_sizes = target.cache.place, target.cache.has_few_sizes
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
@@ -141,34 +143,56 @@ class BlockDraft(StatesDraft):
     def _run(self, text: Text, feed: torch.Tensor) -> None:
         """Runs the block behind the tokens ``[b, 1]``: states and logits of the slots that are drafted."""
         self.take_in(text)
-        model, device, dtype = self.target.model, self._like.device, self._like.dtype
-        head, ends, b = self._block.on(device, dtype), RowNumbers(self._taken), len(feed)
+        device, graphs, cache = self._like.device, self.target.graphs, self._cache
+        head, ends, b = self._block.on(device, self._like.dtype), RowNumbers(self._taken), len(feed)
         self._tokens = head.tokens if self._tokens is None else self._tokens
+        cache.seek(ends, head.block_size)
         slots = ends.onwards(head.block_size, device).expand(b, -1)
-        masks = feed.new_full((b, head.block_size - 1), head.mask_token)
-        embedding = model.get_input_embeddings().weight  # without norms or scales of the model's own
-        embedded = functional.embedding(torch.cat([feed, masks], dim=1).to(embedding.device), embedding)
-        self._cache.seek(ends, head.block_size)
-        with torch.no_grad(), within(self.target.autocast), obeying(ForwardPass(self.plan)):
-            states = head(
-                embedded.to(device, dtype),
-                slots,
-                self._positions(slots),
-                max(ends) + head.block_size,
-                ends.are_equal,
-                self._cache,
-            )
-            first = head.first_slot
-            self._states = drafted = states[:, first : first + self._most]
-            if head.lm_head is not None:
-                self._logits = head.lm_head(drafted)
-            else:
-                output = output_head(model)
-                assert output is not None
-                weight = next(output.parameters())  # one that is offloaded has a hook that loads it and moves states
-                self._logits = output(drafted if weight.is_meta else drafted.to(weight.device))
-            if head.markov_head is not None:
+
+        def eager(feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+            return self._forward(head, feed, slots, positions, max(ends) + head.block_size, ends.are_equal)
+
+        def fixed(
+            feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *buffers: torch.Tensor
+        ) -> list[torch.Tensor]:
+            with cache.written_at(slots, buffers):
+                return self._forward(head, feed, slots, positions, cache.capacity, False)
+
+        given = feed, slots.contiguous(), self._positions(slots).contiguous()
+        if graphs is None or feed.device != device:
+            states, self._logits = eager(*given)
+        else:
+            states, self._logits = graphs.run_head(head, fixed, eager, given, cache.buffers())
+        first = head.first_slot
+        self._states = states[:, first:]
+        if head.markov_head is not None:
+            with torch.no_grad(), within(self.target.autocast):
                 self._memory = states.new_zeros(b, head.markov_head.rank)
                 if first and head.markov_head.way == "rnn":  # the slot of the text's last token comes before
                     embedded = head.markov_head.markov_w1(feed[:, -1].to(device))
                     _, self._memory = head.markov_head(embedded, states[:, 0], self._memory)
+
+    def _forward(
+        self,
+        head: BlockHead,
+        feed: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        length: int,
+        is_even: bool,
+    ) -> list[torch.Tensor]:
+        """States ``[b, B, d]`` of a block, and logits of the slots that draft, on a CPU those that are wanted."""
+        model = self.target.model
+        embedding = model.get_input_embeddings().weight  # without norms or scales of the model's own
+        masks = feed.new_full((len(feed), head.block_size - 1), head.mask_token)
+        embedded = functional.embedding(torch.cat([feed, masks], dim=1).to(embedding.device), embedding)
+        with torch.no_grad(), within(self.target.autocast), obeying(ForwardPass(self.plan)):
+            states = head(embedded.to(self._like), slots, positions, length, is_even, self._cache)
+            wanted = self._most if slots.device.type == "cpu" else head.num_tokens
+            drafted = states[:, head.first_slot : head.first_slot + wanted]
+            if head.lm_head is not None:
+                return [states, head.lm_head(drafted)]
+            output = output_head(model)
+            assert output is not None
+            weight = next(output.parameters())  # one that is offloaded has a hook that loads it and moves states
+            return [states, output(drafted if weight.is_meta else drafted.to(weight.device))]

@@ -37,7 +37,7 @@ class Bank:
         if place is None:
             self._keep((like.new_empty if self.bases is None else like.new_zeros)((len(self.numbers), *shape)))
         else:
-            self._keep(place.buffer((self.name, *self.numbers), (len(self.numbers), *shape), like))
+            self._keep(place.buffer((self._cache.owner, self.name, *self.numbers), (len(self.numbers), *shape), like))
 
     def _keep(self, buffer: torch.Tensor) -> None:
         self._buffer, self._opened = buffer, None

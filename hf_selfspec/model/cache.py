@@ -52,6 +52,7 @@ class SpeculativeCache(Cache, Extent):
         self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
         self.is_traced = False  # buffers of layers have to be memory of their own
         self.place: Place | None = None  # where the buffers are, where that matters
+        self.owner = ""  # whose they are, where caches share a place
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
         self._all: tuple[Hashable, list[torch.Tensor]] = None, []  # buffers of all layers, and what they depend on

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -16,6 +16,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
+from .captures import Run
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
 from .graphs import COMPARISONS, Graph, Graphs, graphs_of
@@ -35,6 +36,9 @@ _CHEAP_TOKENS = 64
 _REDUCED, _ROUNDINGS = 2.0**-10, 32.0
 # The share of a GPU's memory up to which keys and values stay where graphs look for them; else a call makes new graphs.
 _KEPT = 1 / 16
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -158,32 +162,77 @@ class GraphRunner:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
+        def results(way: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+            return way(), run.captured, run.exit_state
+
+        return self._result(graph, key, count, by_graph, eager, results)
+
+    def run_head(
+        self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Returns what a ``head`` of its own ``buffers``, at the place of the model's, makes of ``inputs``: by the
+        graph of ``forward`` over both, unless ``eager`` over the inputs is faster."""
+        place, device = self.target.cache.place, inputs[0].device
+        if place is None or self.traces or not self._is_served or self.graphs.rest:
+            return eager(*inputs)
+        self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
+        modes, shapes = _modes(device), ((tensor.shape, tensor.dtype) for tensor in (*inputs, *buffers))
+        key: Hashable = (place, place.version, head, modes, self.target.autocast, device, *shapes)
+        begun = perf_counter()
+        graph = self.graphs.find(key, forward, [*inputs, *buffers], lambda: "a head", fixed=len(buffers))
+        self.waited_seconds += perf_counter() - begun
+
+        def by_code() -> Sequence[torch.Tensor]:
+            self.unsettled += self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(0, True)
+            return eager(*inputs)
+
+        if graph is None:
+            return by_code()
+        return self._result(graph, key, 0, lambda: graph.run(*inputs, *buffers), by_code, lambda way: (*way(),))
+
+    def _result(
+        self,
+        graph: Graph,
+        key: Hashable,
+        count: int,
+        by_graph: Callable[[], Result],
+        eager: Callable[[], Result],
+        results: Callable[[Callable[[], Result]], tuple[torch.Tensor | None, ...]],
+    ) -> Result:
+        """The result of one way or the other; ``results`` has all of one."""
         try:
-            is_new = graph.compared < COMPARISONS and (self.compares or device.type == "cuda")
+            is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
             if is_new or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, count, run, by_graph, eager)
+                return self._compared(graph, count, by_graph, eager, results)
             return graph.faster_of(count, by_graph, eager)
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, key)
             return eager()
 
     def _compared(
-        self, graph: Graph, count: int, run: ForwardPass, by_graph: Callable[[], Any], eager: Callable[[], Any]
-    ) -> torch.Tensor | None:
-        """Results of the model's own code; raises an error where those of its graph are others."""
+        self,
+        graph: Graph,
+        count: int,
+        by_graph: Callable[[], Result],
+        eager: Callable[[], Result],
+        results: Callable[[Callable[[], Result]], tuple[torch.Tensor | None, ...]],
+    ) -> Result:
+        """The result of the model's own code; raises an error where those of its graph are others."""
         self.unsettled += 1
+        kept: list[Result] = []
 
-        def results(way: Callable[[], Any]) -> tuple[torch.Tensor | None, ...]:
-            return way(), run.captured, run.exit_state
+        def noted(way: Callable[[], Result]) -> Result:
+            kept.append(way())
+            return kept[-1]
 
-        ours, theirs = graph.both(count, partial(results, by_graph), partial(results, eager))
-        pairs = zip(ours, theirs, strict=True)
+        ways = [partial(results, partial(noted, way)) for way in (by_graph, eager)]
+        pairs = zip(*graph.both(count, *ways), strict=True)
         apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
         if max(read(torch.stack(apart))[0]) > 1:
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
-        return theirs[0]
+        return kept[-1]
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""

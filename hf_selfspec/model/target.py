@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -51,6 +51,10 @@ class Runner(Protocol):
     def running(self) -> AbstractContextManager[None]: ...
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None: ...
+
+    def run_head(
+        self, head: Hashable, forward: Any, eager: Any, inputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]: ...
 
 
 @dataclass(eq=False)

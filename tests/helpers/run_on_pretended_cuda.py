@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from helpers import pretend_cuda
@@ -65,8 +66,8 @@ class _Silent(BaseStreamer):
         pass
 
 
-def _block(name: str) -> BlockHead:
-    return block_of(tiny_llama(layers=4, factor=0.1), layers=(1, 2), **CONFIGS[name])
+def _block(name: str, model: PreTrainedModel | None = None) -> BlockHead:
+    return block_of(model or tiny_llama(layers=4, factor=0.1), layers=(1, 2), **CONFIGS[name])
 
 
 SPECS: dict[str, Callable[[], SelfSpec]] = {
@@ -308,9 +309,18 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     }
 
 
+def _spec_for(spec: str, architecture: str) -> SelfSpec:
+    head = CONFIGS.get(spec.removeprefix("block "))
+    return (
+        SPECS[spec]()
+        if head is None
+        else SelfSpec(Block(_block(spec.removeprefix("block "), build(architecture))), _THREE)
+    )
+
+
 def main(cases: list[list[Any]]) -> None:
     found = [
-        replayed(call.partition(" ")[2], SPECS[spec](), rows, *more)
+        replayed(call.partition(" ")[2], _spec_for(spec, call.partition(" ")[2]), rows, *more)
         if call.startswith("graphs")
         else measure(SPECS[spec](), rows, CALLS[call], spread if more else move)
         for spec, call, rows, *more in cases

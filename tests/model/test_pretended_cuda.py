@@ -60,6 +60,8 @@ WARM = [
     *(("fixed", f"graphs {name}", 1 + 2 * (place % 2)) for place, name in enumerate(ARCHITECTURES[::2])),
     ("default", "graphs llama", 3, "split"),
     ("fixed", "graphs gemma3_text", 1, "split"),
+    ("block dspark gated", "graphs llama", 1),  # whose block is one graph
+    ("block dflash window", "graphs llama", 3),
 ]
 FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
 NUMBER, THREADS = ("fixed", "graphs llama", 1, "a number"), ("fixed", "graphs llama", 1, "", 8)
