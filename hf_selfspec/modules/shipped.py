@@ -26,6 +26,8 @@ from .draft_module import DraftModule
 from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, DraftModule]()
+# MTP layers that were loaded beside a head of another kind.
+_own = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
 # Why nothing was found for models that have been looked at.
 _lacking = weakref.WeakKeyDictionary[PreTrainedModel, SelfSpecError]()
 _loading = new_lock()
@@ -176,11 +178,19 @@ def load_mtp_of_speculators(model: PreTrainedModel, name: str) -> MtpHead:
 
 
 def shipped_mtp(model: PreTrainedModel) -> MtpHead:
-    """As :func:`load_mtp`, but looks for the layers of a model only once."""
-    if attached_mtp(model) is None and (known := _lacking.get(model)) is not None:
-        raise copy.copy(known)
+    """As :func:`load_mtp`, but looks for the layers of a model only once, and a head of another kind stays attached."""
+    before, own = attached_head(model), _own.get(model)
+    if not isinstance(before, MtpHead):
+        if own is not None:
+            return own
+        if (known := _lacking.get(model)) is not None:
+            raise copy.copy(known)
     try:
-        return load_mtp(model)
+        head = load_mtp(model)
+        if before is not None and before is not head:
+            _own[model] = head
+            attach(model, before)
+        return head
     except SelfSpecError as error:
         _lacking[model] = copy.copy(error)  # without the traceback, which holds the model
         raise

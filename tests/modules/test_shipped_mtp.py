@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, cache_utils, mod
 
 import hf_selfspec
 from helpers.architectures import build
+from helpers.blocks import published
 from helpers.calls import check_lossless, unchanged
 from helpers.models import BATCH, ROW, tiny_llama
-from hf_selfspec import MTP, FixedLength, MtpFormat, MtpHead, SelfSpec, SelfSpecError, SettingError, load_mtp
+from hf_selfspec import MTP, FixedLength, MtpFormat, MtpHead, SelfSpec, SelfSpecError, SettingError, load_head, load_mtp
 from hf_selfspec.modules import mtp, shipped
 
 WIDTH, LAYERS = 32, 4
@@ -250,6 +251,19 @@ def test_attached_layers_draft_in_every_cascade(tmp_path: Path) -> None:
     assert check_lossless(model, spec)[0].draft_steps == 0
     load_mtp(model)
     assert check_lossless(model, SelfSpec())[0].draft_steps > 0
+
+
+def test_layers_that_ship_do_not_replace_another_head(tmp_path: Path) -> None:
+    """``MTP()`` drafts with them, and what was attached goes on to draft in every cascade."""
+    model, _ = with_layer("deepseek_v3", tmp_path / "model")
+    (tmp_path / "head").mkdir()
+    published(tmp_path / "head", model, (1, 2))
+    block = load_head(model, tmp_path / "head")
+    for _ in range(2):
+        check_lossless(model, SelfSpec(MTP(), FixedLength(2)), ROW)
+        assert shipped.attached_head(model) is block
+    assert shipped.shipped_mtp(model) is shipped.shipped_mtp(model)
+    assert load_mtp(model) is shipped.attached_head(model)
 
 
 def test_names_can_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
