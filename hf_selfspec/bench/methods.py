@@ -68,7 +68,7 @@ def _ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> M
     return Method(name, group, f"assistant={name}", make=make)
 
 
-_COMPILING = let_compile_on_cpu(CompileConfig(mode="default"))
+_COMPILING = let_compile_on_cpu(CompileConfig())
 _STATIC = {"cache_implementation": "static", "compile_config": _COMPILING}
 _STATIC_LOOKUP = (f'{_lookup(2).call}, cache_implementation="static"', {**_lookup(2).options, **_STATIC})
 _FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"
