@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from helpers.compiled import QUICK, same_ids, specs
-from helpers.models import tiny_llama
+from helpers.models import ROW, tiny_llama
+from hf_selfspec import Lookup, SelfSpec
+from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import FasterWay, Graph, Graphs, graphs_of
 
@@ -120,6 +122,17 @@ def test_graphs_that_were_slower_are_asked_for_again(caplog: pytest.LogCaptureFi
     assert not known.slower
     assert not any(known.rest for _ in range(33))
     assert caplog.text.count("no more graphs are made") == 1
+
+
+@pytest.mark.times_decide
+def test_rounds_without_the_graph_that_is_to_come_price_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they take seven times as long as those with it, and drafts would not seem to pay."""
+    model, priced = tiny_llama(), list[int]()
+    monkeypatch.setattr(CostCurve, "add_plain", lambda *_: priced.append(graphs_of(model, QUICK).count))
+    assert not priced
+    model.generate(**ROW, max_new_tokens=40, eos_token_id=None, assistant=SelfSpec(Lookup(), compile=QUICK))
+    assert priced
+    assert all(priced)
 
 
 def test_captures_that_are_not_used_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
