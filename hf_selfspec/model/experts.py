@@ -15,10 +15,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from .graphs import FasterWay, clock_of
 from .internals import EXPERTS, experts_implementation
 from .patching import InstanceForwards, PerThread, shared_change
 from .traceable import NoGraphError, capturing, tracing
+from .transfer import FasterWay, clock_of
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)

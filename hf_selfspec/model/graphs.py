@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -26,7 +26,7 @@ from .captures import Captured, Run, Shared, reserved_bytes
 from .internals import attention_implementation
 from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
-from .transfer import wait_for
+from .transfer import FasterWay, clock_of
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
 # the last draft of a text, which is cut by its end. A capture takes about as long as ten forwards.
@@ -39,9 +39,6 @@ _UNUSED = 4096
 _FREE = 1 / 16
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
 _COUNTED = 512
-# Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts. Both are timed
-# more at the use of this binary length, the 128th, and at each doubling from there on.
-_TIMES, _AGAIN = 3, 8
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
 _LOST, _ASKED = 2, 16
@@ -55,7 +52,6 @@ _PLAIN = (bool, int, float, str, type(None))
 _OF_ALL = set(vars(torch.nn.Module())) - {"training"}
 
 What = Callable[[], str]  # returns what a graph is of, for messages
-Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -73,46 +69,6 @@ def _let_all_run() -> None:
 
 
 in_children(_let_all_run)
-
-
-@dataclass(eq=False)
-class FasterWay:
-    """Which of two ways is faster for each number of tokens. That is looked at seldom once it is known, so that equal
-    calls have equal results."""
-
-    clock: Callable[[], float]  # returns seconds, after all that its device was given is done
-    seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
-    is_faster: dict[int, bool] = field(default_factory=dict)  # whether the first way is
-    uses: dict[int, int] = field(default_factory=dict)
-
-    def faster_of(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
-        """Returns the result for ``count`` tokens in one way or the other, in turn until times have decided."""
-        mine, other = self.seconds.setdefault(count, ([], []))
-        uses = self.uses[count] = self.uses.get(count, 0) + 1
-        wanted = _TIMES + max(uses.bit_length() + 1 - _AGAIN, 0)
-        if len(other) >= wanted and count in self.is_faster:
-            return first() if self.is_faster[count] else second()
-        turn, times = (first, mine) if len(mine) <= len(other) else (second, other)
-        begun = self.clock()
-        result = turn()
-        times.append(self.clock() - begun)
-        self._decide(count, wanted)
-        return result
-
-    def both(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
-        """The results of both ways, each timed."""
-        found = []
-        for times, way in zip(self.seconds.setdefault(count, ([], [])), (first, second), strict=True):
-            begun = self.clock()
-            found.append(way())
-            times.append(self.clock() - begun)
-        self._decide(count, _TIMES)
-        return found[0], found[1]
-
-    def _decide(self, count: int, wanted: int) -> None:
-        mine, other = self.seconds[count]
-        if len(other) >= wanted:
-            self.is_faster[count] = min(mine) <= min(other)
 
 
 @dataclass(eq=False)
@@ -291,16 +247,6 @@ class Graphs:
             run: Run = torch.compile(graph, **_options(self.config, inputs[0].device))
             run(*inputs)
         return run if inputs[0].is_cuda else partial(_in_turn, run)
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """A clock that waits for a device, so that it measures more than launches there."""
-
-    def settled() -> float:
-        wait_for(device)
-        return perf_counter()
-
-    return perf_counter if device.type == "cpu" else settled
 
 
 def _options(config: CompileConfig, device: torch.device) -> dict[str, Any]:

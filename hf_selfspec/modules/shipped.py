@@ -26,10 +26,8 @@ from .draft_module import DraftModule
 from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, DraftModule]()
-# MTP layers that were loaded beside a head of another kind.
-_own = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead]()
-# Why nothing was found for models that have been looked at.
-_lacking = weakref.WeakKeyDictionary[PreTrainedModel, SelfSpecError]()
+# MTP layers that were found beside a head of another kind, or why there are none.
+_looked = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead | SelfSpecError]()
 _loading = new_lock()
 
 
@@ -120,7 +118,7 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
     if names.kind not in ALLOWED_LAYER_TYPES:
         raise SettingError(f"MtpFormat(kind) must be one of {', '.join(ALLOWED_LAYER_TYPES)}, got {names.kind!r}.")
     _FORMATS[model_type] = names
-    _lacking.clear()
+    _looked.clear()
 
 
 def attach(model: PreTrainedModel, head: DraftModule) -> None:
@@ -179,21 +177,21 @@ def load_mtp_of_speculators(model: PreTrainedModel, name: str) -> MtpHead:
 
 def shipped_mtp(model: PreTrainedModel) -> MtpHead:
     """As :func:`load_mtp`, but looks for the layers of a model only once, and a head of another kind stays attached."""
-    before, own = attached_head(model), _own.get(model)
-    if not isinstance(before, MtpHead):
-        if own is not None:
-            return own
-        if (known := _lacking.get(model)) is not None:
-            raise copy.copy(known)
+    before = attached_head(model)
+    known = None if isinstance(before, MtpHead) else _looked.get(model)
+    if isinstance(known, MtpHead):
+        return known
+    if known is not None:
+        raise copy.copy(known)
     try:
         head = load_mtp(model)
-        if before is not None and before is not head:
-            _own[model] = head
-            attach(model, before)
-        return head
     except SelfSpecError as error:
-        _lacking[model] = copy.copy(error)  # without the traceback, which holds the model
+        _looked[model] = copy.copy(error)  # without the traceback, which holds the model
         raise
+    if before is not None and before is not head:
+        _looked[model] = head
+        attach(model, before)
+    return head
 
 
 def format_of(model: PreTrainedModel) -> MtpFormat:
