@@ -18,7 +18,7 @@ from transformers.integrations.moe import ExpertsInterface
 from .internals import EXPERTS, experts_implementation
 from .patching import InstanceForwards, PerThread, shared_change
 from .traceable import NoGraphError, capturing, tracing
-from .transfer import FasterWay, clock_of
+from .transfer import FasterWay, device_clock
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)
@@ -67,7 +67,7 @@ def _by_size(
     if tracing.now or _is_exact.now or not has_kernel:
         return batched()
     count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in weights)
-    way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(clock_of(states.device)))
+    way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(device_clock(states.device)))
     if capturing.now:  # after forwards that were timed
         return grouped() if way.is_faster.get(count) else batched()
     return way.faster_of(count, grouped, batched)

@@ -26,7 +26,7 @@ from .captures import Captured, Run, Shared, reserved_bytes
 from .internals import attention_implementation
 from .modules import forward_of_others
 from .traceable import NoGraphError, Place, tracing
-from .transfer import FasterWay, clock_of
+from .transfer import FasterWay, device_clock
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
 # the last draft of a text, which is cut by its end. A capture takes about as long as ten forwards.
@@ -194,7 +194,7 @@ class Graphs:
             return None
         self._new.append(perf_counter() - began)
         self._bytes += max(reserved_bytes(device) - reserved, 0)
-        graph = Graph(clock_of(device), run=run, what=what())
+        graph = Graph(device_clock(device), run=run, what=what())
         _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
         return graph
 

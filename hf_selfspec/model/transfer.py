@@ -60,7 +60,7 @@ def seconds_between(begun: Moment, ended: Moment) -> float:
     return float(begun.elapsed_time(ended)) / 1e3
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
+def device_clock(device: torch.device) -> Callable[[], float]:
     """A clock that waits for a device, so that it measures more than launches there."""
 
     def settled() -> float:

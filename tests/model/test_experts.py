@@ -74,7 +74,7 @@ def test_where_a_device_has_a_kernel_for_groups_the_faster_way_serves(
     monkeypatch.setattr(experts, "has_grouped_kernel", lambda weight: True)
     monkeypatch.setattr(experts, "_ways", {})
     slow = "batched_mm" if faster == "grouped_mm" else "grouped_mm"
-    monkeypatch.setattr(experts, "clock_of", lambda _: lambda: sum(name == slow for name, _ in calls))
+    monkeypatch.setattr(experts, "device_clock", lambda _: lambda: sum(name == slow for name, _ in calls))
     spec, few = SelfSpec(EarlyExit(2), FixedLength(3)), EXPERTS // CHOSEN
     same_ids(moe, spec)
     assert {name for name, tokens in calls[-30:] if tokens < few} == {faster}

@@ -45,7 +45,7 @@ def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch
     waited: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
     for device, waits in (("cpu", 0), ("cuda", 12)):
-        graph = FasterWay(graphs.clock_of(torch.device(device)))
+        graph = FasterWay(graphs.device_clock(torch.device(device)))
         for _ in range(20):
             graph.faster_of(5, lambda: "g", lambda: "e")
         assert len(waited) == waits
