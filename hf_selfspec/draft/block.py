@@ -85,8 +85,7 @@ class BlockDraft(StatesDraft):
         super().__init__(session, head.read_layers(target.model))
         self._block = head
         self._cache = SpeculativeCache(len(head.layers), len(self._taken), target.cache.capacity)
-        self._cache.owner = "block"
-        self._cache.place, self._cache.has_few_sizes = target.cache.place, target.cache.has_few_sizes
+        self._cache.owner, self._cache.has_few_sizes = "block", target.cache.has_few_sizes
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
@@ -109,6 +108,7 @@ class BlockDraft(StatesDraft):
         states = picked(torch.cat(self._waiting, dim=1), self._places)
         head, begun = self._block.on(states.device, states.dtype), RowNumbers(self._taken)
         slots = begun.onwards(states.shape[1], states.device).expand(len(states), -1)
+        self._cache.place = self.target.cache.place  # known since the prompt
         self._cache.seek(begun, states.shape[1])
         with torch.no_grad(), within(self.target.autocast):
             head.take_in(states, self._positions(slots), self._cache)
@@ -162,7 +162,7 @@ class BlockDraft(StatesDraft):
         if graphs is None or feed.device != device:
             states, self._logits = eager(*given)
         else:
-            states, self._logits = graphs.run_head(head, fixed, eager, given, cache.buffers())
+            states, self._logits = graphs.run_head(head, fixed, eager, given, cache)
         first = head.first_slot
         self._states = states[:, first:]
         if head.markov_head is not None:

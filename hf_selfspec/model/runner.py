@@ -16,6 +16,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
+from .cache import SpeculativeCache
 from .captures import Run
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
@@ -168,12 +169,12 @@ class GraphRunner:
         return self._result(graph, key, count, by_graph, eager, results)
 
     def run_head(
-        self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+        self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
     ) -> Sequence[torch.Tensor]:
-        """Returns what a ``head`` of its own ``buffers``, at the place of the model's, makes of ``inputs``: by the
-        graph of ``forward`` over both, unless ``eager`` over the inputs is faster."""
-        place, device = self.target.cache.place, inputs[0].device
-        if place is None or self.traces or not self._is_served or self.graphs.rest:
+        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
+        these and its buffers, unless ``eager`` over the inputs is faster."""
+        place, device, buffers = self.target.cache.place, inputs[0].device, cache.buffers()
+        if place is None or cache.place is not place or self.traces or not self._is_served or self.graphs.rest:
             return eager(*inputs)
         self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
         modes, shapes = _modes(device), ((tensor.shape, tensor.dtype) for tensor in (*inputs, *buffers))

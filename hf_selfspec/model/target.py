@@ -53,7 +53,7 @@ class Runner(Protocol):
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None: ...
 
     def run_head(
-        self, head: Hashable, forward: Any, eager: Any, inputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+        self, head: Hashable, forward: Any, eager: Any, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
     ) -> Sequence[torch.Tensor]: ...
 
 

@@ -39,7 +39,7 @@ from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.model import attention, experts
+from hf_selfspec.model import attention, experts, runner
 from hf_selfspec.model import graphs as graphs_module
 from hf_selfspec.model.runner import GraphRunner
 from hf_selfspec.model.split_attention import attention_in_parts
@@ -213,6 +213,7 @@ def _split() -> Iterator[None]:
 FAILURES: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "split": _split,
+    "compared": lambda: patch.object(runner, "COMPARISONS", 1 << 30),
     "begin": lambda: patch.object(torch.cuda, "graph", _fail),
     "midst": lambda: patch.object(GraphRunner, "_forward", _reading(GraphRunner._forward)),
     "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),

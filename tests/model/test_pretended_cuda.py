@@ -64,6 +64,8 @@ WARM = [
     ("block dflash window", "graphs llama", 3),
 ]
 FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
+# Each replay is compared, in six calls of other texts and lengths.
+COMPARED = [(spec, "graphs llama", rows, "compared") for spec, rows in (("block dspark gated", 1), ("default", 3))]
 NUMBER, THREADS = ("fixed", "graphs llama", 1, "a number"), ("fixed", "graphs llama", 1, "", 8)
 EAGER = ("lookup", "graphs bloom", 3)
 SMALL = ("fixed", "graphs llama", 1, "small device")
@@ -76,7 +78,7 @@ def measured(script: str, *cases: tuple[Any, ...]) -> Any:
 @pytest.fixture(scope="module")
 def measures() -> dict[tuple[Any, ...], Any]:
     """Two processes run all cases."""
-    cases = [*BOUNDS, *FEW, *WARM, *FAILING, NUMBER, THREADS, EAGER, SMALL]
+    cases = [*BOUNDS, *FEW, *WARM, *FAILING, *COMPARED, NUMBER, THREADS, EAGER, SMALL]
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(lambda half: measured("run_on_pretended_cuda.py", *half), (cases[::2], cases[1::2]))
         return {case: found for half in (0, 1) for case, found in zip(cases[half::2], next(halves), strict=True)}
@@ -117,6 +119,13 @@ def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:
 def test_forwards_are_captured_by_default(case: tuple[Any, ...], measures: dict[tuple[Any, ...], Any]) -> None:
     """Once shapes have come again; ids are plain's whatever the text and its length, and a round waits once."""
     check_warm(case, measures[case])
+
+
+def test_replays_are_right_in_later_calls(measures: dict[tuple[Any, ...], Any]) -> None:
+    for case in COMPARED:
+        assert measures[case]["same"], case
+        assert measures[case]["graphs"], case
+        assert not measures[case]["warnings"], (case, measures[case])
 
 
 @pytest.mark.slow
