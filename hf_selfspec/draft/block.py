@@ -162,7 +162,8 @@ class BlockDraft(StatesDraft):
         if graphs is None or feed.device != device:
             states, self._logits = eager(*given)
         else:
-            states, self._logits = graphs.run_head(head, fixed, eager, given, cache)
+            weights = (head, *(weight.data_ptr() for weight in head.parameters()))
+            states, self._logits = graphs.run_head(weights, fixed, eager, given, cache)
         first = head.first_slot
         self._states = states[:, first:]
         if head.markov_head is not None:

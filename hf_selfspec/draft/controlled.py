@@ -128,7 +128,7 @@ class ControlledDrafter(FixedDrafter):
         new = sum(text.lengths) - sum(self._lengths)
         if self.free is not None:
             self.free.learn(text, verdicts, self._tops)
-        seconds = self._now() - self._begun
+        seconds, is_usual = self._now() - self._begun, self._target.unsettled == self._unsettled
         own = [verdict.up_to(self._size) for verdict in verdicts] if self._used in self.others else verdicts
         for name, drafter in self.others.items():
             if name == self._used:
@@ -136,7 +136,7 @@ class ControlledDrafter(FixedDrafter):
             elif drafter.observe is not None:
                 drafter.observe(text, verdicts, logits)
         self._note()
-        if self._target.unsettled != self._unsettled:
+        if not is_usual:
             return
         if self._used in self.others:
             accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)

@@ -121,6 +121,7 @@ class SpeculativeCache(Cache, Extent):
         """Wants no more slots than there are, after there was no memory for further ones."""
         for bank in self._banks:
             bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
+        self._all = None, []
 
     def let_go(self) -> None:
         """Frees the memory; what was taken from another cache and not handed back is put back."""
@@ -161,6 +162,10 @@ class SpeculativeCache(Cache, Extent):
                 bank.fill(self.capacity)
             self._all = key, [buffer for layer in self._written for buffer in layer.buffers()]
         return self._all[1]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers are."""
+        return tuple(bank.of[0].data_ptr() for bank in self._banks)
 
     @property
     def is_filled(self) -> bool:

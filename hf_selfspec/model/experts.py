@@ -68,8 +68,9 @@ def _by_size(
         return batched()
     count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in weights)
     way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(device_clock(states.device)))
-    if capturing.now:  # after forwards that were timed
-        return grouped() if way.is_faster.get(count) else batched()
+    if capturing.now:  # after forwards over fewer tokens, to which others are padded there, were timed
+        nearest = min(list(way.is_faster), key=lambda known: abs(known - count), default=None)
+        return grouped() if nearest is not None and way.is_faster[nearest] else batched()
     return way.faster_of(count, grouped, batched)
 
 

@@ -41,7 +41,7 @@ _FREE = 1 / 16
 _COUNTED = 512
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
-_LOST, _ASKED = 2, 16
+_LOST, _ASKED = 2, 17
 # How often results are compared: in the first run numbers that became constants are still right.
 COMPARISONS = 3
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
@@ -132,7 +132,9 @@ class Graphs:
 
     def are_awaited(self, key: Hashable) -> bool:
         """Whether a graph will be made for ``key`` once it has come often enough."""
-        return key in self._uses and key not in self._graphs and not (self.refused or self.slower)
+        wanted = _USES if self.config else _USES_CAPTURED  # which have come where there is no room for it
+        is_counted = 0 < self._uses.get(key, 0) < wanted and key not in self._graphs
+        return is_counted and not (self.refused or self.slower)
 
     def forget(self, is_over: Callable[[Any], bool]) -> None:
         """Leaves graphs to be collected by their keys."""

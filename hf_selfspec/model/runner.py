@@ -128,7 +128,7 @@ class GraphRunner:
             *(place, None if place is None else place.version),
             *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast, target.cache.capacity),
             *(run.plan, run.start, run.stop, run.capture, run.chooses),
-            *(None if window is None else window.capacity, device, len(inputs)),
+            *(None if window is None else window.capacity, device, len(inputs), target.cache.addresses()),
             *((tensor.shape, tensor.dtype) for tensor in (inputs if place is None else inputs[: -len(buffers)])),
         )
 
@@ -178,7 +178,7 @@ class GraphRunner:
             return eager(*inputs)
         self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
         modes, shapes = _modes(device), ((tensor.shape, tensor.dtype) for tensor in (*inputs, *buffers))
-        key: Hashable = (place, place.version, head, modes, self.target.autocast, device, *shapes)
+        key: Hashable = (place, place.version, head, modes, self.target.autocast, device, cache.addresses(), *shapes)
         begun = perf_counter()
         graph = self.graphs.find(key, forward, [*inputs, *buffers], lambda: "a head", fixed=len(buffers))
         self.waited_seconds += perf_counter() - begun

@@ -202,6 +202,9 @@ class Pretended(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
