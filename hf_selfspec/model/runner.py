@@ -128,7 +128,8 @@ class GraphRunner:
             *(place, None if place is None else place.version),
             *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast, target.cache.capacity),
             *(run.plan, run.start, run.stop, run.capture, run.chooses),
-            *(None if window is None else window.capacity, device, len(inputs), target.cache.addresses()),
+            *(None if window is None else window.capacity, device, len(inputs)),
+            None if place is None else target.cache.addresses(),
             *((tensor.shape, tensor.dtype) for tensor in (inputs if place is None else inputs[: -len(buffers)])),
         )
 
