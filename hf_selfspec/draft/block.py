@@ -90,6 +90,7 @@ class BlockDraft(StatesDraft):
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
         self._sure = sure
+        self._key: tuple[object, ...] = ()  # what its graph is for
         self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
@@ -162,8 +163,8 @@ class BlockDraft(StatesDraft):
         if graphs is None or feed.device != device:
             states, self._logits = eager(*given)
         else:
-            weights = (head, *(weight.data_ptr() for weight in head.parameters()))
-            states, self._logits = graphs.run_head(weights, fixed, eager, given, cache)
+            self._key = self._key or (head, *(weight.data_ptr() for weight in head.parameters()))
+            states, self._logits = graphs.run_head(self._key, fixed, eager, given, cache)
         first = head.first_slot
         self._states = states[:, first:]
         if head.markov_head is not None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -39,7 +39,8 @@ _REDUCED, _ROUNDINGS = 2.0**-10, 32.0
 _KEPT = 1 / 16
 
 
-Result = TypeVar("Result")
+# What a forward has found: tensors that both ways have, and the likeliest tokens, if they were chosen.
+Outcome = tuple[tuple[Any, ...], Best | None]
 
 
 @dataclass(eq=False)
@@ -137,37 +138,23 @@ class GraphRunner:
             shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {target.cache.capacity} slots"
             return f"{shape}, layers {run.plan.picture()}"
 
-        begun = perf_counter()
-        forward = partial(self._forward, run, nodes is not None)
-        graph = self.graphs.find(key, forward, inputs, what, fixed=len(buffers))
-        self.waited_seconds += perf_counter() - begun
+        def taken(found: Sequence[torch.Tensor]) -> Outcome:
+            rest = list(found)
+            logits = rest.pop(0)[:, :s] if whole else None
+            captured = rest.pop(0)[..., :s, :] if run.capture else None
+            exit_state = rest.pop(0)[..., :s, :]
+            return (logits, captured, exit_state), Best(rest[0][:, :s], rest[1][:, :s]) if run.chooses else None
+
+        def eager() -> Outcome:
+            run.captured = run.exit_state = run.best = None  # perhaps those of a comparison
+            logits = target.run_eagerly(feed, run)
+            return (logits, run.captured, run.exit_state), run.best
 
         # On a GPU both ways are bound by launches and weights, whose number does not depend on that of tokens.
-        count = size if tokens.is_cuda else s
-
-        def eager() -> torch.Tensor | None:
-            is_rare = self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(count, True)
-            self.unsettled += is_rare
-            run.captured = run.exit_state = run.best = None  # perhaps those of a graph
-            return target.run_eagerly(feed, run)
-
-        if graph is None:
-            return eager()
-
-        def by_graph() -> torch.Tensor | None:
-            assert graph is not None
-            found = list(graph.run(*inputs))
-            logits = found.pop(0)[:, :s] if whole else None
-            run.captured = found.pop(0)[..., :s, :] if run.capture else None
-            run.exit_state = found.pop(0)[..., :s, :]
-            if run.chooses:
-                run.best = Best(found[0][:, :s], found[1][:, :s])
-            return logits
-
-        def results(way: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-            return way(), run.captured, run.exit_state
-
-        return self._result(graph, key, count, by_graph, eager, results)
+        count, forward = size if tokens.is_cuda else s, partial(self._forward, run, nodes is not None)
+        states, run.best = self._outcome(key, count, forward, inputs, len(buffers), what, taken, eager)
+        logits, run.captured, run.exit_state = states
+        return logits
 
     def run_head(
         self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
@@ -178,63 +165,67 @@ class GraphRunner:
         if place is None or cache.place is not place or self.traces or not self._is_served or self.graphs.rest:
             return eager(*inputs)
         self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
-        modes, shapes = _modes(device), ((tensor.shape, tensor.dtype) for tensor in (*inputs, *buffers))
+        given = [*inputs, *buffers]
+        modes, shapes = _modes(device), ((tensor.shape, tensor.dtype) for tensor in given)
         key: Hashable = (place, place.version, head, modes, self.target.autocast, device, cache.addresses(), *shapes)
+
+        def taken(found: Sequence[torch.Tensor]) -> Outcome:
+            return tuple(found), None
+
+        return self._outcome(
+            key, 0, forward, given, len(buffers), lambda: "a head", taken, lambda: taken(eager(*inputs))
+        )[0]
+
+    def _outcome(
+        self,
+        key: Hashable,
+        count: int,
+        forward: Run,
+        inputs: Sequence[torch.Tensor],
+        fixed: int,
+        what: Callable[[], str],
+        taken: Callable[[Sequence[torch.Tensor]], Outcome],
+        eager: Callable[[], Outcome],
+    ) -> Outcome:
+        """What is ``taken`` of the results of a graph, or what the model's own code has found; see :meth:`Graphs.find`
+        and :meth:`FasterWay.faster_of`."""
         begun = perf_counter()
-        graph = self.graphs.find(key, forward, [*inputs, *buffers], lambda: "a head", fixed=len(buffers))
+        graph = self.graphs.find(key, forward, inputs, what, fixed)
         self.waited_seconds += perf_counter() - begun
 
-        def by_code() -> Sequence[torch.Tensor]:
-            self.unsettled += self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(0, True)
-            return eager(*inputs)
+        def by_code() -> Outcome:
+            self.unsettled += self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(count, True)
+            return eager()
 
         if graph is None:
             return by_code()
-        return self._result(graph, key, 0, lambda: graph.run(*inputs, *buffers), by_code, lambda way: (*way(),))
 
-    def _result(
-        self,
-        graph: Graph,
-        key: Hashable,
-        count: int,
-        by_graph: Callable[[], Result],
-        eager: Callable[[], Result],
-        results: Callable[[Callable[[], Result]], tuple[torch.Tensor | None, ...]],
-    ) -> Result:
-        """The result of one way or the other; ``results`` has all of one."""
+        def by_graph() -> Outcome:
+            assert graph is not None
+            return taken(graph.run(*inputs))
+
         try:
             is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
             if is_new or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, count, by_graph, eager, results)
-            return graph.faster_of(count, by_graph, eager)
+                return self._compared(graph, count, by_graph, by_code)
+            return graph.faster_of(count, by_graph, by_code)
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, key)
-            return eager()
+            return by_code()
 
     def _compared(
-        self,
-        graph: Graph,
-        count: int,
-        by_graph: Callable[[], Result],
-        eager: Callable[[], Result],
-        results: Callable[[Callable[[], Result]], tuple[torch.Tensor | None, ...]],
-    ) -> Result:
-        """The result of the model's own code; raises an error where those of its graph are others."""
+        self, graph: Graph, count: int, by_graph: Callable[[], Outcome], by_code: Callable[[], Outcome]
+    ) -> Outcome:
+        """The outcome of the model's own code; raises an error where that of its graph is another."""
         self.unsettled += 1
-        kept: list[Result] = []
-
-        def noted(way: Callable[[], Result]) -> Result:
-            kept.append(way())
-            return kept[-1]
-
-        ways = [partial(results, partial(noted, way)) for way in (by_graph, eager)]
-        pairs = zip(*graph.both(count, *ways), strict=True)
+        ours, theirs = graph.both(count, by_graph, by_code)
+        pairs = zip(ours[0], theirs[0], strict=True)
         apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
         if max(read(torch.stack(apart))[0]) > 1:
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
-        return kept[-1]
+        return theirs
 
     def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
