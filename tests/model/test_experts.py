@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,9 +81,23 @@ def test_where_a_device_has_a_kernel_for_groups_the_faster_way_serves(
     assert {name for name, tokens in calls[-30:] if tokens < few} == {faster}
     assert {tokens for name, tokens in calls if name == slow and tokens < few} >= {1, 4}  # both were timed
     calls.clear()
-    with capturing.during(True):
+    with capturing.during(True):  # numbers of tokens that were timed, and one that was not
         same_ids(moe, spec)
+        same_ids(moe, SelfSpec(EarlyExit(2), FixedLength(1)))
     assert {name for name, tokens in calls[-30:] if tokens < few} == {faster}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [(torch.bfloat16, 9, True), (torch.bfloat16, 10, True), (torch.bfloat16, 8, False), (torch.float32, 9, False)],
+    ids=str,
+)
+def test_elsewhere_torch_waits_for_the_sizes_of_groups(
+    dtype: torch.dtype, capability: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    has_function = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
+    assert experts.has_grouped_kernel(Mock(is_cuda=True, dtype=dtype)) is (expected and has_function)
 
 
 def test_exact_results_are_those_of_transformers_own_decoding(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

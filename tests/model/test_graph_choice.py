@@ -13,6 +13,7 @@ from hf_selfspec import Lookup, SelfSpec
 from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import FasterWay, Graph, Graphs, graphs_of
+from hf_selfspec.model.traceable import size_for
 
 
 class Ways:
@@ -135,6 +136,12 @@ def test_rounds_without_the_graph_that_is_to_come_price_nothing(monkeypatch: pyt
     assert all(priced)
 
 
+def test_few_sizes_where_tokens_cost_next_to_nothing() -> None:
+    assert [size_for(count) for count in (1, 2, 3, 9, 33)] == [1, 2, 4, 16, None]
+    assert [size_for(count, cheap=8) for count in (1, 2, 9, 17)] == [1, 8, 16, 32]
+    assert [size_for(count, cheap=64) for count in (1, 2, 9, 33)] == [1, 8, 32, None]
+
+
 def test_captures_that_are_not_used_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that took long to compile stays."""
     monkeypatch.setattr(graphs, "_MOST", 2)
@@ -149,6 +156,9 @@ def test_captures_that_are_not_used_any_more_make_room(monkeypatch: pytest.Monke
         assert any(found("one"))
         assert any(found("two"))
         assert not any(found("three"))
+        assert not known.are_awaited("three")  # there is no room
+        known.find("four", lambda value: [value * 2], inputs, str)
+        assert known.are_awaited("four")
         for _ in range(3):
             found("two")
         assert any(found("three")) is (config is None)
