@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 from zlib import crc32
 
@@ -134,6 +134,7 @@ class Graph:
     """A ``torch.cuda.CUDAGraph``."""
 
     captures = threading.local()  # of this thread the one that is ``running``
+    closed: ClassVar[set[Any]] = set()  # pools of captures that have failed
     left_open = False  # whether torch's generator of random numbers still waits for the end of a capture that failed
 
     def __init__(self) -> None:
@@ -144,14 +145,18 @@ class Graph:
         return getattr(Graph.captures, "running", None)
 
     @contextmanager
-    def capturing(self, stream: Any = None, **_: Any) -> Iterator[None]:
+    def capturing(self, stream: Any = None, pool: Any = None, **_: Any) -> Iterator[None]:
         assert Graph.captured() is None
+        if pool in Graph.closed:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        Graph.closed.add(pool)
         before, Graph.captures.running, Graph.left_open = _streams.current, self, True
         _streams.current = stream
         try:
             yield
             # As torch leaves these after an error in a capture.
             _streams.current, Graph.left_open = before, False
+            Graph.closed.remove(pool)
         finally:
             del Graph.captures.running
 
@@ -415,7 +420,7 @@ _MODULE: dict[str, Any] = {
     "stream": _streams.during,
     "CUDAGraph": Graph,
     "graph": Graph.capturing,
-    "graph_pool_handle": lambda: (0, 1),
+    "graph_pool_handle": lambda: (0, next(_numbers)),
     "is_current_stream_capturing": lambda: Graph.captured() is not None,
 }
 

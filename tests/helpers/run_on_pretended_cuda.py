@@ -202,6 +202,17 @@ def _reading(function: Callable[..., Any]) -> Any:
     return lambda *args: [value for value in function(*args) if value.flatten()[0].item() < 1e9]
 
 
+def _failing_once(function: Callable[..., Any]) -> Any:
+    """In the second capture alone."""
+    captures: set[Graph] = set()
+
+    def run(*args: Any) -> Any:
+        captures.update(filter(None, [Graph.captured()]))
+        return function(*args) if len(captures) != 2 or Graph.captured() is None else _fail()
+
+    return run
+
+
 @contextmanager
 def _split() -> Iterator[None]:
     in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
@@ -217,6 +228,7 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "compared": lambda: patch.object(runner, "COMPARISONS", 1 << 30),
     "begin": lambda: patch.object(torch.cuda, "graph", _fail),
     "midst": lambda: patch.object(GraphRunner, "_forward", _reading(GraphRunner._forward)),
+    "once": lambda: patch.object(GraphRunner, "_forward", _failing_once(GraphRunner._forward)),
     "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),
     "replay": lambda: patch.object(Graph, "replay", _fail),
     "other results": lambda: patch.object(Graph, "replay", lambda graph: None),

@@ -45,6 +45,16 @@ def recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return found
 
 
+def test_buffers_of_all_layers_grow_with_the_text() -> None:
+    cache, states = SpeculativeCache(2, 1, 256), torch.ones(1, 1, 4, 8)
+    for start, wanted in ((0, 256), (4, 256), (300, 512)):
+        cache.seek([start], 4)
+        for layer in (0, 1):
+            cache.update(states, states, layer)
+        assert [buffer.shape[2] for buffer in cache.buffers()] == [wanted] * 4
+        assert all(bool((buffer[:, :, start : start + 4] == 1).all()) for buffer in cache.buffers())
+
+
 def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
     place, found, largest = traceable.Place(), defaultdict[int, set[int]](set), 0
     for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):

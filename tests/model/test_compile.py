@@ -196,11 +196,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "number": lambda norm: setattr(norm, "sign", -1.0),
     "tensor": lambda norm: setattr(norm, "factor", -torch.ones(1)),
     "entry": lambda norm: setattr(norm, "options", {"factor": -1.0}),
+    "mode": lambda norm: norm.train(),
     "forward": lambda norm: setattr(norm, "forward", lambda states: -type(norm).forward(norm, states)),
 }
 
 
-@pytest.mark.every_run("weights|forward")
+@pytest.mark.every_run("weights|forward|mode")
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]

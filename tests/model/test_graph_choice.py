@@ -41,6 +41,14 @@ def test_the_faster_way_stays(seconds: tuple[float, float], then: str) -> None:
     assert two.ran == "gegege" + then
 
 
+def test_the_times_of_comparisons_decide() -> None:
+    two = Ways(1.0, 2.0)
+    graph = FasterWay(lambda: two.now)
+    for _ in range(graphs.COMPARISONS):
+        assert graph.both(5, *two.ways()) == ("g", "e")
+    assert [graph.faster_of(5, *two.ways()) for _ in range(4)] == ["g"] * 4
+
+
 def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way is timed until the device has done its work, and nothing waits any more once one is chosen."""
     waited: list[str] = []

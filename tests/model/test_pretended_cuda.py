@@ -66,7 +66,8 @@ WARM = [
 FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
 # Each replay is compared, in six calls of other texts and lengths.
 COMPARED = [(spec, "graphs llama", rows, "compared") for spec, rows in (("block dspark gated", 1), ("default", 3))]
-NUMBER, THREADS = ("fixed", "graphs llama", 1, "a number"), ("fixed", "graphs llama", 1, "", 8)
+NUMBER, ONCE = (("fixed", "graphs llama", 1, failure) for failure in ("a number", "once"))
+THREADS = ("fixed", "graphs llama", 1, "", 8)
 EAGER = ("lookup", "graphs bloom", 3)
 SMALL = ("fixed", "graphs llama", 1, "small device")
 
@@ -78,7 +79,7 @@ def measured(script: str, *cases: tuple[Any, ...]) -> Any:
 @pytest.fixture(scope="module")
 def measures() -> dict[tuple[Any, ...], Any]:
     """Two processes run all cases."""
-    cases = [*BOUNDS, *FEW, *WARM, *FAILING, *COMPARED, NUMBER, THREADS, EAGER, SMALL]
+    cases = [*BOUNDS, *FEW, *WARM, *FAILING, *COMPARED, NUMBER, ONCE, THREADS, EAGER, SMALL]
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(lambda half: measured("run_on_pretended_cuda.py", *half), (cases[::2], cases[1::2]))
         return {case: found for half in (0, 1) for case, found in zip(cases[half::2], next(halves), strict=True)}
@@ -140,8 +141,9 @@ def test_what_fails_in_captures_ends_no_call(measures: dict[tuple[Any, ...], Any
     """A number that a graph holds is seen when it changes, and takes no other graph along."""
     for case in (*FAILING, EAGER):
         assert not measures[case]["graphs"], case
-    assert [len(measures[case]["warnings"]) for case in (*FAILING, NUMBER, THREADS, EAGER)] == [1] * 6 + [0, 0]
+    assert [len(measures[case]["warnings"]) for case in (*FAILING, NUMBER, ONCE, THREADS, EAGER)] == [1] * 7 + [0, 0]
     assert 0 < measures[NUMBER]["replays"] < 0.5  # those of forwards without logits
+    assert measures[ONCE]["graphs"]
     assert measures[THREADS]["graphs"]
     assert measures[SMALL]["replays"] > 0.5
     assert not measures[SMALL]["graphs"]  # nor the memory of keys and values, after a call
