@@ -91,7 +91,8 @@ class FasterWay:
         begun = self.clock()
         result = turn()
         times.append(self.clock() - begun)
-        self._decide(count, wanted)
+        if len(other) >= wanted:
+            self.is_faster[count] = min(mine) <= min(other)
         return result
 
     def both(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
@@ -101,13 +102,7 @@ class FasterWay:
             begun = self.clock()
             found.append(way())
             times.append(self.clock() - begun)
-        self._decide(count, _TIMES)
         return found[0], found[1]
-
-    def _decide(self, count: int, wanted: int) -> None:
-        mine, other = self.seconds[count]
-        if len(other) >= wanted:
-            self.is_faster[count] = min(mine) <= min(other)
 
 
 def is_out_of_memory(error: Exception) -> bool:
