@@ -33,6 +33,9 @@ from .transfer import FasterWay, device_clock
 _USES, _USES_CAPTURED = 8, 3
 # Graphs of a model at most, and shapes that fail before no more are tried.
 _MOST, _FAILURES = 128, 4
+# Tokens of a forward that cost a GPU about as much as one. SmolLM2-135M in bfloat16 on an H200, 256 slots, captured:
+# 3.2 ms for one, 4.0 for 32.
+_CHEAP_TOKENS = 64
 # A captured graph makes room for others after so many forwards without it; then captures take little of all time.
 _UNUSED = 4096
 # A capture leaves at least this share of a device's memory free.
@@ -87,6 +90,7 @@ class Graphs:
     config: CompileConfig | None  # of torch.compile, ``None`` for captures alone
     state: Hashable  # properties of the model that they depend on
     whose: str  # name of the model, for messages
+    cheap_tokens: int = 0  # up to which a forward costs about as much as one over a single token
     refused: str = ""  # why no graphs are made or used
     slower: str = ""  # why no further graphs are made, empty if they are
     # The memory that no generation uses now, the last one that was left at the end.
@@ -285,7 +289,10 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig | None) -> Graphs:
                 f"torch.compile does not take {config!r} ({brief(error)}). Pass SelfSpec(compile=True), or change the "
                 "CompileConfig."
             ) from error
-        known.append(Graphs(config, state, type(model).__name__))
+        # Tokens that sizes are filled with would go to further experts, whose weights are read for them.
+        has_experts = any(hasattr(module, "num_experts") for module in model.modules())
+        cheap_tokens = _CHEAP_TOKENS if model.device.type == "cuda" and not has_experts else 0
+        known.append(Graphs(config, state, type(model).__name__, cheap_tokens))
         return known[-1]
 
 

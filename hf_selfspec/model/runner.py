@@ -30,9 +30,6 @@ from .target import Target
 from .traceable import NoGraphError, Place, size_for
 from .transfer import read
 
-# Tokens of a forward that cost a GPU about as much as one. SmolLM2-135M in bfloat16 on an H200, 256 slots, captured:
-# 3.2 ms for one, 4.0 for 32.
-_CHEAP_TOKENS = 64
 # The rounding of TF32, and how many roundings of the largest number results may be apart.
 _REDUCED, _ROUNDINGS = 2.0**-10, 32.0
 # The share of a GPU's memory up to which keys and values stay where graphs look for them; else a call makes new graphs.
@@ -109,7 +106,7 @@ class GraphRunner:
         substitutes = run.plan.substitutes
         is_changed = run.functions != (None,) * 4 or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
-        size = size_for(s, _CHEAP_TOKENS // b if tokens.is_cuda else 0)
+        size = size_for(s, self.graphs.cheap_tokens // b)
         if size is None or tokens.dim() != 2 or is_changed or is_part or not self._is_served or self.graphs.rest:
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from helpers.architectures import build
 from helpers.compiled import QUICK, same_ids, specs
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import Lookup, SelfSpec
@@ -148,6 +150,14 @@ def test_few_sizes_where_tokens_cost_next_to_nothing() -> None:
     assert [size_for(count) for count in (1, 2, 3, 9, 33)] == [1, 2, 4, 16, None]
     assert [size_for(count, cheap=8) for count in (1, 2, 9, 17)] == [1, 8, 16, 32]
     assert [size_for(count, cheap=64) for count in (1, 2, 9, 33)] == [1, 8, 32, None]
+
+
+def test_sizes_are_filled_where_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a forward over a few tokens costs what one over one does, but for experts, which are read one by one."""
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 0)))
+    models = [tiny_llama(), *map(build, ("mixtral", "dbrx", "deepseek_v3", "gpt_oss"))]
+    assert [graphs_of(model, None).cheap_tokens > 0 for model in models] == [True] + 4 * [False]
+    assert [graphs_of(model, QUICK).cheap_tokens for model in models[1:]] == [0] * 4
 
 
 def test_captures_that_are_not_used_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
