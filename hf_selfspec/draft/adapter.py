@@ -1,30 +1,26 @@
 """Drafting with a shallow exit, an adapter and the model's own head (Kangaroo §3.1)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError
+from ..batch import Text
+from ..errors import SettingError
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.transfer import RowNumbers, at_places
+from ..model.transfer import RowNumbers
 from ..modules.adapter import Adapter
 from ..modules.reduced_head import ReducedHead
 from ..stop.rules import ConfidenceThreshold
 from ..validation import StrPath
 from .early_exit import ExitSource
 from .growing import DraftStep
-from .partial import PartialDraft
 from .source import Drafter, Session
-
-# How many tokens of other sources the adapter can catch up on in models with recurrent states.
-_LATE = 32
+from .states import StatesDraft
 
 
 @register("draft")
@@ -62,97 +58,47 @@ class EarlyExitAdapter(ExitSource[Adapter]):
         return AdapterDraft(session.limits(ConfidenceThreshold()), plan, self.module, head)
 
 
-class AdapterDraft(PartialDraft):
-    """A :class:`PartialDraft` with an adapter after the exit, which has keys and values of its own."""
+class AdapterDraft(StatesDraft):
+    """Drafts with the layers below an exit, an adapter, which has keys and values of its own, and a head."""
 
     def __init__(self, session: Session, plan: LayerPlan, adapter: Adapter, head: HeadRows | None) -> None:
-        super().__init__(session, plan, head)
-        self.adapter = adapter
-        target = session.target
-        rows = len(target.cache.cursors)
-        self._cache = SpeculativeCache(1, rows, target.cache.capacity)
-        # The slots of each row that the adapter has seen: from the first number up to, but excluding, the second.
-        self._seen = [0] * rows
-        self._first = [0] * rows
-        self._roots = RowNumbers([0] * rows)
-        self._began = False
-        target.cache.look_back(_LATE)
-        target.observe_prefill((adapter.exit_layer,), self._see_prompt)
+        super().__init__(session, (adapter.exit_layer,), plan, head)
+        self._adapter = adapter
+        self._cache = SpeculativeCache(1, len(self._taken), session.target.cache.capacity)
 
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        self._roots = text.last_slots()
-        return super().propose(text, max_new)
-
-    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Corrects which slots the adapter has seen: not those of rejected tokens, nor those of accepted siblings."""
-        super().update(text, verdicts, logits)
-        for row, (verdict, root) in enumerate(zip(verdicts, text.last_slots(), strict=True)):
-            line = 0
-            while line < len(verdict.nodes) and verdict.nodes[line] == line + 1:
-                line += 1
-            self._seen[row] = min(self._seen[row], self._roots[row] + 1 + line, root)
+    def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
+        self._adapted(states, entries)
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
-        late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
-        starts: Sequence[int] = cursors
-        if late > 0:  # the last drafted token of a draft that was accepted as a whole
-            starts, feed = text.tokens_before([cursor + 1 for cursor in cursors], late + 1, self.target.first_slots())
-        self._seen = [cursor + 1 for cursor in cursors]
-        # Rows whose tokens cannot all be fed again have junk after their last one.
-        ends = [cursor - start for cursor, start in zip(cursors, starts, strict=True)]
-        if self.adapter.head is None:
+        self.take_in(text)
+        entries = cursors.minus(RowNumbers([first - 1 for first in self._first]))
+        if self._adapter.head is None:
             run = ForwardPass(
                 self.plan,
-                keep=1 if min(ends) == feed.shape[1] - 1 else 0,
-                head_input_fn=lambda states: self._adapted(states, starts).to(states.dtype),
+                head_input_fn=lambda states: self._adapted(states, entries).to(states.dtype),
                 head_rows=self.head,
             )
-            step = self.target.step(feed, starts, run)
-            assert step.logits is not None
-            assert step.exit_state is not None
-            logits, states = at_places(step.logits, ends), at_places(step.exit_state, ends)
+            step = self.target.step(feed, cursors, run)
+            logits, states = step.logits, step.exit_state
         else:
-            run = ForwardPass(self.target.full_plan, stop=self.adapter.exit_layer)
-            entered = self.target.step(feed, starts, run).captured
-            assert entered is not None
-            hidden = at_places(self._adapted(entered, starts), ends)
-            head = self.adapter.on(hidden.device).head
+            run = ForwardPass(self.target.full_plan, stop=self._adapter.exit_layer)
+            states = self.target.step(feed, cursors, run).captured
+            assert states is not None
+            head = self._adapter.on(states.device).head
             assert head is not None
-            logits, states = head(hidden), at_places(entered, ends)
+            logits = head(self._adapted(states, entries))
+        assert logits is not None
+        assert states is not None
         return DraftStep(logits[:, -1], states[:, -1], states)
 
-    def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
-        if states.dim() != 3:
-            raise UnsupportedModelError(
-                f"{self.target.anatomy.model_name} has states of {list(states.shape)} between its layers, which an "
-                "adapter cannot take."
-            )
-        if not self._began:
-            self._began, self._first, self._seen = True, list(cursors), list(cursors)
-        self._adapted(states, cursors)
-        # Rows whose prompt ended in an earlier chunk get junk after it.
-        for row, (cursor, length) in enumerate(zip(cursors, lengths, strict=True)):
-            if cursor == self._seen[row]:
-                self._seen[row] = cursor + length
-
-    def _adapted(self, states: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-        """The adapter's output for states ``[b, s, d]`` of the tokens that start at the slots ``starts``."""
+    def _adapted(self, states: torch.Tensor, entries: RowNumbers) -> torch.Tensor:
+        """The adapter's output for states ``[b, s, d]``, which are its entries from ``entries`` on."""
         s, device = states.shape[1], states.device
-        self._cache.seek(starts, s)
-        positions = (RowNumbers.of(starts).on(device) + torch.arange(s, device=device)).expand(len(starts), s)
+        self._cache.seek(entries, s)
+        slots, mask = entries.onwards(s, device).expand(len(entries), s), None
+        if max(entries) and not (s == 1 and entries.are_equal):
+            keys = torch.arange(max(entries) + s, device=device)
+            mask = (keys <= slots[:, :, None])[:, None]
         with torch.no_grad():
-            mask = None if max(starts) == 0 and self.target.padding is None else self._mask(positions, max(starts) + s)
-            hidden: torch.Tensor = self.adapter.on(device)(states, positions, self._cache, mask)
+            hidden: torch.Tensor = self._adapter.on(device)(states, self._positions(slots), self._cache, mask)
         return hidden
-
-    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Which of the first ``length`` slots the tokens at ``positions`` ``[b, s]`` see: ``[b, 1, s, length]``."""
-        device = positions.device
-        keys = torch.arange(length, device=device)
-        first = RowNumbers(self._first).on(device)[:, None]
-        mask = (keys <= positions[:, :, None]) & (keys >= first)
-        if (padding := self.target.padding) is not None:
-            real = padding.to(device).bool()[:, : len(keys)]
-            mask[:, :, : real.shape[1]] &= real[:, None]
-            mask |= keys == positions[:, :, None]  # a padded token sees itself, so that no row is empty
-        return mask[:, None]

@@ -22,7 +22,7 @@ from ..modules.draft_module import module_of
 from ..stop.rules import FixedLength, ProductThreshold
 from .growing import DraftStep
 from .source import Drafter, DraftSource, Session
-from .states import StatesDraft, picked
+from .states import StatesDraft
 
 
 @register("draft")
@@ -102,24 +102,13 @@ class BlockDraft(StatesDraft):
             draft.sure = torch.stack(self._sure, dim=1).to(draft.tokens.device)
         return draft
 
-    def take_in(self, text: Text) -> None:
-        if not self._waiting:
-            return
-        counts = [len(places) for places in self._places]
-        states = picked(torch.cat(self._waiting, dim=1), self._places)
-        head, begun = self._block.on(states.device, states.dtype), RowNumbers(self._taken)
-        slots = begun.onwards(states.shape[1], states.device).expand(len(states), -1)
+    def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
+        head, slots = self._block.on(states.device, states.dtype), entries.onwards(states.shape[1], states.device)
         self._cache.place = self.target.cache.place  # known since the prompt
-        self._cache.seek(begun, states.shape[1])
+        self._cache.seek(entries, states.shape[1])
         with torch.no_grad(), within(self.target.autocast):
-            head.take_in(states, self._positions(slots), self._cache)
-        self._taken = [taken + count for taken, count in zip(self._taken, counts, strict=True)]
-        self._waiting, self._places = [], [[] for _ in counts]
+            head.take_in(states, self._positions(slots.expand(len(states), -1)), self._cache)
         self._like = states.new_empty(0)  # tells where and in what type the head runs
-
-    def _positions(self, slots: torch.Tensor) -> torch.Tensor:
-        shifts = [first - 1 - padded for first, padded in zip(self._first, self._padded, strict=True)]
-        return slots + RowNumbers(shifts).on(slots.device)
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         if not self._slot:

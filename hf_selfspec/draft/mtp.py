@@ -99,7 +99,7 @@ class MtpDraft(StatesDraft):
 
     def __init__(self, session: Session, head: MtpHead, head_rows: HeadRows | None) -> None:
         target = session.target
-        super().__init__(session, head.read_layers(target.model), head_rows)
+        super().__init__(session, head.read_layers(target.model), head_rows=head_rows)
         self._mtp, self._last = head, len(head.layers) - 1
         self._caches = [SpeculativeCache(1, len(self._taken), target.cache.capacity) for _ in head.layers]
         # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
@@ -184,8 +184,7 @@ class MtpDraft(StatesDraft):
         cache.seek(begun, s)
         slots = begun.onwards(s, device).expand(b, s)
         spec = MaskSpec(slots, max(starts) + s, is_even=begun.are_equal) if max(starts) else None
-        shifts = [first - padded + layer for first, padded in zip(self._first, self._padded, strict=True)]
-        positions = slots + RowNumbers(shifts).on(device)
+        positions = self._positions(slots, ahead=layer + 1)
         if (limit := target.anatomy.position_limit) is not None:
             positions = positions.clamp(max=limit - 1)
         head = self._mtp.on(device, states.dtype)

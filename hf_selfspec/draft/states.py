@@ -9,8 +9,8 @@ MTP, EAGLE-3  state of token ``e``, token e + 1    entries up to ``n``          
                                                                                    those of drafted tokens are made anew
 block         state of token ``e``                 entries up to ``n``, and the    entries of verified tokens; the next
                                                    block's own, behind them        block is written over this one
-adapter       state of token ``e`` after layer E   entries up to ``n``; drafted    entries of accepted tokens; rejected
-              (``draft/adapter.py``)               tokens add their own            ones are written over
+adapter       state of token ``e`` after layer E   entries up to ``n`` and that    entries of verified tokens; those of
+                                                   of its own token, from layer E  drafted ones are made anew
 ============  ===================================  ==============================  ==================================
 
 States come with each verification, whoever drafted. They wait in ``_waiting``, of which ``_places`` tells the columns
@@ -25,7 +25,7 @@ from ..batch import Text, Verdict
 from ..errors import UnsupportedModelError
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
-from ..model.transfer import upload
+from ..model.transfer import RowNumbers, upload
 from .partial import PartialDraft
 from .source import Session
 
@@ -37,9 +37,15 @@ class StatesDraft(PartialDraft):
     """Drafts with a head of its own caches. The states of verified tokens, whoever drafted these, wait until the head
     takes them in."""
 
-    def __init__(self, session: Session, layers: tuple[int, ...], head_rows: HeadRows | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        layers: tuple[int, ...],
+        plan: LayerPlan | None = None,
+        head_rows: HeadRows | None = None,
+    ) -> None:
         target = session.target
-        super().__init__(session, LayerPlan(session.anatomy.num_layers), head_rows)
+        super().__init__(session, plan or LayerPlan(session.anatomy.num_layers), head_rows)
         rows = len(target.cache.cursors)
         self._padded = [0] * rows if target.padding is None else (target.padding == 0).sum(1).tolist()
         # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
@@ -52,7 +58,19 @@ class StatesDraft(PartialDraft):
 
     def take_in(self, text: Text) -> None:
         """Takes in the states that wait, all that are known of ``text``."""
+        if self._waiting:
+            self._enter(picked(torch.cat(self._waiting, dim=1), self._places), RowNumbers(self._taken))
+            self._taken = [taken + len(places) for taken, places in zip(self._taken, self._places, strict=True)]
+            self._waiting, self._places = [], [[] for _ in self._taken]
+
+    def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
+        """Makes entries of the head's cache, in each row from ``entries`` on, of states ``[b, s, n d]``."""
         raise NotImplementedError
+
+    def _positions(self, entries: torch.Tensor, ahead: int = 0) -> torch.Tensor:
+        """The positions in the text of entries ``[b, s]``, each made with the token so far ``ahead`` of its state."""
+        shifts = [first - 1 - padded + ahead for first, padded in zip(self._first, self._padded, strict=True)]
+        return entries + RowNumbers(shifts).on(entries.device)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         super().update(text, verdicts, logits)

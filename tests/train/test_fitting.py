@@ -15,7 +15,7 @@ from helpers.calls import check_lossless
 from helpers.fitted import EXIT, Recording, adapter_of, arguments, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from helpers.processes import in_two_processes, interrupted_in
-from hf_selfspec import Adapter, EarlyExitAdapter, SelfSpec, TopKTree, fit_adapter, fit_probe
+from hf_selfspec import Adapter, Cascade, EarlyExitAdapter, Lookup, SelfSpec, TopKTree, fit_adapter, fit_probe
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.train import fit as fits
 from hf_selfspec.train import fit_trainer, frozen_model
@@ -325,12 +325,13 @@ def test_an_adapter_sees_the_whole_text() -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("chunk", [None, 8])
-def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None) -> None:
-    """Also where rows end in an earlier chunk of the prompts than others."""
+@pytest.mark.parametrize(("chunk", "others"), [(None, False), (8, False), (8, True)])
+def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None, others: bool) -> None:
+    """Also where rows end in an earlier chunk of the prompts than others, and where others draft in between."""
     model, lengths = tiny_llama(), (4, 20, 15)
     adapter, rule, inputs = adapter_of(model), Recording(), ragged_batch(lengths)
-    spec = SelfSpec(EarlyExitAdapter(adapter), rule, max_draft=5)
+    draft = EarlyExitAdapter(adapter)
+    spec = SelfSpec(Cascade([Lookup(), draft]) if others else draft, rule, max_draft=5)
     model.generate(**inputs, max_new_tokens=20, do_sample=False, prefill_chunk_size=chunk, assistant=spec)
     for row, length in enumerate(lengths):
         prompt, compared = inputs["input_ids"][row, -length:].tolist(), 0
