@@ -116,7 +116,7 @@ def fits() -> dict[str, type[Fit[Any]]]:
     import hf_selfspec
 
     functions = [getattr(hf_selfspec, name) for name in hf_selfspec.__all__ if name.startswith("fit_")]
-    return {vars(function)["kind"].command: vars(function)["kind"] for function in functions}
+    return {vars(function)["fit_class"].command: vars(function)["fit_class"] for function in functions}
 
 
 def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:

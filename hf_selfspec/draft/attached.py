@@ -16,7 +16,7 @@ from ..modules.block import BlockHead, is_published
 from ..modules.draft_module import CONFIG, DraftModule, file_of
 from ..modules.eagle import is_eagle3, load_eagle3
 from ..modules.mtp import MtpHead
-from ..modules.shipped import attach, attached_head, load_mtp, load_mtp_of_speculators, ships_layers
+from ..modules.shipped import SPECULATORS, attach, attached_head, load_layers, load_mtp, ships_layers
 from .adapter import EarlyExitAdapter
 from .block import Block
 from .mtp import MTP
@@ -46,11 +46,11 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"load_head(path) must be a folder or a name on the Hub, got {path!r}.")
     name = os.fspath(path)
-    config = read_json(file_of("head", name, CONFIG, {}))
+    config = read_json(file_of("head", name, CONFIG))
     config = config if isinstance(config, dict) else {}
     head: DraftModule
     if config.get("speculators_model_type") == "mtp":
-        head = load_mtp_of_speculators(inner, name)
+        head = load_layers(inner, name, SPECULATORS)
     elif is_eagle3(config):
         head = load_eagle3(name)
     elif is_published(config):

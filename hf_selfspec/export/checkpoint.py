@@ -21,8 +21,8 @@ _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
 _LEADING = ("first_k_dense_replace", "max_window_layers", "num_dense_layers")
 # Lists that have nothing to do with layers, whatever their length.
 _NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens")
-# Layers after the model's own that predict further tokens; neither transformers nor drafts use them.
-_FURTHER = "num_nextn_predict_layers"
+# The number of MTP layers after the model's own; neither transformers nor drafts use them.
+_MTP_LAYERS = "num_nextn_predict_layers"
 # Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.
 # ``dense`` is the last one of an attention block only, ``2`` is the last one of a Sequential (CTRL).
 _LAST_OF_ATTENTION: tuple[str, ...] = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
@@ -46,11 +46,11 @@ def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrain
     chosen[depth_name] = len(kept)
     if "attention_types" in chosen:  # GPT-Neo's config holds the kinds of attention twice
         chosen["attention_types"] = [[list(chosen["attention_layers"]), 1]]
-    if _FURTHER in chosen:
-        chosen[_FURTHER] = 0
-    found = type(config).from_dict(chosen)
-    copy_attention_implementation(config, found)
-    return found
+    if _MTP_LAYERS in chosen:
+        chosen[_MTP_LAYERS] = 0
+    config_of_layers = type(config).from_dict(chosen)
+    copy_attention_implementation(config, config_of_layers)
+    return config_of_layers
 
 
 def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
@@ -76,7 +76,7 @@ def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
 def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
     """Zeros, by names in the new model, for the last projections of blocks that are left out of a layer that stays."""
     check_plan(plan, anatomy)
-    found: dict[str, torch.Tensor] = {}
+    zeros: dict[str, torch.Tensor] = {}
     for place, layer in enumerate(kept_layers(plan)):
         if layer in plan.skipped_attention:
             block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
@@ -86,25 +86,22 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
             continue
         inside = next(name for name, module in anatomy.layers[layer].named_modules() if module is block)
         assert block is not None
-        zeros = {
+        of_block = {
             f"{prefix}{place}.{inside}.{name}": torch.zeros_like(parameter)
             for name, parameter in block.named_parameters()
             if isinstance(block, nn.Linear) or any(part in last for part in name.split(".")[-2:])
         }
-        if not zeros:
+        if not of_block:
             raise UnsupportedModelError(
                 f"the last projection of {type(block).__name__} in layer {layer} of {anatomy.model_name} is not known, "
                 "so the block cannot be left out of a checkpoint on its own. Skip the layer as a whole."
             )
-        found |= zeros
-    return found
+        zeros |= of_block
+    return zeros
 
 
 def model_of_layers(
-    model: PreTrainedModel,
-    kept: Sequence[int],
-    prefix: str,
-    replaced: Mapping[str, torch.Tensor],
+    model: PreTrainedModel, kept: Sequence[int], prefix: str, replaced: Mapping[str, torch.Tensor]
 ) -> PreTrainedModel:
     """A model with the ``kept`` layers' own tensors, but for those that are ``replaced``, by their new names."""
     try:
@@ -120,8 +117,8 @@ def model_of_layers(
         """The name in the whole model of a tensor or module of the new one."""
         if not name.startswith(prefix):
             return name
-        layer, dot, rest = name.removeprefix(prefix).partition(".")
-        return f"{prefix}{kept[int(layer)]}{dot}{rest}"
+        layer, dot, path = name.removeprefix(prefix).partition(".")
+        return f"{prefix}{kept[int(layer)]}{dot}{path}"
 
     whole = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     made: dict[str | int, nn.Parameter] = {}
@@ -175,13 +172,13 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int]) -> It
             yield f"{name} is a {type(twin).__name__} and would be a {type(module).__name__}"
             return
         was, now = (
-            {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN) and name not in _STATES}
-            for one in (twin, module)
+            {name: value for name, value in vars(each).items() if isinstance(value, _PLAIN) and name not in _STATES}
+            for each in (twin, module)
         )
         for attribute in was.keys() | now.keys():
-            pair = was.get(attribute), now.get(attribute)
+            old_value, new_value = was.get(attribute), now.get(attribute)
             # A layer's own index is expected to change.
-            if pair[0] != pair[1] and pair != numbers:
-                yield f"its {name}.{attribute} is {pair[0]!r} and would be {pair[1]!r}"
+            if old_value != new_value and (old_value, new_value) != numbers:
+                yield f"its {name}.{attribute} is {old_value!r} and would be {new_value!r}"
     if modules:
         yield f"it would have no {next(iter(modules))}"

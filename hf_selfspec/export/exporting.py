@@ -53,19 +53,23 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, tor
 
 
 def export_draft(
-    source: DraftSource, known: KnowledgeOfCall, folder: StrPath, tokenizer: PreTrainedTokenizerBase | None, tokens: int
+    source: DraftSource,
+    knowledge: KnowledgeOfCall,
+    folder: StrPath,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tokens: int,
 ) -> None:
-    """Writes what a source drafts with, see :meth:`SelfSpec.export_draft`; commands have ``tokens`` as its length."""
-    name, inner = "SelfSpec.export_draft", known.model
+    """Writes what a source drafts with, see :meth:`SelfSpec.export_draft`; engines are to draft ``tokens`` at once."""
+    name, inner = "SelfSpec.export_draft", knowledge.model
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SettingTypeError(f"{name}(tokenizer) must be a tokenizer of transformers or None, got {tokenizer!r}.")
     at = path_of(folder)
     _check_place(name, folder, at)
     _check_model(name, inner)
     anatomy = Anatomy.of(inner)
-    blocks = source.blocks(anatomy, partial(_choice, known))
+    blocks = source.blocks(anatomy, partial(_choice, knowledge))
     if blocks.mtp is not None:
-        blocks.mtp.check(known.fingerprint)
+        blocks.mtp.check(knowledge.fingerprint)
         _write_mtp(inner, blocks.mtp, at, tokens)
         return
     if anatomy.is_recurrent:
@@ -75,15 +79,15 @@ def export_draft(
         )
     draft = draft_model(inner, anatomy, blocks.plan)
     _check_agreement(inner, anatomy, blocks.plan, draft)
-    card = card_of(source, tokens, at, known, blocks.plan, draft)
+    card = card_of(source, tokens, at, knowledge, blocks.plan, draft)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:
             tokenizer.save_pretrained(inside)
         (inside / _README).write_text(card, encoding="utf-8")
-        fresh = {file.name for file in inside.iterdir()}
+        written = {file.name for file in inside.iterdir()}
     # Loaders would take shards of an earlier draft for parts of this one.
-    for file in [file for file in at.glob(_WEIGHTS) if file.name not in fresh]:
+    for file in [file for file in at.glob(_WEIGHTS) if file.name not in written]:
         with reported(file):
             file.unlink()
 
@@ -110,8 +114,8 @@ def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, 
     ids = torch.arange(1, _TOKENS + 1, device=vocabulary.device)[None] * 7919 % len(vocabulary)  # spread over all
     with torch.no_grad(), evaluating(model):
         expected = partial_logits(model, anatomy, plan, ids).float()
-        found = draft(input_ids=ids, use_cache=False).logits.float()
-    apart = (found - expected).abs().max().item()
+        logits = draft(input_ids=ids, use_cache=False).logits.float()
+    apart = (logits - expected).abs().max().item()
     allowed = _TOLERANCE.get(model.dtype, 0.0) * max(1.0, expected.abs().max().item())
     if not apart <= allowed:
         raise UnsupportedModelError(
@@ -134,19 +138,18 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, id
 
 def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> None:
     """Writes MTP layers as checkpoints of the model's type have them, or else as speculators does."""
-    kind = model.config.model_type
     if head.state_layers or head.eagle3 is not None:
         trouble = f"this head reads the states before layers {list(head.state_layers)}, for which no format has a place"
     elif ships_layers(model):
         with reported(at), folder_written_whole(at) as inside:
             save_file(_named(model, head, format_of(model)), inside / LAYERS_ALONE)
         return
-    elif kind not in _OF_SPECULATORS or len(head.layers) > 1:
+    elif model.config.model_type not in _OF_SPECULATORS or len(head.layers) > 1:
         trouble = f"{type(model).__name__} ships with none, and speculators' format has one layer of {_OF_SPECULATORS}"
     else:
         count, (settings,) = model.config.num_hidden_layers, head.configs
-        kinds = [value for value in settings.get("layer_types") or ["full_attention"] for _ in range(count)]
-        size = {"vocab_size": model.config.vocab_size, "num_hidden_layers": count, "layer_types": kinds}
+        types = (settings.get("layer_types") or ["full_attention"]) * count
+        size = {"vocab_size": model.config.vocab_size, "num_hidden_layers": count, "layer_types": types}
         config = {
             "speculators_model_type": "mtp",
             "architectures": ["MTPDraftModel"],
@@ -173,17 +176,17 @@ def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> 
 
 def _named(model: PreTrainedModel, head: MtpHead, names: MtpFormat) -> dict[str, torch.Tensor]:
     """The tensors of a head by the names of a format."""
-    found = dict[str, torch.Tensor]()
+    tensors = dict[str, torch.Tensor]()
     for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
         layer = names.of_layer(number, Anatomy.of(model).num_layers)
         halves = part.projection.weight.chunk(2, dim=1)
-        found[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)
+        tensors[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)
         for field in ("embedding_norm", "state_norm"):
-            found[f"{layer[field]}.weight"] = getattr(part, field).weight
+            tensors[f"{layer[field]}.weight"] = getattr(part, field).weight
         for key, value in _as_saved(settings, part.decoder.state_dict()).items():
             is_block = key.startswith(FIRST)
-            found[f"{layer['block']}{key[len(FIRST) :]}" if is_block else f"{layer['norm']}.weight"] = value
-    return {key: value.detach().to(model.dtype).contiguous() for key, value in found.items()}
+            tensors[f"{layer['block']}{key[len(FIRST) :]}" if is_block else f"{layer['norm']}.weight"] = value
+    return {key: value.detach().to(model.dtype).contiguous() for key, value in tensors.items()}
 
 
 def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -197,15 +200,15 @@ def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[
         return load_file(Path(folder) / SAFE_WEIGHTS_NAME)
 
 
-def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:
+def _choice(knowledge: KnowledgeOfCall, choice_class: type[_C]) -> _C | None:
     """The choice of that class that was used last, else one that was loaded and not used yet."""
-    found: _C | None = known.knowledge.choice(known.model, kind)
-    if found is not None or (saved := known.read()) is None:
-        return found
+    used: _C | None = knowledge.knowledge.choice(knowledge.model, choice_class)
+    if used is not None or (saved := knowledge.read()) is None:
+        return used
     with saving.reading(saved.path):
-        depth = known.model.config.num_hidden_layers
+        depth = knowledge.model.config.num_hidden_layers
         choices = [choice_of_state(state, depth) for state in saved.findings.values()]
-    return next((choice for choice in choices if isinstance(choice, kind)), None)
+    return next((choice for choice in choices if isinstance(choice, choice_class)), None)
 
 
 def _check_place(name: str, folder: StrPath, at: Path) -> None:
@@ -228,7 +231,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
         why, what = "it has adapters (PEFT)", "Merge them first: model = model.merge_and_unload()"
     elif getattr(model, "hf_quantizer", None) is not None:
         why, what = "it is quantised", "Load it in its own precision, and quantise the draft with the engine's tools"
-    elif is_tensor_parallel(model) or any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in tensors):
+    elif is_tensor_parallel(model) or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
         why, what = "its tensors are spread over processes, or are not plain tensors", "Load it in one process"
     elif "meta" in devices or len(devices) > 1:
         why, what = f"its tensors are on {', '.join(sorted(devices))}", 'Load it on one device: device_map="cpu"'
@@ -243,7 +246,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
 
 
 def card_of(
-    source: DraftSource, tokens: int, folder: Path, known: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
+    source: DraftSource, tokens: int, folder: Path, knowledge: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
 ) -> str:
     """The card of a draft in a folder, as Markdown.
 
@@ -260,14 +263,14 @@ def card_of(
     environment.filters["repr"] = repr
     return environment.get_template("card.md.jinja").render(
         tag=TAG,
-        model=known.model.config.name_or_path or type(known.model).__name__,
+        model=knowledge.model.config.name_or_path or type(knowledge.model).__name__,
         folder=str(folder),
         what="The first layers and the output head" if is_exit else "Some of its blocks",
         layers=f"{layers} layer{'s' if layers > 1 else ''}",
         parameters=draft.num_parameters(),
         draft=repr(source),
         picture=picture,
-        fingerprint=known.fingerprint().name,
+        fingerprint=knowledge.fingerprint().name,
         notes=_notes(plan, draft),
         tokens=tokens,
         vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),

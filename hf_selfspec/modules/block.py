@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -21,17 +20,26 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from typing_extensions import Self
 
-from ..errors import SelfSpecError, SettingError, brief
+from ..errors import SettingError
 from ..learned.files import read_json
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, grouped_attention
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_DRAFT, check_count
-from .draft_module import CONFIG, WEIGHTS, About, DraftModule, file_of
+from .draft_module import (
+    CONFIG,
+    WEIGHTS,
+    About,
+    DraftModule,
+    file_of,
+    published_weights,
+    read_tensors,
+    reading_published,
+)
 from .eagle import tokens_of
 from .mtp import check_states
 
-# Settings of speculators' format, with the values that count where they are left out; ``window_of`` is ours.
+# Settings of speculators' format with their defaults; ``window_of`` is ours.
 _USUAL: dict[str, Any] = {
     "speculators_model_type": "dflash", "transformer_layer_config": {}, "draft_vocab_size": 32000, "block_size": 8,
     "aux_hidden_state_layer_ids": None, "mask_token_id": None, "target_hidden_size": None,
@@ -40,15 +48,16 @@ _USUAL: dict[str, Any] = {
     "confidence_head_with_markov": True,
 }  # fmt: skip
 _USUAL_DSPARK = {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True}
+_SERVED = ("dflash", "dspark")
 _MARKOV = ("vanilla", "gated", "rnn")
 _ROPES = ("default", "linear", "llama3", "yarn")
-# The model's own parts, which some checkpoints repeat, and which draft tokens the vocabulary has.
+# What checkpoints hold that drafts do not need: which tokens can be drafted, once more, and the model's own parts.
 _UNUSED = ("t2d", "embed_tokens.", "verifier_")
 
 
 class MarkovHead(nn.Module):
-    """What the token before a slot adds to its logits: ``W2 E1[x]``, as it is, gated by the slot's state, or by a
-    recurrent state of the block."""
+    """What the token ``x`` before a slot adds to the slot's logits: ``W2 E1[x]``, as it is (``vanilla``), gated by the
+    slot's state, or after a recurrent cell that runs over the slots."""
 
     def __init__(self, vocabulary: int, size: int, rank: int, width: int, way: str) -> None:
         super().__init__()
@@ -63,8 +72,8 @@ class MarkovHead(nn.Module):
     def forward(
         self, embedded: torch.Tensor, states: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is added to the logits of a slot, ``[b, r]``, and the memory ``[b, rank]`` for the next one,
-        from the embedding ``[b, rank]`` of the token before it and its state ``[b, d]``."""
+        """Returns what is added to the logits of a slot, ``[b, r]``, and the cell's memory ``[b, rank]`` for the next
+        slot, from the embedding ``[b, rank]`` of the token before the slot and the slot's state ``[b, d]``."""
         if self.way == "gated":
             embedded = torch.sigmoid(self.gate_proj(torch.cat([states, embedded], dim=-1))) * embedded
         elif self.way == "rnn":
@@ -84,8 +93,8 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockHead(DraftModule):
-    """A block head: decoder layers of Qwen 3's form, which attend to what a projection makes of the model's states of
-    the verified tokens, and within the block. Names of settings and weights are those of speculators.
+    """Decoder layers of Qwen 3's form, which attend to the verified tokens (through a projection of the model's states)
+    and to the block itself. Names of settings and weights are those of speculators.
 
     Args:
         about: see :class:`DraftModule`.
@@ -101,29 +110,29 @@ class BlockHead(DraftModule):
     def __init__(self, about: About = None, **settings: Any) -> None:
         super().__init__()
         self.about = about
-        self.settings = known = _checked(settings)
-        config, layers = _layers(known), known["aux_hidden_state_layer_ids"]
-        self.state_layers, self.width = tuple(layers), config.hidden_size
-        self.vocabulary, size, rank = config.vocab_size, known["draft_vocab_size"], known["markov_rank"]
-        self.block_size, self.mask_token = known["block_size"], known["mask_token_id"]
-        self.first_slot = 0 if known["sample_from_anchor"] else 1
-        width, eps = self.width, config.rms_norm_eps
+        self.settings = settings = _checked(settings)
+        config, layers = _layers(settings), settings["aux_hidden_state_layer_ids"]
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.state_layers, self.width, self.vocabulary = tuple(layers), width, config.vocab_size
+        self.block_size, self.mask_token = settings["block_size"], settings["mask_token_id"]
+        self.first_slot = 0 if settings["sample_from_anchor"] else 1
+        size, rank, way = settings["draft_vocab_size"], settings["markov_rank"], settings["markov_head_type"]
         self.layers: Any = nn.ModuleList(
             Qwen3DecoderLayer(config, number) for number in range(config.num_hidden_layers)
         )
-        kinds, window = config.layer_types, getattr(config, "sliding_window", None)
-        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        window = getattr(config, "sliding_window", None)
+        self.windows = [window if attention == "sliding_attention" else None for attention in config.layer_types]
         self.norm, self.hidden_norm = Qwen3RMSNorm(width, eps), Qwen3RMSNorm(width, eps)
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
         is_whole = size == self.vocabulary
         self.lm_head = None if is_whole else FewTokenLinear(width, size, bias=False)
         self.register_buffer("d2t", None if is_whole else torch.zeros(size, dtype=torch.long, device="cpu"))
-        with torch.device("cpu"):  # what it has computed is saved nowhere
+        with torch.device("cpu"):  # checkpoints do not hold its frequencies
             self.rotary = Qwen3RotaryEmbedding(config)
-        self.markov_head = MarkovHead(self.vocabulary, size, rank, width, known["markov_head_type"]) if rank else None
+        self.markov_head = MarkovHead(self.vocabulary, size, rank, width, way) if rank else None
         self.confidence_head: ConfidenceHead | None = None
-        if known["enable_confidence_head"]:
-            self.confidence_head = ConfidenceHead(width + (rank if known["confidence_head_with_markov"] else 0))
+        if settings["enable_confidence_head"]:
+            self.confidence_head = ConfidenceHead(width + (rank if settings["confidence_head_with_markov"] else 0))
         for module in self.modules():
             if type(module) is nn.Linear:  # transformers' own; 0.8 of the time for 5 tokens (float32, width 2048)
                 module.__class__ = FewTokenLinear
@@ -144,14 +153,15 @@ class BlockHead(DraftModule):
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
-        last = Anatomy.of(model).num_layers - (self.settings["window_of"] == "anchor")  # others mean the normed state
+        # Heads in transformers' format may read what leaves the final norm, layer L.
+        last = Anatomy.of(model).num_layers - (self.settings["window_of"] == "anchor")
         vocabulary = self.vocabulary or len(model.get_input_embeddings().weight)
         if not 0 <= self.mask_token < vocabulary:
             raise SettingError(
                 f"this {self.kind} has the mask_token_id {self.mask_token}, and a vocabulary of {vocabulary}: its "
                 f"{CONFIG} was changed. Load the checkpoint again."
             )
-        return check_states(self.kind, model, self.state_layers, self.width, vocabulary, last)
+        return check_states(self, model, self.state_layers, self.width, vocabulary, last)
 
     def take_in(self, states: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
         """Writes the keys and values of verified tokens, from the model's states of these ``[b, s, n d]``."""
@@ -169,9 +179,17 @@ class BlockHead(DraftModule):
         is_even: bool,
         cache: Any,
     ) -> torch.Tensor:
-        """Returns the states ``[b, B, d]`` of a block, of the embeddings ``[b, B, d]`` of the text's last token and of
-        mask tokens, at ``slots`` ``[b, B]`` of the cache behind the verified tokens; the longest row ends before slot
-        ``length``, all do if they are even. Nothing counts that is written there."""
+        """Returns the states ``[b, B, d]`` of a block.
+
+        Args:
+            embeddings: ``[b, B, d]`` of the text's last token and of mask tokens.
+            slots: ``[b, B]`` where the cache takes the block's keys and values: after those of the verified tokens. The
+                next block overwrites them.
+            positions: ``[b, B]`` for the rotary embedding.
+            length: the longest row ends before this slot.
+            is_even: whether all rows do.
+            cache: the keys and values of the head's layers.
+        """
         states, spec = embeddings, MaskSpec(slots, length, is_even=is_even)
         rotation = self.rotary(states, positions)
         masks = {window: self._mask(slots, length, is_even, window) for window in set(self.windows)}
@@ -179,57 +197,47 @@ class BlockHead(DraftModule):
             attention, entered = layer.self_attn, layer.input_layernorm(states)
             query = _turned(attention.q_norm(_heads(attention, attention.q_proj(entered))), rotation)
             keys, values = cache.update(*_keys_and_values(attention, entered, rotation), number)
-            settings = {"scaling": attention.scaling, "is_causal": False}
-            seen, _ = grouped_attention(spec, attention, query, keys, values, masks[window], **settings)
-            states = states + attention.o_proj(seen.flatten(2))
+            attended, _ = grouped_attention(
+                spec, attention, query, keys, values, masks[window], scaling=attention.scaling, is_causal=False
+            )
+            states = states + attention.o_proj(attended.flatten(2))
             states = states + layer.mlp(layer.post_attention_layernorm(states))
-        found: torch.Tensor = self.norm(states)
-        return found
+        output: torch.Tensor = self.norm(states)
+        return output
 
     def _mask(self, slots: torch.Tensor, length: int, is_even: bool, window: int | None) -> torch.Tensor | None:
-        """What each slot sees, ``[b, 1, B, length]``, ``None`` for everything: the text, or a window before the block
-        or (of transformers) around each slot, and the block, in windows of some heads only up to the slot itself."""
+        """What each slot attends to, ``[b, 1, B, length]``, ``None`` for everything: the block, and the text before it.
+
+        In a window: so many tokens before the block, or (heads of transformers) around each slot; and the block only up
+        to the slot itself, unless the head's windows are not causal.
+        """
         if is_even and window is None:
             return None
-        keys, begin = torch.arange(length, device=slots.device), slots[:, :1, None]
-        last = begin + self.block_size - 1
-        if window is not None and not self.settings["sliding_window_non_causal"]:
-            last = slots[:, :, None]
-        seen = keys <= last
-        if window is not None:
-            is_of_slot = self.settings["window_of"] == "slot"
-            seen = seen & (keys >= (slots[:, :, None] if is_of_slot else begin) - window)
-            if is_of_slot:
-                seen = seen & (keys <= slots[:, :, None] + window)
-        return seen.expand(len(slots), self.block_size, length)[:, None]
+        keys, begin, slot = torch.arange(length, device=slots.device), slots[:, :1, None], slots[:, :, None]
+        if window is None:
+            visible = keys < begin + self.block_size
+        else:
+            visible = keys < begin + self.block_size if self.settings["sliding_window_non_causal"] else keys <= slot
+            if self.settings["window_of"] == "slot":
+                visible = visible & (keys >= slot - window) & (keys <= slot + window)
+            else:
+                visible = visible & (keys >= begin - window)
+        return visible.expand(len(slots), self.block_size, length)[:, None]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """Reads a checkpoint; see :class:`hf_selfspec.Block`."""
         name = os.fspath(pretrained_model_name_or_path)
-        config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
-        try:
+        config_file, weights_file = (file_of(cls.kind, name, file, **options) for file in (CONFIG, WEIGHTS))
+        with reading_published(cls.kind, name):
             settings = published(name, read_json(config_file))
-            tensors = {_renamed(key): value.clone() for key, value in load_file(weights_file).items()}
+            tensors = {_renamed(key): value for key, value in read_tensors(weights_file).items()}
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 head = cls(**settings)
-            unused = (*_UNUSED, *(("lm_head.", "d2t") if head.lm_head is None else ()))
-            tensors = {key: value for key, value in tensors.items() if not key.startswith(unused)}
             if head.lm_head is not None:
                 tokens_of(tensors.get("d2t"), head.settings["draft_vocab_size"], head.vocabulary)
-            for key, value in tensors.items():
-                if not torch.isfinite(value).all():
-                    raise ValueError(f"{key} is not finite")
-                if value.is_floating_point():
-                    tensors[key] = value.to(tensors["fc.weight"].dtype)
-            head.load_state_dict(tensors, assign=True)
-        except SelfSpecError:
-            raise
-        except Exception as error:  # of readers of files, or of the code of any configuration
-            raise SettingError(
-                f"{name} holds no {cls.kind}, or one whose {CONFIG} or weights were cut short or changed "
-                f"({brief(error)})."
-            ) from error
+            unused = _UNUSED if head.lm_head is not None else (*_UNUSED, "lm_head.", "d2t")
+            head.load_state_dict(published_weights(tensors, unused), assign=True)
         return head.eval().requires_grad_(False)
 
 
@@ -294,48 +302,49 @@ def _not_served(name: str, *variants: str) -> SettingError:
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    known = _USUAL | settings
-    layer, name = known["transformer_layer_config"], "this block head"
-    layers, kind = known["aux_hidden_state_layer_ids"], known["speculators_model_type"]
+    name = "this block head"
     if unknown := sorted(settings.keys() - _USUAL.keys()):
         raise SettingError(f"{name} has unknown settings: {', '.join(unknown)}.")
-    if variants := list(_variants(known, layer)):
-        raise _not_served(name if kind in ("dflash", "dspark") else f"{name} ({kind})", *variants)
-    check_count("block_size", known["block_size"], least=2, most=MOST_DRAFT)
-    are_numbers = isinstance(layers, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in layers)
+    settings = _USUAL | settings
+    if variants := list(_variants(settings, settings["transformer_layer_config"])):
+        model_type = settings["speculators_model_type"]
+        raise _not_served(name if model_type in _SERVED else f"{name} ({model_type})", *variants)
+    check_count("block_size", settings["block_size"], least=2, most=MOST_DRAFT)
+    layers = settings["aux_hidden_state_layer_ids"]
+    are_numbers = isinstance(layers, (list, tuple)) and all(isinstance(layer, int) and layer >= 0 for layer in layers)
     if not are_numbers or not layers or sorted(set(layers)) != list(layers):
         raise SettingError(
             f"{name} reads the layers {layers!r} (aux_hidden_state_layer_ids), which must be numbers in increasing "
             "order."
         )
-    if not isinstance(known["mask_token_id"], int):
+    if not isinstance(settings["mask_token_id"], int):
         raise SettingError(f"{name} has no mask_token_id, without which there is no block. Add it to its {CONFIG}.")
-    return known
+    return settings
 
 
-def _variants(known: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
+def _variants(settings: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     """What a head has that is not served."""
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if (kind := known["speculators_model_type"]) not in ("dflash", "dspark"):
-        yield str(kind)
+    if (model_type := settings["speculators_model_type"]) not in _SERVED:
+        yield str(model_type)
     if layer.get("model_type", "qwen3") not in ("qwen3", "llama"):
         yield f"layers of {layer['model_type']}"
-    if known["target_hidden_size"] not in (None, layer.get("hidden_size")):
+    if settings["target_hidden_size"] not in (None, layer.get("hidden_size")):
         yield "target_hidden_size"
-    if known["markov_rank"] and known["markov_head_type"] not in _MARKOV:
-        yield f"a Markov head of type {known['markov_head_type']}"
-    if known["enable_confidence_head"] and known["confidence_head_with_markov"] and not known["markov_rank"]:
+    if settings["markov_rank"] and settings["markov_head_type"] not in _MARKOV:
+        yield f"a Markov head of type {settings['markov_head_type']}"
+    if settings["enable_confidence_head"] and settings["confidence_head_with_markov"] and not settings["markov_rank"]:
         yield "a confidence head that reads a Markov head, without one"
     if rope_type not in _ROPES or any(isinstance(value, dict) for value in rope.values()):
         yield f"rotary positions of type {rope_type}, or of several types"
-    for other in ("partial_rotary_factor", "mlp_bias"):
-        if rope.get(other, layer.get(other)) not in (None, False, 1.0):
-            yield other
+    for setting in ("partial_rotary_factor", "mlp_bias"):
+        if rope.get(setting, layer.get(setting)) not in (None, False, 1.0):
+            yield setting
 
 
-def _layers(known: dict[str, Any]) -> PreTrainedConfig:
-    config = AutoConfig.for_model(**{"model_type": "qwen3"} | known["transformer_layer_config"])
+def _layers(settings: dict[str, Any]) -> PreTrainedConfig:
+    config = AutoConfig.for_model(**{"model_type": "qwen3"} | settings["transformer_layer_config"])
     if getattr(config, "layer_types", None) is None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     return config

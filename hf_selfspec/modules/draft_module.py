@@ -4,7 +4,8 @@ import copy
 import hashlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -48,31 +49,32 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         return self.__dict__["_about"]
 
     @about.setter
-    def about(self, known: About) -> None:
+    def about(self, value: About) -> None:
         name = f"{type(self).__name__}(about)"
-        found = _object(name, known)
+        about = _object(name, value)
         for entry in ("recipe", "figures"):
-            _object(f"{name}[{entry!r}]", found.get(entry))
-        if found.get("fingerprint") is not None:
-            Fingerprint.read(found["fingerprint"], f"{name}['fingerprint']")
-        self._check_about(name, found)
-        self.__dict__["_about"] = found
-        self.__dict__["_hub_mixin_config"] = {**self.__dict__["_hub_mixin_config"], "about": known}
+            _object(f"{name}[{entry!r}]", about.get(entry))
+        if about.get("fingerprint") is not None:
+            Fingerprint.read(about["fingerprint"], f"{name}['fingerprint']")
+        self._check_about(name, about)
+        self.__dict__["_about"] = about
+        self.__dict__["_hub_mixin_config"] = {**self.__dict__["_hub_mixin_config"], "about": value}
 
-    def _check_about(self, name: str, known: dict[str, Any]) -> None: ...
+    def _check_about(self, name: str, about: dict[str, Any]) -> None: ...
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
-        """Returns the module itself if it is there already, in that type if given, else a copy, which is made once."""
+        """Returns the module itself if it is on the device and of the type (by default its own), else a copy, which is
+        made once."""
         first = next(self.parameters())
-        wanted = device, dtype or first.dtype
-        if wanted == (first.device, first.dtype):
+        dtype = dtype or first.dtype
+        if (device, dtype) == (first.device, first.dtype):
             return self
         copies = _copies.setdefault(self, {})
-        if wanted not in copies:
-            copies[wanted] = made = copy.deepcopy(self).to(device)
-            for parameter in made.parameters():  # frequencies of rotary positions, in buffers, need all their digits
-                parameter.data = parameter.data.to(wanted[1])
-        return copies[wanted]
+        if (device, dtype) not in copies:
+            copies[device, dtype] = copy.deepcopy(self).to(device)
+            for parameter in copies[device, dtype].parameters():  # no buffers: rotary frequencies need all their digits
+                parameter.data = parameter.data.to(dtype)
+        return copies[device, dtype]
 
     def forget_copies(self) -> None:
         """Drops copies on other devices, which do not follow changed weights."""
@@ -88,57 +90,55 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         weights = self.state_dict(keep_vars=True).values()
         # Tensors of inference mode do not count their changes.
         state = [None if value.is_inference() else (value._version, value.data_ptr()) for value in weights]
-        known = self.__dict__.get("_digest")
-        if known is None or known[0] != state or None in state:
-            found = hashlib.sha256()
+        last_state, digest = self.__dict__.get("_digest", (None, ""))
+        if last_state != state or None in state:
+            sha256 = hashlib.sha256()
             for value in weights:
                 values = value.detach().flatten()
-                found.update(values[:: max(1, len(values) // 1024)].double().cpu().numpy().tobytes())
-            known = self.__dict__["_digest"] = (state, found.hexdigest()[:8])
-        return str(known[1])
+                sha256.update(values[:: max(1, len(values) // 1024)].double().cpu().numpy().tobytes())
+            digest = sha256.hexdigest()[:8]
+            self.__dict__["_digest"] = state, digest
+        return str(digest)
 
     def extra_repr(self) -> str:
         return self.digest
 
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """Raises if the module was fitted to a model with another fingerprint."""
-        kept = self.about.get("fingerprint")
-        if kept is not None and (difference := Fingerprint.read(kept, "fingerprint").difference(fingerprint())):
+        saved = self.about.get("fingerprint")
+        if saved is not None and (difference := Fingerprint.read(saved, "fingerprint").difference(fingerprint())):
             raise SettingError(
                 f"this {self.kind} was fitted to {difference}. Use it with that model, or fit another one."
             )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a folder that ``save_pretrained`` has written, or a repository of the Hub.
-
-        Raises:
-            SettingError: there is none, it holds something else, was cut short, or has weights that are not finite.
-        """
+        """As :meth:`from_pretrained`."""
         return cls.from_pretrained(path)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """Like huggingface_hub's, with the options of its download, and a check that settings and weights fit each
-        other; see :meth:`load`."""
+        """Reads a folder that ``save_pretrained`` has written, or a repository of the Hub (``options`` as there).
+
+        Raises:
+            SettingError: there is none, it holds something else, was cut short, or has weights that are not finite.
+        """
         name = os.fspath(pretrained_model_name_or_path)
-        config_file, weights_file = (file_of(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
+        config_file, weights_file = (file_of(cls.kind, name, file, **options) for file in (CONFIG, WEIGHTS))
         try:
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 module = cls(**read_json(config_file))
-            # Copies, since the file may change.
-            tensors = {key: value.clone() for key, value in load_file(weights_file).items()}
+            tensors = read_tensors(weights_file)
             module.load_state_dict(tensors, assign=True)
-        except SelfSpecError as error:
+        except SelfSpecError as error:  # of a setting
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise SettingError(
                 f"{name} holds no saved {cls.kind}, or one whose {CONFIG} or {WEIGHTS} was cut short or changed "
                 f"({brief(error)}). Fit and save it again."
             ) from error
-        wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
-        if wrong:
-            raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
+        if key := not_finite(tensors):
+            raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {key}. Fit it again.")
         return module.float().eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
@@ -149,9 +149,9 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         """
         folder, push = path_of(save_directory), options.pop("push_to_hub", False)
         repository = options.pop("repo_id", None) or folder.name
-        own = {name: options[name] for name in ("config", "model_card_kwargs") if name in options}
+        of_files = {name: options[name] for name in ("config", "model_card_kwargs") if name in options}
         with reported(folder), folder_written_whole(folder) as inside:
-            super().save_pretrained(inside, **own)
+            super().save_pretrained(inside, **of_files)
         return self.push_to_hub(repository, **options) if push else None
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
@@ -179,7 +179,7 @@ def _object(name: str, value: object) -> dict[str, Any]:
     return value
 
 
-def file_of(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
+def file_of(kind: str, name: str, file: str, **options: Any) -> Path:
     """Returns the path of a file in a folder or a repository of the Hub; raises if there is none."""
     if os.path.isdir(folder := path_of(name)):
         if not (folder / file).is_file():
@@ -194,18 +194,50 @@ def file_of(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
         ) from error
 
 
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file, copied, since the file may change."""
+    return {key: value.clone() for key, value in load_file(file).items()}
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Returns the name of the first tensor with a value that is not finite."""
+    return next((key for key, value in tensors.items() if not torch.isfinite(value).all()), None)
+
+
+@contextmanager
+def reading_published(kind: str, name: str) -> Iterator[None]:
+    """Turns any error about a checkpoint that others publish into one for the user."""
+    try:
+        yield
+    except SelfSpecError:
+        raise
+    except Exception as error:  # of readers of files, or of the code of any configuration
+        raise SettingError(
+            f"{name} holds no {kind}, or one whose {CONFIG} or weights were cut short or changed ({brief(error)})."
+        ) from error
+
+
+def published_weights(tensors: dict[str, torch.Tensor], unused: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names do not begin with ``unused``, all numbers in the type of ``fc``'s."""
+    tensors = {key: value for key, value in tensors.items() if not key.startswith(unused)}
+    if key := not_finite(tensors):
+        raise ValueError(f"{key} is not finite")
+    dtype = tensors["fc.weight"].dtype
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
+
+
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
     """Returns what is saved with the weights."""
     fingerprint = Fingerprint.of_decoder(model)
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 
 
-def module_of(name: str, given: Any, kind: type[_M]) -> tuple[_M | str, _M]:
+def module_of(name: str, setting: Any, module_class: type[_M]) -> tuple[_M | str, _M]:
     """Returns what a setting keeps that is a module or the path of a saved one, and the module, loaded."""
-    if isinstance(given, kind):
-        return given, given
-    if not isinstance(given, (str, os.PathLike)):
-        raise SettingTypeError(f"{name} must be {kind.__name__} or the path of a saved one, got {given!r}.")
-    folder = path_of(given)
-    path = str(folder.resolve()) if os.path.isdir(folder) else os.fspath(given)  # valid in any working directory
-    return path, kind.load(path)
+    if isinstance(setting, module_class):
+        return setting, setting
+    if not isinstance(setting, (str, os.PathLike)):
+        raise SettingTypeError(f"{name} must be {module_class.__name__} or the path of a saved one, got {setting!r}.")
+    folder = path_of(setting)
+    path = str(folder.resolve()) if os.path.isdir(folder) else os.fspath(setting)  # valid in any working directory
+    return path, module_class.load(path)

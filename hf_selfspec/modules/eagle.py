@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
+from ..errors import SettingError, SettingTypeError
 from ..learned.files import read_json
-from .draft_module import CONFIG, WEIGHTS, file_of
+from .draft_module import CONFIG, WEIGHTS, file_of, published_weights, read_tensors, reading_published
 from .mtp import MtpHead, config_of_layer
 
 _KIND, _OLD_WEIGHTS = "EAGLE-3 head", "pytorch_model.bin"
-# What else there may be: which draft tokens the vocabulary has, and parts of the model that training needed.
+# How configurations name the layers that are read.
+_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+# What checkpoints hold that drafts do not need: which tokens can be drafted, once more, and the model's own parts.
 _UNUSED = ("t2d", "verifier_")
 
 
@@ -25,15 +26,8 @@ def load_eagle3(checkpoint: str | os.PathLike[str], state_layers: Sequence[int] 
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise SettingTypeError(f"MTP.from_eagle3 takes a folder or a name on the Hub, got {checkpoint!r}.")
     name = os.fspath(checkpoint)
-    try:
-        config, tensors = read_json(file_of(_KIND, name, CONFIG, {})), _tensors(name)
-        return _head(name, config, tensors, state_layers)
-    except SelfSpecError:
-        raise
-    except Exception as error:  # of readers of files, or of the code of any configuration
-        raise SettingError(
-            f"{name} holds no {_KIND}, or one whose {CONFIG} or weights were cut short or changed ({brief(error)})."
-        ) from error
+    with reading_published(_KIND, name):
+        return _head(name, read_json(file_of(_KIND, name, CONFIG)), _tensors(name), state_layers)
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
@@ -44,16 +38,16 @@ def is_eagle3(config: dict[str, Any]) -> bool:
 
 def _tensors(name: str) -> dict[str, torch.Tensor]:
     try:
-        file = file_of(_KIND, name, WEIGHTS, {})
+        return read_tensors(file_of(_KIND, name, WEIGHTS))
     except SettingError:
-        return dict(torch.load(file_of(_KIND, name, _OLD_WEIGHTS, {}), map_location="cpu", weights_only=True))
-    return {key: value.clone() for key, value in load_file(file).items()}
+        return dict(torch.load(file_of(_KIND, name, _OLD_WEIGHTS), map_location="cpu", weights_only=True))
 
 
 def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], state_layers: Sequence[int]) -> MtpHead:
     is_original = "speculators_model_type" not in config
     layer = config if is_original else config["transformer_layer_config"]
-    known = [place[key] for place in (config, config.get("eagle_config") or {}) for key in _IDS if place.get(key)]
+    places = (config, config.get("eagle_config") or {})
+    layers_of_config = next((place[key] for place in places for key in _LAYERS if place.get(key)), ())
     refused = {
         f"{config.get('speculators_model_type')}": config.get("speculators_model_type", "eagle3") != "eagle3",
         f"layers of {layer.get('model_type')}": layer.get("model_type") not in ("llama", "qwen3"),
@@ -64,10 +58,10 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
     }
     if variants := [variant for variant, is_there in refused.items() if is_there]:
         raise SettingError(f"MTP.from_eagle3: {name} is a variant that is not served: {', '.join(variants)}.")
-    if known and is_original and not state_layers:
+    if layers_of_config and is_original and not state_layers:
         raise SettingError(
-            f"MTP.from_eagle3: {name} reads the layers {known[0]}, which engines count in two ways. Give those whose "
-            "entering states it reads, MTP.from_eagle3(..., state_layers=[...]): these numbers, or each plus 1."
+            f"MTP.from_eagle3: {name} reads the layers {layers_of_config}, which engines count in two ways. Give those "
+            "whose entering states it reads, MTP.from_eagle3(..., state_layers=[...]): these numbers, or each plus 1."
         )
     vocabulary, size = layer["vocab_size"], len(tensors["lm_head.weight"])
     tokens = tokens_of(tensors.pop("d2t", None), size, vocabulary)
@@ -78,8 +72,8 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
         "own_embedding": "embed_tokens.weight" in tensors,
     }
     of_layer = config_of_layer(AutoConfig.for_model(**layer), 0)
-    layers = state_layers or (known[0] if known else ())
-    head = MtpHead([of_layer], {"recipe": {"published as": name}}, size, layers, settings)
+    about = {"recipe": {"published as": name}}
+    head = MtpHead([of_layer], about, size, state_layers or layers_of_config, settings)
     begins = {
         "midlayer.": "layers.0.decoder.layers.0.",
         "layers.0.": "layers.0.decoder.layers.0.",
@@ -89,12 +83,9 @@ def _head(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], s
         "fc.": "fuse.",
     }
     state = {"tokens": tokens}
-    for key, value in tensors.items():
-        if not key.startswith(_UNUSED):
-            begin = next((begin for begin in begins if key.startswith(begin)), "")
-            if not torch.isfinite(value).all():
-                raise ValueError(f"{key} is not finite")
-            state[begins.get(begin, "") + key[len(begin) :]] = value.to(tensors["fc.weight"].dtype)
+    for key, value in published_weights(tensors, _UNUSED).items():
+        begin = next((begin for begin in begins if key.startswith(begin)), "")
+        state[begins.get(begin, "") + key[len(begin) :]] = value
     head.load_state_dict(state, assign=True)
     return head.eval().requires_grad_(False)
 
@@ -107,7 +98,3 @@ def tokens_of(offsets: torch.Tensor | None, size: int, vocabulary: int) -> torch
     if len(tokens.unique()) < size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise ValueError("d2t names no distinct tokens of the vocabulary")
     return tokens
-
-
-# How configurations name the layers that are read.
-_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")

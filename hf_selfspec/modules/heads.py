@@ -45,8 +45,8 @@ class ExitHeads(DraftModule):
         layers: exit layers ``ℓ_1 < ... < ℓ_K``.
         hidden_size: ``d``.
         vocabulary: ``v``.
-        rank: rank of the linear layer as a product of two, with ``rank (d + v)`` parameters a head; ``None`` for a full
-            one, with ``d v``.
+        rank: rank of the linear layer as a product of two, with ``rank (d + v)`` parameters a head; ``None`` for a
+            single matrix, with ``d v``.
         norm_eps: epsilon of the norms, between 0 and 1.
         about: see :class:`DraftModule`; ``about["calibration"]`` is what :func:`calibrate` returned.
 
@@ -66,9 +66,10 @@ class ExitHeads(DraftModule):
         about: About = None,
     ) -> None:
         super().__init__()
-        for name, value in (("hidden_size", hidden_size), ("vocabulary", vocabulary), ("rank", rank)):
-            if name != "rank" or value is not None:
-                check_count(f"ExitHeads({name})", value, most=MOST_WIDTH)
+        check_count("ExitHeads(hidden_size)", hidden_size, most=MOST_WIDTH)
+        check_count("ExitHeads(vocabulary)", vocabulary, most=MOST_WIDTH)
+        if rank is not None:
+            check_count("ExitHeads(rank)", rank, most=MOST_WIDTH)
         if not isinstance(layers, (list, tuple)):
             raise SettingTypeError(f"ExitHeads(layers) must be a list of exit layers, got {layers!r}.")
         for layer in layers:
@@ -80,26 +81,24 @@ class ExitHeads(DraftModule):
         self.about = about  # which depends on the layers
 
         def linear() -> nn.Module:
-            if rank is None:
-                return FewTokenLinear(hidden_size, vocabulary, bias=False)
-            up = FewTokenLinear(rank, vocabulary, bias=False)
-            return nn.Sequential(nn.Linear(hidden_size, rank, bias=False), up)
+            last = FewTokenLinear(rank or hidden_size, vocabulary, bias=False)
+            return nn.Sequential(nn.Linear(hidden_size, rank, bias=False), last) if rank else last
 
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
 
-    def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        if not (found := known.get("calibration")):
+    def _check_about(self, name: str, about: dict[str, Any]) -> None:
+        if not (calibration := about.get("calibration")):
             return
         try:
-            rates, limits = [found["epsilons"], *found["acceptance"].values()], found["thresholds"]
-            rows = np.array([*rates, *chain(*(limits[metric] for metric in METRICS))], dtype=float)  # of one length
-            is_right = {found["metric"], *limits} == METRICS.keys() and len(rows) == 4 + 3 * len(self.layers)
+            rates, limits = [calibration["epsilons"], *calibration["acceptance"].values()], calibration["thresholds"]
+            rows = np.array([*rates, *chain(*(limits[metric] for metric in METRICS))], dtype=float)  # of equal length
+            is_right = {calibration["metric"], *limits} == METRICS.keys() and len(rows) == 4 + 3 * len(self.layers)
         except (TypeError, KeyError, ValueError, AttributeError):
             is_right = False
         if not is_right:
             raise SettingError(
                 f"{name}['calibration'] is not one that calibrate_exit_heads has written for {len(self.layers)} heads, "
-                f"got {brief(repr(found))}."
+                f"got {brief(repr(calibration))}."
             )
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
@@ -113,10 +112,10 @@ class ExitHeads(DraftModule):
 
     @property
     def calibration(self) -> dict[str, Any]:
-        found = self.about.get("calibration")
-        if not found:
+        calibration = self.about.get("calibration")
+        if not calibration:
             raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
-        return dict(found)
+        return dict(calibration)
 
     def thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
         """For each head the least confidence at which it was right often enough (DSSD §3.4), infinite if it never was.
@@ -128,8 +127,8 @@ class ExitHeads(DraftModule):
         Raises:
             SettingError: no accuracy that high was calibrated, or there is no such metric.
         """
-        known = self.calibration["epsilons"]
-        return self._first(known, epsilon, metric, f"is above all accuracies that were calibrated, up to {known[-1]}.")
+        rates = self.calibration["epsilons"]
+        return self._first(rates, epsilon, metric, f"is above all accuracies that were calibrated, up to {rates[-1]}.")
 
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
         """Like :meth:`thresholds`, but the loosest at which drafted tokens were accepted often enough.
@@ -150,8 +149,8 @@ class ExitHeads(DraftModule):
 
     def figures(self) -> dict[str, float]:
         """The model card's lines about the calibration."""
-        found = {f"ROC AUC of {name}": round(auc, 4) for name, auc in _mean_auc(self.calibration["auc"]).items()}
-        return found | {"drafts accepted at best": self.reached()}
+        means = {f"ROC AUC of {name}": round(auc, 4) for name, auc in _mean_auc(self.calibration["auc"]).items()}
+        return means | {"drafts accepted at best": self.reached()}
 
     def _rates(self, metric: str | None) -> list[float]:
         return [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
@@ -185,9 +184,9 @@ def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: s
     tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:
         pairs = list(zip(torch.cat([sure[name] for sure, _ in texts], 1), right, strict=True))
-        found = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
-        tables["thresholds"][name] = found
-        tables["acceptance"][name] = [_acceptance(texts, name, limits) for limits in zip(*found, strict=True)]
+        thresholds = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
+        tables["thresholds"][name] = thresholds
+        tables["acceptance"][name] = [_acceptance(texts, name, limits) for limits in zip(*thresholds, strict=True)]
         tables["auc"][name] = [_roc_auc(*pair) for pair in pairs]
     means = _mean_auc(tables["auc"])
     chosen = metric or max(METRICS, key=lambda name: means.get(name, 0.0))
@@ -206,12 +205,12 @@ def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float 
     return None if not len(enough) else sorted_sure[enough[-1, 0]].item()
 
 
-def drafts(sure: list[bool], right: list[bool], most: int) -> tuple[int, int]:
-    """Simulates drafting a text, up to ``most`` tokens at once; returns how many tokens are drafted and accepted."""
+def _drafts(sure: list[bool], right: list[bool]) -> tuple[int, int]:
+    """Simulates drafting a text; returns how many tokens are drafted, and how many of these accepted."""
     drafted = accepted = 0
     start = 1  # the first token comes from the prefill
     while start < len(sure):
-        limit = min(start + most, len(sure))
+        limit = min(start + _LONGEST, len(sure))
         stop = next((at for at in range(start, limit) if not sure[at]), limit)
         kept = next((at for at in range(start, stop) if not right[at]), stop)
         drafted, accepted = drafted + stop - start, accepted + kept - start
@@ -220,7 +219,7 @@ def drafts(sure: list[bool], right: list[bool], most: int) -> tuple[int, int]:
 
 
 def _roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
-    """How often a right token is surer than a wrong one; ``None`` if one kind is missing."""
+    """How often a right token is surer than a wrong one; ``None`` if all are right, or all wrong."""
     from sklearn.metrics import roc_auc_score  # takes a second to import
 
     labels = right.bool().tolist()
@@ -228,18 +227,18 @@ def _roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
 
 
 def _mean_auc(auc: dict[str, list[float | None]]) -> dict[str, float]:
-    known = {name: [value for value in values if value is not None] for name, values in auc.items()}
-    return {name: mean(values) for name, values in known.items() if values}
+    defined = {name: [value for value in values if value is not None] for name, values in auc.items()}
+    return {name: mean(values) for name, values in defined.items() if values}
 
 
 def _acceptance(texts: Sequence[Predictions], metric: str, limits: Sequence[float | None]) -> float | None:
     """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
-    known = [math.inf if limit is None else limit for limit in limits]
-    bounds = torch.tensor(known, device="cpu", dtype=torch.float32)[:, None]
+    finite = [math.inf if limit is None else limit for limit in limits]
+    bounds = torch.tensor(finite, device="cpu", dtype=torch.float32)[:, None]
     drafted = accepted = 0
     for confidence, is_right in texts:
         sure = confidence[metric] >= bounds
         right = is_right.bool().gather(0, sure.byte().argmax(0, keepdim=True))[0]  # of the first head that is sure
-        more, kept = drafts(sure.any(0).tolist(), right.tolist(), _LONGEST)
-        drafted, accepted = drafted + more, accepted + kept
+        in_text, kept = _drafts(sure.any(0).tolist(), right.tolist())
+        drafted, accepted = drafted + in_text, accepted + kept
     return accepted / drafted if drafted else None

@@ -19,7 +19,7 @@ from .draft_module import About, DraftModule
 
 # The additions are `SCALE B A x`, as LoRA's with `lora_alpha = 2 r`.
 _SCALE = 2.0
-# A linear layer: "layer.path in it", width of its input, width of its output.
+# A linear layer: "0.mlp.up_proj" (the layer, and the path in it), the width of its input, and that of its output.
 Shape = tuple[str, int, int]
 
 
@@ -47,7 +47,7 @@ class DraftLora(DraftModule):
         check_count("DraftLora(exit_layer)", exit_layer, most=MOST_LAYERS)
         check_count("DraftLora(rank)", rank, most=MOST_WIDTH)
         self.exit_layer, self.rank, self.about = exit_layer, rank, about
-        self.shapes = tuple(_shape(found, exit_layer) for found in shapes)
+        self.shapes = tuple(_shape(entry, exit_layer) for entry in shapes)
         if not self.shapes:
             raise SettingError("DraftLora(shapes) names no linear layer. If the model has none, fit an adapter.")
         self.down = nn.ParameterList([nn.Linear(width, rank, bias=False).weight for _, width, _ in self.shapes])
@@ -61,9 +61,9 @@ class DraftLora(DraftModule):
 
     def substitutes(self, anatomy: Anatomy) -> Substitutes:
         """Returns a model's linear layers with the additions, through which gradients flow to this module."""
-        found, known = dict[nn.Module, Substitute](), dict(linear_layers(dict(enumerate(anatomy.layers))))
+        modules, substitutes = dict(linear_layers(dict(enumerate(anatomy.layers)))), dict[nn.Module, Substitute]()
         for index, (name, width, out) in enumerate(self.shapes):
-            module: Any = known.get(name)
+            module: Any = modules.get(name)
             if module is None or widths(module) != (width, out):
                 layer, _, path = name.partition(".")
                 raise SettingError(
@@ -76,12 +76,12 @@ class DraftLora(DraftModule):
                     f"the weights of {anatomy.model_name} are spread over processes or offloaded, so nothing can be "
                     f"added to {name!r} while drafting. Load the model on devices of one process."
                 )
-            own = self if torch.is_grad_enabled() else self.on(weight.device)  # gradients are not for copies
+            lora = self if torch.is_grad_enabled() else self.on(weight.device)  # gradients are not for copies
             is_plain = weight.is_floating_point() and weight.element_size() > 1  # not quantised
-            dtype = weight.dtype if is_plain else own.up[index].dtype
-            down, up = (matrix.to(weight.device, dtype) for matrix in (own.down[index], _SCALE * own.up[index]))
-            found[module] = partial(_added, down, up)
-        return Substitutes(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
+            dtype = weight.dtype if is_plain else lora.up[index].dtype
+            down, up = (matrix.to(weight.device, dtype) for matrix in (lora.down[index], _SCALE * lora.up[index]))
+            substitutes[module] = partial(_added, down, up)
+        return Substitutes(substitutes, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 
 def widths(module: Any) -> tuple[int, int]:
@@ -94,11 +94,11 @@ def _added(down: torch.Tensor, up: torch.Tensor, forward: Forward, input: torch.
     return output + F.linear(F.linear(input.to(down.dtype), down), up).to(output.dtype)
 
 
-def _shape(found: Any, exit_layer: int) -> Shape:
-    """One entry of ``shapes``, as JSON holds it; raises for anything else."""
-    if not isinstance(found, Sequence) or len(found) != 3 or not isinstance(found[0], str):
-        raise SettingTypeError(f"DraftLora(shapes) must hold [name, width of input, width of output], got {found!r}.")
-    name, width, out = found
+def _shape(entry: Any, exit_layer: int) -> Shape:
+    """Returns an entry of ``shapes``, which JSON holds as a list; raises for anything else."""
+    if not isinstance(entry, Sequence) or len(entry) != 3 or not isinstance(entry[0], str):
+        raise SettingTypeError(f"DraftLora(shapes) must hold [name, width of input, width of output], got {entry!r}.")
+    name, width, out = entry
     layer, _, path = name.partition(".")
     if not layer.isdigit() or not path or int(layer) >= exit_layer:
         raise SettingError(

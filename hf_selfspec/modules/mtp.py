@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,25 +26,25 @@ from .draft_module import About, DraftModule
 PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
-def layer_of_kind(config: PreTrainedConfig, num_layers: int, kind: str = "full_attention") -> int:
-    """Returns the last layer with this kind of attention; the last of all where the config names none."""
-    kinds = getattr(config, "layer_types", None) or [kind] * num_layers
-    return max((index for index, found in enumerate(kinds) if found == kind), default=num_layers - 1)
+def last_layer_with(config: PreTrainedConfig, num_layers: int, attention: str = "full_attention") -> int:
+    """Returns the last layer with this attention; the last of all where the config names none."""
+    types = getattr(config, "layer_types", None) or [attention] * num_layers
+    return max((index for index, layer_type in enumerate(types) if layer_type == attention), default=num_layers - 1)
 
 
 def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
     """Returns the config of a model that has only this layer of another one, and no vocabulary."""
-    found = copy.deepcopy(config)
+    of_layer = copy.deepcopy(config)
     for name in PER_LAYER:
         if (values := getattr(config, name, None)) is not None:
-            setattr(found, name, [values[index]])
+            setattr(of_layer, name, [values[index]])
     if (dense := getattr(config, "first_k_dense_replace", None)) is not None:
-        found.first_k_dense_replace = int(index < dense)
-    if hasattr(found, "quantization_config"):
-        del found.quantization_config
-    found.num_hidden_layers = found.vocab_size = 1
-    found.pad_token_id = found.bos_token_id = found.eos_token_id = None
-    return found.to_dict()
+        of_layer.first_k_dense_replace = int(index < dense)
+    if hasattr(of_layer, "quantization_config"):
+        del of_layer.quantization_config
+    of_layer.num_hidden_layers = of_layer.vocab_size = 1
+    of_layer.pad_token_id = of_layer.bos_token_id = of_layer.eos_token_id = None
+    return of_layer.to_dict()
 
 
 class _Layer(nn.Module):
@@ -62,12 +61,12 @@ class _Layer(nn.Module):
         self, embeddings: torch.Tensor, states: torch.Tensor, positions: torch.Tensor | None = None, cache: Any = None
     ) -> torch.Tensor:
         """See :meth:`MtpHead.forward`."""
-        given = {"position_ids": positions, cache_name(self.decoder): cache, "use_cache": cache is not None}
-        known = {name: value for name, value in given.items() if name in forward_parameters(self.decoder)}
-        return states_of(self.decoder(inputs_embeds=self.entered(embeddings, states), **known))
+        options = {"position_ids": positions, cache_name(self.decoder): cache, "use_cache": cache is not None}
+        taken = {name: value for name, value in options.items() if name in forward_parameters(self.decoder)}
+        return states_of(self.decoder(inputs_embeds=self.entered(embeddings, states), **taken))
 
     def entered(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """What enters the decoder: both, side by side."""
+        """What enters the decoder, here ``[b, s, 2 d]``: embeddings and states side by side."""
         return torch.cat([embeddings, states], dim=-1)
 
 
@@ -76,24 +75,28 @@ class MtpLayer(_Layer):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        norms = filter(partial(_is_norm, self.width), self.decoder.children())
+        children = self.decoder.children()
+        norms = (child for child in children if {weight.shape for weight in child.parameters()} == {(self.width,)})
         norm: Any = next(norms, nn.RMSNorm(self.width, 1e-6))
         self.embedding_norm, self.state_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.projection = nn.Linear(2 * self.width, self.width, bias=False)
 
     def entered(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See :class:`MtpLayer`."""
-        both = super().entered(self.embedding_norm(embeddings), self.state_norm(states))
-        found: torch.Tensor = self.projection(both)
-        return found
+        entered: torch.Tensor = self.projection(
+            super().entered(self.embedding_norm(embeddings), self.state_norm(states))
+        )
+        return entered
 
     def begin_like(self, model: PreTrainedModel, anatomy: Anatomy, index: int) -> None:
         """Copies a layer of a model and its final norm; the projection is the mean of embedding and state."""
         inside = next(name for name, child in anatomy.stack.named_children() if anatomy.layers[0] in child.children())
         # Adapters of PEFT wrap layers; the copy has what these were without.
-        theirs = {name.replace(".base_layer.", "."): value for name, value in anatomy.stack.state_dict().items()}
-        own = {name: name.replace(f"{inside}.0.", f"{inside}.{index}.", 1) for name in self.decoder.state_dict()}
-        copies = {name: theirs[their].to(torch.float32, copy=True) for name, their in own.items()}
+        weights = {name.replace(".base_layer.", "."): value for name, value in anatomy.stack.state_dict().items()}
+        copies = {
+            name: weights[name.replace(f"{inside}.0.", f"{inside}.{index}.", 1)].to(torch.float32, copy=True)
+            for name in self.decoder.state_dict()
+        }
         self.decoder.load_state_dict(copies, assign=True)
         half = torch.eye(self.projection.out_features, device="cpu", dtype=torch.float32) / 2
         self.projection.load_state_dict({"weight": torch.cat([half, half], dim=1)}, assign=True)
@@ -124,21 +127,16 @@ class _EagleBlock(nn.Module):
         self.hidden_norm = copy.deepcopy(layer.input_layernorm)
         self.norm_before_residual = norm_before_residual
         for name in ("q_proj", "k_proj", "v_proj"):
-            known = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * width, known.out_features, known.bias is not None))
+            narrow = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * width, narrow.out_features, narrow.bias is not None))
 
-    def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         embeddings, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
-        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        states = (normed if self.norm_before_residual else states) + self.self_attn(hidden_states=both, **given)[0]
-        found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return found
-
-
-def _is_norm(width: int, module: nn.Module) -> bool:
-    shapes = [parameter.shape for parameter in module.parameters()]
-    return bool(shapes) and all(shape == (width,) for shape in shapes)
+        entered = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        states = (normed if self.norm_before_residual else states) + self.self_attn(hidden_states=entered, **options)[0]
+        output: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return output
 
 
 def _compute_buffers(decoder: PreTrainedModel) -> None:
@@ -152,22 +150,22 @@ def _compute_buffers(decoder: PreTrainedModel) -> None:
 
 
 def check_states(
-    kind: str, model: PreTrainedModel, layers: tuple[int, ...], width: int, vocabulary: int, last: int
+    head: DraftModule, model: PreTrainedModel, layers: tuple[int, ...], width: int, vocabulary: int, last: int
 ) -> tuple[int, ...]:
     """Returns the layers whose entering states a head reads, up to ``last``; raises if it is not for this model."""
-    (own, wide), anatomy = model.get_input_embeddings().weight.shape, Anatomy.of(model)
+    (model_vocabulary, model_width), anatomy = model.get_input_embeddings().weight.shape, Anatomy.of(model)
     n = anatomy.num_layers
     if anatomy.streams and layers != (n,):
-        trouble = f"this {kind} reads states between layers, of which the model has several a token"
-    elif width != wide:
-        trouble = f"this {kind} takes states of width {width}, and the model has {wide}"
-    elif vocabulary != own:
-        trouble = f"this {kind} has a vocabulary of {vocabulary}, and the model of {own}"
+        trouble = "reads states between layers, of which the model has several a token"
+    elif width != model_width:
+        trouble = f"takes states of width {width}, and the model has {model_width}"
+    elif vocabulary != model_vocabulary:
+        trouble = f"has a vocabulary of {vocabulary}, and the model of {model_vocabulary}"
     elif layers[-1] > last or list(layers) != sorted(set(layers)):
-        trouble = f"this {kind} reads the states before layers {list(layers)}, and the model has {n}"
+        trouble = f"reads the states before layers {list(layers)}, and the model has {n}"
     else:
         return layers
-    raise SettingError(f"{trouble}: it was made for another model. Give the head of this one.")
+    raise SettingError(f"this {head.kind} {trouble}: it was made for another model. Give the head of this one.")
 
 
 class MtpHead(DraftModule):
@@ -248,11 +246,12 @@ class MtpHead(DraftModule):
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
         vocabulary, width = model.get_input_embeddings().weight.shape
-        own = vocabulary if self.eagle3 is None else self.eagle3["vocabulary"]
-        n = Anatomy.of(model).num_layers
-        layers = self.state_layers or ((n,) if self.eagle3 is None else (2, n // 2, n - 3))
-        widths = [part.width for part in self.layers if part.width != width] or [width]
-        return check_states(self.kind, model, layers, widths[-1], own, n if self.eagle3 is None else n - 1)
+        n = last = Anatomy.of(model).num_layers
+        usual: tuple[int, ...] = (n,)
+        if self.eagle3 is not None:
+            vocabulary, usual, last = self.eagle3["vocabulary"], (2, n // 2, n - 3), n - 1
+        wrong_widths = [layer.width for layer in self.layers if layer.width != width] or [width]
+        return check_states(self, model, self.state_layers or usual, wrong_widths[-1], vocabulary, last)
 
     def forward(
         self,
@@ -279,7 +278,7 @@ class MtpHead(DraftModule):
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
         """
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-        index, width = layer_of_kind(config, anatomy.num_layers), model.get_input_embeddings().weight.shape[1]
+        index, width = last_layer_with(config, anatomy.num_layers), model.get_input_embeddings().weight.shape[1]
         if width != config.hidden_size:
             raise UnsupportedModelError(
                 f"{anatomy.model_name} sends states of width {width} to its head and has {config.hidden_size} between "

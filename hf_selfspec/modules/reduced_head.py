@@ -53,11 +53,11 @@ class ReducedHead(DraftModule):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like that of any module; raises if the tokens are not distinct ids of the vocabulary."""
-        found = super().load_state_dict(*args, **kwargs)
+        keys = super().load_state_dict(*args, **kwargs)
         tokens = self.tokens.tolist()
         if sorted(set(tokens)) != tokens or not 0 <= tokens[0] <= tokens[-1] < self.vocabulary:
             raise SettingError(
                 f"a reduced head of {len(tokens)} tokens must have distinct ids from 0 to {self.vocabulary - 1}, in "
                 "increasing order, and these are not."
             )
-        return found
+        return keys

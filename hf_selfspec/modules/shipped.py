@@ -23,17 +23,17 @@ from ..forks import new_lock
 from ..learned.files import path_of, read_json
 from ..model.anatomy import Anatomy, causal_lm
 from .draft_module import DraftModule
-from .mtp import PER_LAYER, MtpHead, config_of_layer, layer_of_kind
+from .mtp import PER_LAYER, MtpHead, config_of_layer, last_layer_with
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, DraftModule]()
-# MTP layers that were found beside a head of another kind, or why there are none.
-_looked = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead | SelfSpecError]()
+# What shipped_mtp returned while another head was attached, or raised.
+_shipped = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead | SelfSpecError]()
 _loading = new_lock()
 
 
 @dataclass(frozen=True)
 class MtpFormat:
-    """How checkpoints of a model type name the parts of their MTP layers: by default as DeepSeek-V3.
+    """How checkpoints of a model type name the parts of their MTP layers; the defaults are DeepSeek-V3's names.
 
     In names ``{n}`` is the number of a layer, and ``{l}`` that number after those of the model's own layers.
 
@@ -62,11 +62,11 @@ class MtpFormat:
 
     def settings(self, config: PreTrainedConfig, number: int, num_layers: int) -> dict[str, Any]:
         """The config of a model that has only this layer."""
-        found = config_of_layer(config, layer_of_kind(config, num_layers, self.kind))
+        of_layer = config_of_layer(config, last_layer_with(config, num_layers, self.kind))
         if self.mlp is not None:
-            found["mlp_layer_types"] = [self.mlp]
-        own = {name: getattr(config, f"mtp_{name}", None) for name in PER_LAYER}
-        return found | {name: [values[number]] for name, values in own.items() if values}
+            of_layer["mlp_layer_types"] = [self.mlp]
+        of_mtp = {name: getattr(config, f"mtp_{name}", None) for name in PER_LAYER}
+        return of_layer | {name: [values[number]] for name, values in of_mtp.items() if values}
 
 
 # The fields that are names, and what they may be.
@@ -78,7 +78,7 @@ LAYERS_ALONE = "model-mtp.safetensors"
 FIRST = "model.layers.0."
 # How configs of models with DeepSeek's names count MTP layers.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
-# What is beside the parts in names that begin with a block's: copies of the model's own embedding and head.
+# What else may stand under a block's name: copies of the model's own embedding and head.
 _COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
 _FINAL = MtpFormat(norm="model.layers.{l}.final_layernorm")
@@ -118,7 +118,7 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
     if names.kind not in ALLOWED_LAYER_TYPES:
         raise SettingError(f"MtpFormat(kind) must be one of {', '.join(ALLOWED_LAYER_TYPES)}, got {names.kind!r}.")
     _FORMATS[model_type] = names
-    _looked.clear()
+    _shipped.clear()
 
 
 def attach(model: PreTrainedModel, head: DraftModule) -> None:
@@ -157,47 +157,44 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
         raise SettingTypeError(f"load_mtp(checkpoint) must be a path or a name on the Hub, got {checkpoint!r}.")
     with _loading:
-        if checkpoint is None and (known := attached_mtp(inner)) is not None:
-            return known
+        if checkpoint is None and (attached := attached_mtp(inner)) is not None:
+            return attached
         name = inner.config.name_or_path if checkpoint is None else os.fspath(checkpoint)
         if not name:
             raise SettingError(
                 f"load_mtp: this {type(inner).__name__} was not loaded from a checkpoint. Give the folder or the Hub "
                 "repository that has its MTP layers."
             )
-        head = _load(inner, name, format_of(inner))
+        head = load_layers(inner, name, format_of(inner))
         attach(inner, head)
         return head
 
 
-def load_mtp_of_speculators(model: PreTrainedModel, name: str) -> MtpHead:
-    """Loads the MTP layer of a checkpoint of speculators."""
-    return _load(model, name, SPECULATORS)
-
-
 def shipped_mtp(model: PreTrainedModel) -> MtpHead:
     """As :func:`load_mtp`, but looks for the layers of a model only once, and a head of another kind stays attached."""
-    before = attached_head(model)
-    known = None if isinstance(before, MtpHead) else _looked.get(model)
-    if isinstance(known, MtpHead):
-        return known
-    if known is not None:
-        raise copy.copy(known)
+    attached = attached_head(model)
+    if isinstance(attached, MtpHead):
+        return attached
+    earlier = _shipped.get(model)
+    if isinstance(earlier, MtpHead):
+        return earlier
+    if earlier is not None:
+        raise copy.copy(earlier)
     try:
         head = load_mtp(model)
     except SelfSpecError as error:
-        _looked[model] = copy.copy(error)  # without the traceback, which holds the model
+        _shipped[model] = copy.copy(error)  # without the traceback, which holds the model
         raise
-    if before is not None and before is not head:
-        _looked[model] = head
-        attach(model, before)
+    if attached is not None:
+        _shipped[model] = head
+        attach(model, attached)
     return head
 
 
 def format_of(model: PreTrainedModel) -> MtpFormat:
     """How checkpoints of a model's type name their MTP layers, if they have any."""
     types = (model.config.model_type, model.config.get_text_config(decoder=True).model_type)
-    return next((_FORMATS[kind] for kind in types if kind in _FORMATS), MtpFormat())
+    return next((_FORMATS[model_type] for model_type in types if model_type in _FORMATS), MtpFormat())
 
 
 def ships_layers(model: PreTrainedModel) -> bool:
@@ -206,22 +203,22 @@ def ships_layers(model: PreTrainedModel) -> bool:
     return format_of(model) != MtpFormat() or any(hasattr(config, count) for count in _COUNTS)
 
 
-def _load(model: PreTrainedModel, name: str, names: MtpFormat) -> MtpHead:
+def load_layers(model: PreTrainedModel, name: str, names: MtpFormat) -> MtpHead:
+    """Returns the MTP layers of a checkpoint that names their parts in this way."""
     anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
     files = _Files(name)
-    found: list[dict[str, str]] = []
-    while files.has(layer := names.of_layer(len(found), anatomy.num_layers)):
-        found.append(layer)
-    if not found:
-        wanted = names.of_layer(0, anatomy.num_layers)["projection"]
+    layers: list[dict[str, str]] = []
+    while files.has(layer := names.of_layer(len(layers), anatomy.num_layers)):
+        layers.append(layer)
+    if not layers:
         raise SettingError(
-            f"{name} has no MTP layers of {anatomy.model_name}: there is no {wanted}.weight. If they have other names, "
-            f'register these: register_mtp_format("{model.config.model_type}", MtpFormat(...)).'
+            f"{name} has no MTP layers of {anatomy.model_name}: there is no {layer['projection']}.weight. If they have "
+            f'other names, register these: register_mtp_format("{model.config.model_type}", MtpFormat(...)).'
         )
-    head = MtpHead([names.settings(config, number, anatomy.num_layers) for number in range(len(found))])
+    head = MtpHead([names.settings(config, number, anatomy.num_layers) for number in range(len(layers))])
     device = next(anatomy.layers[-1].parameters()).device
     try:
-        for part, layer, settings in zip(head.layers, found, head.configs, strict=True):
+        for part, layer, settings in zip(head.layers, layers, head.configs, strict=True):
             for field in ("embedding_norm", "state_norm", "projection"):
                 weight, module = files.read(f"{layer[field]}.weight").to(device, model.dtype), getattr(part, field)
                 if weight.shape != module.weight.shape:
@@ -254,22 +251,16 @@ def _decoder(
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(1, config.hidden_size, device="cpu", dtype=torch.float32)
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
-    loaded, info = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=model.dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    for key, own, wanted in sorted(info["mismatched_keys"]):
-        raise files.misfit(key.replace(FIRST, begin), own, wanted)
+        model_class = type(AutoModelForCausalLM.from_config(config))
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    loaded, info = model_class.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype, **options)
+    for key, shape, wanted in sorted(info["mismatched_keys"]):
+        raise files.misfit(key.replace(FIRST, begin), shape, wanted)
     if missing := sorted(info["missing_keys"]):
         raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
     if unexpected := sorted(info["unexpected_keys"]):
         raise SettingError(
-            f"{files.name} has {unexpected[0].replace(FIRST, begin)}, for which {kind.__name__} has no "
+            f"{files.name} has {unexpected[0].replace(FIRST, begin)}, for which {model_class.__name__} has no "
             "place: its MTP layers are of another kind than the model's own, which is not supported."
         )
     stack = Anatomy.of(loaded).stack.to(device)
@@ -289,7 +280,7 @@ class _Files:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.paths = dict(self._found())
+        self.paths = dict(self._paths())
 
     def has(self, layer: dict[str, str]) -> bool:
         """Whether there is a layer with these names."""
@@ -300,23 +291,23 @@ class _Files:
         if key not in self.paths:
             raise SettingError(f"{self.name} has a part of an MTP layer, but no {key}.")
         with _reading(self.paths[key]), safe_open(self.paths[key], framework="pt", device="cpu") as file:
-            found: torch.Tensor = file.get_tensor(key)
-        if found.itemsize < 2 or not found.is_floating_point():
+            tensor: torch.Tensor = file.get_tensor(key)
+        if tensor.itemsize < 2 or not tensor.is_floating_point():
             raise SettingError(
-                f"{self.name} has {key} in {str(found.dtype).removeprefix('torch.')}, whose scales are not read. Give "
+                f"{self.name} has {key} in {str(tensor.dtype).removeprefix('torch.')}, whose scales are not read. Give "
                 "a checkpoint with the layers in 16 or 32 bits: load_mtp(model, checkpoint)."
             )
-        if not found.isfinite().all():
+        if not tensor.isfinite().all():
             raise SettingError(f"{self.name} has {key} with values that are not finite. Load the checkpoint again.")
-        return found
+        return tensor
 
-    def misfit(self, key: str, own: Sequence[int], wanted: Sequence[int]) -> SettingError:
+    def misfit(self, key: str, shape: Sequence[int], wanted: Sequence[int]) -> SettingError:
         return SettingError(
-            f"{self.name} has {key} of shape {list(own)}, and the model takes {list(wanted)}: it has the MTP layers of "
-            "another model. Give the checkpoint of this one."
+            f"{self.name} has {key} of shape {list(shape)}, and the model takes {list(wanted)}: it has the MTP layers "
+            "of another model. Give the checkpoint of this one."
         )
 
-    def _found(self) -> Iterator[tuple[str, Path]]:
+    def _paths(self) -> Iterator[tuple[str, Path]]:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
             with _reading(index):
@@ -344,7 +335,7 @@ class _Files:
         folder = path_of(self.name)
         place = folder if folder.is_dir() else self.name
         try:
-            found = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
+            path = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise SettingError(f"load_mtp: {self.name!r} is no folder and cannot be read ({brief(error)}).") from error
-        return None if found is None else Path(found)
+        return None if path is None else Path(path)

@@ -68,11 +68,6 @@ def even(layer: int, num_layers: int, e_scale: float) -> float:
     return e_scale if layer < num_layers - 1 else 1.0
 
 
-def _usual_exits(num_layers: int) -> set[int]:
-    """The exits after an eighth, a quarter and half of the layers, from which the demo model's drafts are made."""
-    return {max(num_layers // share, 1) for share in (8, 4, 2)}
-
-
 class EarlyExitLoss(ModelCallback):
     """Trains the exits after earlier layers together with the last one, with the stock ``Trainer``.
 
@@ -117,21 +112,21 @@ class EarlyExitLoss(ModelCallback):
             raise SettingTypeError(
                 f"EarlyExitLoss(scale) must be loss_scale, even or a function of (l, L, e_scale), got {scale!r}."
             )
-        self.e_scale, self.scale = float(e_scale), scale
-        self.curriculum, self.self_distillation = curriculum, self_distillation
         if layers is not None and (not isinstance(layers, Collection) or not layers):
             raise SettingTypeError(f"EarlyExitLoss(layers) must be a list of exit layers, or None, got {layers!r}.")
         for layer in layers or ():
             check_count("EarlyExitLoss(layers): an exit layer", layer)
+        self.e_scale, self.scale, self.curriculum = float(e_scale), scale, curriculum
         self.layers = None if layers is None else frozenset(layers)
+        self.self_distillation = self_distillation
 
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
-        of_trl = (kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
-        if (kind := next(of_trl, None)) is not None and kind.__name__ != "SFTTrainer":
+        of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+        if of_trl and of_trl[0] != "SFTTrainer":
             raise UnsupportedOptionError(
                 f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and TRL's "
-                f"{kind.__name__} trains the last layer with another loss. Train the exits in another run, before or "
+                f"{of_trl[0]} trains the last layer with another loss. Train the exits in another run, before or "
                 "after it, with SFTTrainer or Trainer."
             )
         refused = {
@@ -168,16 +163,16 @@ class EarlyExitLoss(ModelCallback):
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""
-        layers = self.layers
         if self.curriculum is None:
-            return self._shares([layer - 1 for layer in layers or _usual_exits(num_layers)], num_layers)
+            # The demo model's drafts are made from the usual exits.
+            exits = self.layers or {max(num_layers // part, 1) for part in (8, 4, 2)}
+            return self._shares({exit_layer - 1 for exit_layer in exits}, num_layers)
         enabled = self.curriculum.enabled(step, steps, num_layers)
-        return self._shares([layer for layer in enabled if layers is None or layer + 1 in layers], num_layers)
+        return self._shares({layer for layer in enabled if not self.layers or layer + 1 in self.layers}, num_layers)
 
     def _shares(self, layers: Collection[int], num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6)."""
-        wrong = sorted(layer for layer in layers if not 0 <= layer < num_layers)
-        if wrong:
+        if wrong := sorted(layer for layer in layers if not 0 <= layer < num_layers):
             raise SettingError(
                 f"EarlyExitLoss(curriculum) enabled layer {wrong[0]}, but the model has layers 0 to {num_layers - 1}."
             )

@@ -107,11 +107,12 @@ class ExitTraining(TrainingRun):
             return output
         assert self._targets is not None
         tokens = (self._targets != _IGNORED).sum()
-        if (known := getattr(output, "log_probs", None)) is not None:
-            self._count(0, -known.detach().sum(), tokens)
+        num_layers = self.exits.anatomy.num_layers
+        if (log_probs := getattr(output, "log_probs", None)) is not None:
+            self._count(num_layers, -log_probs.detach().sum(), tokens)
             if self._weights and self.exits.states is not None:
-                earlier = self._earlier(self.exits.states).to(known.device)
-                output["log_probs"] = self._last_weight * known - earlier / known.numel()
+                earlier = self._earlier(self.exits.states).to(log_probs.device)
+                output["log_probs"] = self._last_weight * log_probs - earlier / log_probs.numel()
                 output["log_probs"].register_hook(self._check_summed)
             return output
         loss = output[0] if isinstance(output, tuple) else output["loss"]
@@ -119,10 +120,10 @@ class ExitTraining(TrainingRun):
         added = 0.0 if balance is None else self._balance * balance.to(loss.device)
         last = loss - added
         # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
-        given = kwargs.get("num_items_in_batch")
-        count = tokens if given is None else given
+        count = kwargs.get("num_items_in_batch")
+        count = tokens if count is None else count
         count = count.to(last.device) if isinstance(count, torch.Tensor) else count
-        self._count(0, last.detach() * count, tokens)
+        self._count(num_layers, last.detach() * count, tokens)
         if not self._weights or self.exits.states is None:
             return output
         earlier = self._earlier(self.exits.states).to(last.device)
@@ -133,8 +134,8 @@ class ExitTraining(TrainingRun):
         return output
 
     def _check_summed(self, gradient: torch.Tensor) -> None:
-        """Raises if a loss is something else than a share of the sum of ``log_probs``. A GPU's host has just waited for
-        the metrics of TRL's trainer."""
+        """Raises if a loss is something else than a share of the sum of ``log_probs``. A GPU's host waits here, as it
+        has just done for the metrics of TRL's trainer."""
         if (gradient != gradient.flatten()[:1]).any():
             raise UnsupportedModelError(
                 f"EarlyExitLoss adds the exits of {self.exits.anatomy.model_name} to the sum of its `log_probs`, and "
@@ -195,7 +196,7 @@ class _ExitLosses(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums = torch.zeros(len(weights), dtype=torch.float32, device=states.device)
         state_gradient = torch.empty_like(states)
-        gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        totals: list[torch.Tensor | None] = [None] * len(parameters)
         for start in range(0, len(targets), chunk):
             piece = slice(start, start + chunk)
             wanted = None if teacher is None else head(teacher[piece]).float().log_softmax(-1)
@@ -208,34 +209,33 @@ class _ExitLosses(torch.autograd.Function):
                     else:
                         p = wanted.to(logits.device)
                         loss = F.kl_div(logits.log_softmax(-1), p, reduction="sum", log_target=True)
-                    row_gradient, *found = torch.autograd.grad(loss, (rows, *parameters), allow_unused=True)
+                    row_gradient, *gradients = torch.autograd.grad(loss, (rows, *parameters), allow_unused=True)
                 state_gradient[exit_index, piece] = row_gradient
                 sums[exit_index] += loss.detach().to(sums.device)
-                for index, gradient in enumerate(found):
+                for index, gradient in enumerate(gradients):
                     if gradient is not None:
-                        known = gradients[index]
-                        if known is None:
+                        if (total := totals[index]) is None:
                             dtype = torch.promote_types(gradient.dtype, torch.float32)
-                            known = gradients[index] = torch.zeros_like(gradient, dtype=dtype)
-                        known.add_(gradient, alpha=weight)
+                            total = totals[index] = torch.zeros_like(gradient, dtype=dtype)
+                        total.add_(gradient, alpha=weight)
         ctx.weights, ctx.dtypes = weights, [parameter.dtype for parameter in parameters]
-        ctx.gradients = (state_gradient, gradients)
+        ctx.gradients = state_gradient, totals
         ctx.mark_non_differentiable(sums)
-        total = sums.new_zeros(())  # the weights are not uploaded: that would make the host of a GPU wait
+        weighted = sums.new_zeros(())  # the weights are not uploaded: that would make the host of a GPU wait
         for weight, loss in zip(weights, sums, strict=True):
-            total += weight * loss
-        return total, sums
+            weighted += weight * loss
+        return weighted, sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor, grad_sums: torch.Tensor) -> Any:
-        (state_gradient, gradients), ctx.gradients = ctx.gradients, None
+        (state_gradient, totals), ctx.gradients = ctx.gradients, None
         # One value, not a scalar, which would be rounded to 16 bits before the product.
         factor = grad_total.to(state_gradient.device).view(1)
         for rows, weight in zip(state_gradient, ctx.weights, strict=True):
             rows.mul_(factor * weight)
         scaled = [
             None if total is None else total.mul_(grad_total.to(total.device)).to(dtype)
-            for total, dtype in zip(gradients, ctx.dtypes, strict=True)
+            for total, dtype in zip(totals, ctx.dtypes, strict=True)
         ]
         return (None, None, None, None, None, state_gradient, *scaled)

@@ -22,7 +22,7 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..model.fingerprint import Fingerprint
 from ..model.internals import use_one_device
-from ..modules.draft_module import DraftModule, about
+from ..modules.draft_module import DraftModule, about, not_finite
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count, check_positive
 from .fit_trainer import (
@@ -34,7 +34,7 @@ from .fit_trainer import (
     seeded,
     speed_figures,
     stopping_early,
-    training_arguments,
+    usual_arguments,
 )
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .texts import HELD_OUT, Tokenizer, divided, packed
@@ -85,12 +85,15 @@ def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Toke
     def fit(model: Any, tokenizer: Tokenizer, dataset: Iterable[Any], *args: P.args, **kwargs: P.kwargs) -> M:
         return settings(*args, **kwargs)(model, tokenizer, dataset)
 
-    kind = cast(type[Fit[M]], settings)
-    first, hints = list(inspect.signature(fit).parameters.values())[:3], get_type_hints(kind)
-    named = [one.replace(annotation=hints[name]) for name, one in inspect.signature(kind).parameters.items()]
-    fit.__name__ = fit.__qualname__ = kind.function
-    fit.__doc__, fit.__module__ = kind.__doc__, kind.__module__
-    vars(fit).update(__signature__=inspect.Signature([*first, *named]), kind=kind)  # of which the command is made
+    fit_class = cast(type[Fit[M]], settings)
+    first, hints = list(inspect.signature(fit).parameters.values())[:3], get_type_hints(fit_class)
+    named = [
+        setting.replace(annotation=hints[name]) for name, setting in inspect.signature(fit_class).parameters.items()
+    ]
+    fit.__name__ = fit.__qualname__ = fit_class.function
+    fit.__doc__, fit.__module__ = fit_class.__doc__, fit_class.__module__
+    # The command line makes its command of the class.
+    vars(fit).update(__signature__=inspect.Signature([*first, *named]), fit_class=fit_class)
     return fit  # type: ignore[return-value]  # its first arguments may be given by name, too
 
 
@@ -98,7 +101,7 @@ def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Toke
 class TrainedFit(Fit[M]):
     """A fit that trains; the settings are described at :func:`fit_adapter`."""
 
-    # Metrics that do not depend on the module.
+    # Metrics that do not depend on the module, by which ``patience`` does not go.
     references: ClassVar[tuple[str, ...]] = ()
 
     block_size: int = 256
@@ -119,15 +122,16 @@ class TrainedFit(Fit[M]):
         return cast(M, self.made(frozen.model.config.get_text_config(decoder=True), frozen.width))
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
-        """Returns the head of a draft and what goes into it; for :meth:`loss` and :meth:`metrics` as they are here."""
+        """Returns the head of a draft and the states ``[b, s, d]`` that go into it; only for :meth:`loss` and
+        :meth:`metrics` as they are here."""
         raise NotImplementedError
 
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states).mean()
+        return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states["final"]).mean()
 
     def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         """Returns what is measured on held-out text, a value for each token ``[b s]`` by name."""
-        agreeing = frozen.per_token(agreement, *self.drafted(module, frozen, states), states)
+        agreeing = frozen.per_token(agreement, *self.drafted(module, frozen, states), states["final"])
         return {"agreement_with_the_whole_model": agreeing}
 
     @abstractmethod
@@ -190,25 +194,25 @@ class TrainedFit(Fit[M]):
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
-            chosen = args if self.patience is None else stopping_early(args, len(rows), folder)
-            stops = [] if self.patience is None else [EarlyStoppingCallback(self.patience)]
             trained = FitModule(module, frozen, self)
-            texts: Any = rows, held_out
-            data = [StackDataset(input_ids=text) for text in texts]
             trainer = Trainer(
-                trained, chosen, default_data_collator, *data, compute_metrics=trained.means, callbacks=stops
+                trained,
+                args if self.patience is None else stopping_early(args, len(rows), folder),
+                default_data_collator,
+                *[StackDataset(input_ids=cast(Any, part)) for part in (rows, held_out)],
+                compute_metrics=trained.means,
+                callbacks=[] if self.patience is None else [EarlyStoppingCallback(self.patience)],
             )
             what_is_fitted = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
             checkpoint, begun = last_checkpoint(args, what_is_fitted, rows), perf_counter()
             trainer.train(resume_from_checkpoint=checkpoint)
             seconds = perf_counter() - begun
             broadcast(module.eval().state_dict())  # the best weights, which the first process has kept
-            diverged = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
-            if diverged:
+            if key := not_finite(module.state_dict()):
                 forget(args, self.output_dir)
                 raise SettingError(
-                    f"the fit has diverged: {diverged[0]} is not finite, so nothing was saved. Give a smaller learning "
-                    "rate, or text and a model whose states are finite."
+                    f"the fit has diverged: {key} is not finite, so nothing was saved. Give a smaller learning rate, "
+                    "or text and a model whose states are finite."
                 )
             recipe |= {"tokens": rows.numel(), "steps": trainer.state.global_step}
             module.about = about(model, recipe, {})
@@ -227,12 +231,12 @@ class TrainedFit(Fit[M]):
 
     def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
         """The user's arguments, or the usual ones, which keep checkpoints beside the module's folder."""
-        args, out = self.args, self.output_dir
+        args, out = copy.copy(self.args), self.output_dir
         if args is None:
             folder = folder if out is None else checkpoints_of(out)
-            args = training_arguments(folder, device, is_kept=out is not None)
+            usual = usual_arguments(is_kept=out is not None)
+            args = TrainingArguments(folder, use_cpu=device.type == "cpu", **usual)
         if args.n_gpu > 1:
-            args = copy.copy(args)  # the user's
             use_one_device(args)  # torchrun serves several
         return args
 
@@ -252,16 +256,15 @@ class FitModule(nn.Module):
         states = {name: state.to(device) for name, state in self._frozen.hidden_states(input_ids).items()}
         output = {"loss": self._fit.loss(self.part, self._frozen, states)}
         if not self.training:
-            found = self._fit.metrics(self.part, self._frozen, states)
-            self.names = tuple(found)
-            output["metrics"] = torch.stack([values.view(input_ids.shape) for values in found.values()], -1)
+            metrics = self._fit.metrics(self.part, self._frozen, states)
+            self.names = tuple(metrics)
+            output["metrics"] = torch.stack([values.view(input_ids.shape) for values in metrics.values()], -1)
         return output
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
-        means = np.nanmean(evaluated.predictions, (0, 1))
-        found = {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
-        judged = [mean for name, mean in zip(self.names, means, strict=True) if name not in self._fit.references]
-        return found | {AGREEMENT: round(float(np.mean(judged)), 4)}
+        means = dict(zip(self.names, np.nanmean(evaluated.predictions, (0, 1)), strict=True))
+        means[AGREEMENT] = np.mean([mean for name, mean in means.items() if name not in self._fit.references])
+        return {name: round(float(mean), 4) for name, mean in means.items()}
 
 
 def check_length(name: str, block_size: object, config: Any) -> None:
@@ -271,9 +274,9 @@ def check_length(name: str, block_size: object, config: Any) -> None:
         raise SettingError(f"{name}(block_size={block_size}) is more than the {positions} positions of the model.")
 
 
-def saved(module: M, known: dict[str, Any], folder: StrPath | None) -> M:
-    """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
-    module.about = known
+def saved(module: M, about: dict[str, Any], folder: StrPath | None) -> M:
+    """Returns the module with its ``about``, saved if there is a folder; only the main process writes."""
+    module.about = about
     if folder is not None:
         if PartialState().is_main_process:
             module.save_pretrained(folder)

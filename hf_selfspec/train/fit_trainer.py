@@ -43,17 +43,17 @@ _DECIDING = (
 )  # fmt: skip
 # Steps between two checkpoints of a fit with the usual arguments.
 SAVE_STEPS = 100
-# Steps between two evaluations with `patience`, unless the Trainer's arguments say, and their least number.
-_EVERY, _LOOKS = 100, 10
+# With `patience`: the most steps between two evaluations, and the least number of these, unless args.eval_steps is set.
+_EVERY, _LEAST = 100, 10
 # Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
 _ROWS, _TOKENS, _FEW = 4, 32, 8
-# What ``patience`` goes by: the share of held-out tokens for which the module is right.
+# The metric by which ``patience`` goes: the share of held-out tokens for which the module is right.
 AGREEMENT = "agreement"
 
 
 def usual_arguments(is_kept: bool = False) -> dict[str, Any]:
     """One epoch of AdamW at 1e-3 with 8 rows a batch; with checkpoints, of which the last stays, if ``is_kept``."""
-    kept = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
+    saving = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1}
     return {
         "per_device_train_batch_size": 8,
         "learning_rate": 1e-3,
@@ -62,27 +62,21 @@ def usual_arguments(is_kept: bool = False) -> dict[str, Any]:
         "warmup_steps": 20,
         "logging_steps": 50,
         "report_to": "none",
-        **(kept if is_kept else {"save_strategy": "no"}),
+        **(saving if is_kept else {"save_strategy": "no"}),
     }
 
 
-def training_arguments(folder: str, device: torch.device, is_kept: bool = False, **changed: Any) -> TrainingArguments:
-    """The usual arguments, unless ``changed``."""
-    usual = {**usual_arguments(is_kept), "output_dir": folder, "use_cpu": device.type == "cpu"}
-    return TrainingArguments(**usual | changed)
-
-
-def stopping_early(given: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
-    """The same arguments with an evaluation and a checkpoint from time to time, and the best weights at the end."""
-    batch = given.train_batch_size * given.gradient_accumulation_steps * given.world_size
-    steps = given.max_steps if given.max_steps > 0 else math.ceil(math.ceil(rows / batch) * given.num_train_epochs)
-    args = copy.copy(given)
+def stopping_early(args: TrainingArguments, rows: int, folder: str) -> TrainingArguments:
+    """Returns arguments with an evaluation and a checkpoint from time to time, and the best weights at the end."""
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(math.ceil(rows / batch) * args.num_train_epochs)
+    args = copy.copy(args)
     if args.save_strategy == SaveStrategy.NO:
         args.output_dir, args.save_only_model, args.save_total_limit = folder, True, 1
     elif args.save_total_limit == 1:
         args.save_total_limit = 2  # the best and the last
     args.eval_strategy, args.save_strategy = IntervalStrategy.STEPS, SaveStrategy.STEPS
-    args.eval_steps = args.save_steps = given.eval_steps or min(_EVERY, max(1, steps // _LOOKS))
+    args.eval_steps = args.save_steps = args.eval_steps or min(_EVERY, max(1, steps // _LEAST))
     args.metric_for_best_model, args.greater_is_better, args.load_best_model_at_end = AGREEMENT, True, True
     args.restore_callback_states_from_checkpoint = True
     return args
@@ -122,11 +116,10 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
         if not record.exists():
             write_json(record, wanted)
             return None
-    found = json.loads(record.read_text(encoding="utf-8"))
-    other = sorted(name for name in wanted if wanted[name] != found.get(name))
-    if other:
+    recorded = json.loads(record.read_text(encoding="utf-8"))
+    if changed := sorted(name for name in wanted if wanted[name] != recorded.get(name)):
         raise SettingError(
-            f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
+            f"{folder} holds a fit that was stopped, with another {', '.join(changed)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
     # The last thing that was written since: an earlier fit may have left checkpoints, too.
@@ -150,23 +143,26 @@ def speed_figures(
         with evaluating(module):
             if (spec := spec_of(module)) is None:
                 return {}
-            both_drafts = replace(spec, draft=Cascade((Lookup(), spec.draft)))
-            alone, free, both = speeds(model, prompts, new_tokens, [spec, SelfSpec.lookup(), both_drafts])
+            cascade = replace(spec, draft=Cascade((Lookup(), spec.draft)))
+            alone, free, together = speeds(model, prompts, new_tokens, [spec, SelfSpec.lookup(), cascade])
     except Exception as error:  # whatever it is, hours of fitting are not lost to it
         warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
         return {}
     finally:
         module.forget_copies()  # which do not follow the weights
-    if max(alone, both) < max(1.0, free) and PartialState().is_main_process:
+    if max(alone, together) < max(1.0, free) and PartialState().is_main_process:
         warnings.warn(
             f"this {module.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "
-            f"plain generate with it, at {both:.2f} with it and free drafts, and at {free:.2f} with SelfSpec.lookup(), "
-            "which needs no fit. Fit for longer, on more text or on text like that which will be generated, or choose "
-            "another exit layer.",
+            f"plain generate with it, at {together:.2f} with it and free drafts, and at {free:.2f} with "
+            "SelfSpec.lookup(), which needs no fit. Fit for longer, on more text or on text like that which will be "
+            "generated, or choose another exit layer.",
             stacklevel=2,
         )
-    found = {"speed over plain generate": alone, "speed with free drafts": both, "speed of free drafts alone": free}
-    return {name: round(speed, 2) for name, speed in found.items()}
+    return {
+        "speed over plain generate": round(alone, 2),
+        "speed with free drafts": round(together, 2),
+        "speed of free drafts alone": round(free, 2),
+    }
 
 
 @torch.no_grad()
@@ -188,5 +184,5 @@ def speeds(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int, specs
             # A text in reverse, since free drafts would know the beginning of one that is measured.
             seconds(prompts[:1].flip(1), assistant, min(_FEW, new_tokens))
         # In turn, and the median, since machines are not always equally fast.
-        found = [[seconds(prompt, assistant) for assistant in assistants] for prompt in prompts.split(1)]
-    return [median(row[0] / row[place] for row in found) for place in range(1, len(assistants))]
+        table = [[seconds(prompt, assistant) for assistant in assistants] for prompt in prompts.split(1)]
+    return [median(plain / times[place] for plain, *times in table) for place in range(len(specs))]

@@ -69,8 +69,8 @@ class FrozenModel:
     @property
     def width(self) -> int:
         """``d`` of the states; raises if the head takes states of another width."""
-        seen = self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device))
-        width, final = seen[f"states_{self.layers[0]}"].shape[-1], seen["final"].shape[-1]
+        states = self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        width, final = states[f"states_{self.layers[0]}"].shape[-1], states["final"].shape[-1]
         if width != final:
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} sends states of width {final} to its head and has {width} between its "
@@ -119,22 +119,25 @@ class FrozenModel:
         self,
         metric: Metric,
         head: Head,
-        states: torch.Tensor,
-        seen: HiddenStates,
+        drafted: torch.Tensor,
+        final: torch.Tensor,
         teacher: Head | None = None,
         vocabulary: int | None = None,
     ) -> torch.Tensor:
-        """``[b s]`` values of ``metric`` from logits of ``head`` and of a teacher, by default the whole model's."""
+        """``[b s]`` values of ``metric``, from logits of ``head`` for the states ``drafted`` ``[b, s, d]`` and those of
+        a teacher (by default the model's own head) for ``final``. Logits of many tokens are computed in parts, and
+        again in the backward pass, so that they are not in memory together."""
 
-        def of(some: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
+        def of(drafted: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 teacher_logits = (teacher or self.own_head)(final).float()
-            return metric(head(some).float(), teacher_logits)
+            return metric(head(drafted).float(), teacher_logits)
 
         chunk = max(1, LOGIT_ELEMENTS // (vocabulary or self.model.config.get_text_config(decoder=True).vocab_size))
-        pairs = list(zip(*(rows.flatten(0, 1).split(chunk) for rows in (states, seen["final"])), strict=True))
-        is_kept = not torch.is_grad_enabled() or len(pairs) == 1
-        return torch.cat([of(*pair) if is_kept else checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
+        pairs = list(zip(*(states.flatten(0, 1).split(chunk) for states in (drafted, final)), strict=True))
+        if len(pairs) == 1 or not torch.is_grad_enabled():
+            return torch.cat([of(*pair) for pair in pairs])
+        return torch.cat([checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor) -> HiddenStates:
@@ -149,16 +152,16 @@ class FrozenModel:
                 f"{self.anatomy.model_name} has several states for each token between its layers, so nothing is fitted."
             )
         final, states = cast(Any, (exits.final, exits.states))
-        found = {"ids": ids, "final": final}
+        named = {"ids": ids, "final": final}
         for layer, state in zip(self.layers, states, strict=True):
-            found |= {f"states_{layer}": exits.left[layer], f"exits_{layer}": state}
-        return {name: state.to(self.device) for name, state in found.items()}
+            named |= {f"states_{layer}": exits.left[layer], f"exits_{layer}": state}
+        return {name: state.to(self.device) for name, state in named.items()}
 
     @torch.no_grad()
     def imitate_norm(self, norm: nn.RMSNorm, layer: int) -> None:
         """Sets a norm's weight (``w`` of ``w x / |x|``) to match the model's own norm after a layer if that scales."""
-        seen = self.hidden_states(torch.arange(2, 10, device=self.device)[None])
-        states, normed = seen[f"states_{layer}"].double(), seen[f"exits_{layer}"].double()
+        read = self.hidden_states(torch.arange(2, 10, device=self.device)[None])
+        states, normed = read[f"states_{layer}"].double(), read[f"exits_{layer}"].double()
         if states.shape == normed.shape:
             unit = states / states.pow(2).mean(-1, keepdim=True).sqrt()
             norm.weight.copy_((unit * normed).sum((0, 1)) / (unit * unit).sum((0, 1)))
@@ -175,8 +178,8 @@ class FrozenModel:
         linear.weight.copy_(weight)
 
     def _file(self, row: torch.Tensor) -> Path:
-        kind = self.device.type
-        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        device = self.device.type
+        precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         name = hashlib.sha256(repr((row.tolist(), self.layers, precision)).encode()).hexdigest()[:32]
         return cast(Path, self._folder) / f"{name}{_SUFFIX}"
 

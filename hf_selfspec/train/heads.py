@@ -25,14 +25,11 @@ from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greed
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
-# One token in so many of a row is given to the model, which continues it.
-_GIVEN = 4
+# The model continues the first one of so many parts of a row.
+_PARTS = 4
 # Accuracy at which the speed with heads is measured, if they reach it: the preset's.
 _USUAL_EPSILON = 0.9
 _USUAL_HEADS = 4
-
-# Texts that the model has continued, and the length of what it was given.
-_Texts = Sequence[tuple[torch.Tensor, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +179,14 @@ def calibrate_exit_heads(
     check_length(name, block_size, inner.config.get_text_config(decoder=True))
     rows = packed(tokenizer, dataset, block_size, name)[:MOST_HELD_OUT]
     _check(name, metric, epsilons, block_size)
-    _, given = module_of(f"{name}(heads)", heads, ExitHeads)
-    given.check(lambda: Fingerprint.of_decoder(inner))
-    frozen = FrozenModel(inner, given.layers)
-    found = copy.deepcopy(given.on(frozen.device)).eval()
+    _, loaded = module_of(f"{name}(heads)", heads, ExitHeads)
+    loaded.check(lambda: Fingerprint.of_decoder(inner))
+    frozen = FrozenModel(inner, loaded.layers)
+    calibrated = copy.deepcopy(loaded.on(frozen.device)).eval()
     with frozen.frozen():
-        _calibrate(name, found, frozen, rows, epsilons, metric)
-        figures = {**(found.about["figures"] or {}), **speed_figures(found, inner, rows, _dssd)}
-    return saved(found, found.about | {"figures": figures}, output_dir)
+        _calibrate(name, calibrated, frozen, rows, epsilons, metric)
+        figures = calibrated.about["figures"] | speed_figures(calibrated, inner, rows, _dssd)
+    return saved(calibrated, calibrated.about | {"figures": figures}, output_dir)
 
 
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
@@ -205,9 +202,9 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
 def _calibrate(
     name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float], metric: str | None
 ) -> None:
-    calibration = calibrate(_predictions(frozen, heads, _written(frozen, rows)), epsilons, metric)
-    heads.about = {**heads.about, "calibration": calibration}
-    heads.about = {**heads.about, "figures": (heads.about.get("figures") or {}) | heads.figures()}
+    calibration = calibrate(_predictions(frozen, heads, rows), epsilons, metric)
+    heads.about = heads.about | {"calibration": calibration}
+    heads.about = heads.about | {"figures": (heads.about.get("figures") or {}) | heads.figures()}
     if (rate := heads.reached()) < epsilons[0]:
         best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
         warnings.warn(
@@ -231,27 +228,25 @@ def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 def _per_token(metric: Metric, frozen: FrozenModel, heads: ExitHeads, head: int, states: HiddenStates) -> torch.Tensor:
     """``[b s]`` the values of a metric, from a head's logits and those of the whole model."""
-    return frozen.per_token(metric, partial(heads.logits, head), states[f"states_{heads.layers[head]}"].float(), states)
+    exits = states[f"states_{heads.layers[head]}"].float()
+    return frozen.per_token(metric, partial(heads.logits, head), exits, states["final"])
 
 
 @torch.no_grad()
-def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[Predictions]:
-    def both(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def _predictions(frozen: FrozenModel, heads: ExitHeads, rows: torch.Tensor) -> list[Predictions]:
+    """What the heads predict along the model's own continuation of each row's beginning."""
+
+    def metrics(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         return torch.stack([agreement(drafted, teacher), *(metric(drafted) for metric in METRICS.values())], -1)
 
-    found = []
-    for ids, given in texts:
-        states = frozen.run(ids[None])
-        predicted = [_per_token(both, frozen, heads, head, states) for head in range(len(heads.layers))]
-        right, *sure = torch.stack(predicted)[:, given - 1 : -1].cpu().unbind(-1)
-        found.append((dict(zip(METRICS, sure, strict=True)), right))
-    return found
-
-
-def _written(frozen: FrozenModel, rows: torch.Tensor) -> _Texts:
-    """For each row, its beginning with the model's continuation, and the length of the beginning."""
-    given = max(1, rows.shape[1] // _GIVEN)
-    prompts, device = rows[:, :given].split(AT_ONCE), frozen.device
-    with greedily(frozen.model, rows.shape[1] - given):
-        found = [ids for some in prompts for ids in continued(frozen.model, some.tolist(), assistant=False)]
-    return [(torch.tensor(ids, device=device), given) for ids in found]
+    length = max(1, rows.shape[1] // _PARTS)
+    prompts = rows[:, :length].split(AT_ONCE)
+    with greedily(frozen.model, rows.shape[1] - length):
+        texts = [ids for batch in prompts for ids in continued(frozen.model, batch.tolist(), assistant=False)]
+    predictions = []
+    for ids in texts:
+        states = frozen.run(torch.tensor([ids], device=frozen.device))
+        values = [_per_token(metrics, frozen, heads, head, states) for head in range(len(heads.layers))]
+        right, *sure = torch.stack(values)[:, length - 1 : -1].cpu().unbind(-1)
+        predictions.append((dict(zip(METRICS, sure, strict=True)), right))
+    return predictions

@@ -63,7 +63,7 @@ class LayerDropout(ModelCallback):
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    _rank = 0  # of this process in data parallelism
+    _rank = 0  # this process's, in data parallelism
 
     def __init__(self, p_max: float = 0.1, schedule: Schedule = constant) -> None:
         check_share("LayerDropout(p_max)", p_max, zero=True, one=False)
@@ -74,7 +74,7 @@ class LayerDropout(ModelCallback):
         self.p_max, self.schedule = float(p_max), schedule
 
     def check(self, trainer: Trainer) -> None:
-        # Other kinds of parallelism divide the work on one sample.
+        # Tensor, context and sequence parallelism divide the work on one sample.
         is_data_parallel = trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
         self._rank = trainer.args.process_index if is_data_parallel else 0
         config = causal_lm(trainer.model, "LayerDropout").config
@@ -114,11 +114,11 @@ class _Run(TrainingRun):
         self._arity: dict[type, int | None] = {}
         self._step = self._samples = 0
         self._rates: np.ndarray | None = None
-        # For each layer ``[n]`` the rows that stay, or ``[b, s, 1]`` whether a token of packed rows does; None: all do.
+        # For each layer the rows that stay ``[n]``, or for packed rows whether a token stays ``[b, s, 1]``; None: all.
         self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
         self._thread = threading.get_ident()
-        # Whether a forward without gradients or of another thread calls the layers, and no backward that recomputes
-        # them. Layers cannot tell: in checkpointing they run without gradients first, then in a backward's threads.
+        # Whether the layers run in a forward without gradients, or of another thread, in which nothing is dropped. They
+        # cannot tell themselves: with checkpointing they run without gradients first, and again in a backward's thread.
         self._plain = PerThread[bool]()
 
     def attach(self, model: Any) -> None:
@@ -169,16 +169,16 @@ class _Run(TrainingRun):
             return
         rows = [stays[:, layer].nonzero()[0] for layer in dropping]
         together = upload(np.concatenate(rows), first.device)
-        for layer, kept in zip(dropping, together.split([len(some) for some in rows]), strict=True):
+        for layer, kept in zip(dropping, together.split([len(numbers) for numbers in rows]), strict=True):
             self._kept[layer] = kept
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
-        own, kind = layer.forward, type(layer)
-        positional = ["hidden_states", *list(inspect.signature(kind.forward).parameters)[2:]]
+        run, layer_class = layer.forward, type(layer)
+        positional = ["hidden_states", *list(inspect.signature(layer_class.forward).parameters)[2:]]
 
         def original(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
-            self._arity[kind] = len(output) if isinstance(output, tuple) else None
+            output = run(*args, **kwargs)
+            self._arity[layer_class] = len(output) if isinstance(output, tuple) else None
             return output
 
         @torch.compiler.disable(recursive=False)
@@ -194,10 +194,10 @@ class _Run(TrainingRun):
                     lambda changed: torch.where(kept.to(hidden.device), changed.to(hidden.dtype), hidden),
                 )
             if not len(kept):
-                if kind not in self._arity:
+                if layer_class not in self._arity:
                     with torch.no_grad():
                         original(hidden, **inputs)
-                return with_arity(_untouched(hidden, layer), self._arity[kind])
+                return with_arity(_untouched(hidden, layer), self._arity[layer_class])
             rows = {name: _select(name, value, kept, hidden.shape[BATCH_DIM]) for name, value in inputs.items()}
             return _with_states(
                 original(hidden.index_select(BATCH_DIM, kept), **rows),
@@ -212,10 +212,10 @@ def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor] | None:
-    """The number of sequences in packed rows, and ``[b, s]`` that of each token; ``None`` where each row is one.
+    """The number of sequences in packed rows, and the sequence of each token ``[b, s]``; ``None`` if each row is one.
 
-    One row is a packed one, of however many sequences, as those of other ranks are: if it left a layer, sharded weights
-    would be waited for in vain.
+    A batch of a single row counts as packed even with one sequence: other ranks' rows may have several, and if it left
+    a layer, these would wait in vain for its share of sharded weights.
     """
     b, s = first.shape[:2]
     ends, positions, mask = (kwargs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))

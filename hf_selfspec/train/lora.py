@@ -64,7 +64,6 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
 
     def module(self, frozen: FrozenModel) -> DraftLora:
         anatomy, (exit_layer,) = frozen.anatomy, frozen.layers
-        # Some tokens of a row go through the layers again, after keys and values of the others.
         takes_them = forward_parameters(anatomy.stack) >= {"input_ids", "position_ids", cache_name(anatomy.stack)}
         if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not takes_them:
             raise UnsupportedModelError(
@@ -78,7 +77,8 @@ class LoraFit(TrainedFit[DraftLora], command="lora", function="fit_draft_lora"):
         return frozen.own_head, drafted_states(frozen, module, states["ids"]).to(states["final"])
 
     def metrics(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        without = frozen.per_token(agreement, frozen.own_head, states[f"exits_{module.exit_layer}"], states)
+        exits = states[f"exits_{module.exit_layer}"]
+        without = frozen.per_token(agreement, frozen.own_head, exits, states["final"])
         return super().metrics(module, frozen, states) | {"agreement_without_LoRA": without}
 
     def spec(self, module: DraftLora) -> SelfSpec:
@@ -93,8 +93,8 @@ fit_draft_lora = as_function(LoraFit)
 
 def shapes_of(anatomy: Anatomy, exit_layer: int) -> list[Shape]:
     """Names and widths of all linear layers in the first ``exit_layer`` layers."""
-    found = linear_layers(dict(enumerate(anatomy.layers[:exit_layer])))
-    return [(name, *widths(module)) for name, module in found]
+    modules = linear_layers(dict(enumerate(anatomy.layers[:exit_layer])))
+    return [(name, *widths(module)) for name, module in modules]
 
 
 def _offset() -> int:
@@ -102,15 +102,16 @@ def _offset() -> int:
 
 
 def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
-    """What goes into the head ``[b, s, d]`` as windows of ids ``[b, s]`` are drafted, after a text without LoRA."""
+    """Returns what goes into the head ``[b, s, d]`` when the ids ``[b, s]`` are drafted in windows: each token attends
+    to its window with LoRA, and to the text before it without LoRA."""
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
     count, stack, substitutes = anatomy.num_layers, anatomy.stack, lora.substitutes(anatomy)
     past = {cache_name(stack): DynamicCache()}
     places = torch.arange(s, device=ids.device)
     begins = places - (places + _offset()) % _WINDOW
-    before = places[None, :] < begins[:, None]  # [s, s], as below
-    within = (places[None, :] >= begins[:, None]) & (places[None, :] <= places[:, None])
+    before = places[None, :] < begins[:, None]  # [s, s]
+    within = ~before & (places[None, :] <= places[:, None])  # [s, s]
     geometry = MaskSpec(
         query_positions=places.expand(b, s),
         length=2 * s,

@@ -25,7 +25,7 @@ from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entr
 from .reduced_head import ReducedHeadFit
 from .texts import Tokenizer, answered, check_dataset
 
-# What the loss of a step weighs next to that of the step before.
+# The weight of a step's loss, as a share of that of the step before.
 _DECAY = 0.8
 _MOST_STEPS = 8
 _STARTS = ("copy", "shipped")
@@ -104,29 +104,33 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         if tokenizer is None:
             raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
         check_dataset("fit_mtp", dataset)
-        given = as_prompts(tokenizer, checked_texts("fit_mtp", self.prompts, chats=True, name="prompts"))
-        return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in given]
+        prompts = as_prompts(tokenizer, checked_texts("fit_mtp", self.prompts, chats=True, name="prompts"))
+        return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in prompts]
 
     def fit(self, model: Any, text: Any) -> MtpHead:
-        if not isinstance(text, torch.Tensor):
-            tokenizer, dataset, prompts = text
-            # Answers take long: what cannot be fitted is refused before.
-            with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
-                self._begun(model)
-            reduced = self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)
-            HeadRows(model, reduced.tokens)
-            file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.jsonl")
-            written = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
-            text = super().read(tokenizer, [*dataset, *written])
+        if self.prompts is not None:
+            text = self._answered(model, *text)
         if isinstance(self.head_rows, ReducedHead):
             return super().fit(model, text)
         reduced = ReducedHeadFit(size=self.head_rows).fit(model, text)
-        return TrainedFit.fit(replace(self, head_rows=reduced), model, text)
+        return replace(self, prompts=None, head_rows=reduced).fit(model, text)
+
+    def _answered(
+        self, model: Any, tokenizer: Tokenizer, dataset: Iterable[Any], prompts: list[list[int]]
+    ) -> torch.Tensor:
+        """Returns rows of the dataset and of prompts with the model's answers."""
+        # Answers take long: what cannot be fitted is refused before.
+        with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
+            self._start_of(model)
+        HeadRows(model, (self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)).tokens)
+        file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.jsonl")
+        answers = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
+        return super().read(tokenizer, [*dataset, *answers])
 
     def module(self, frozen: FrozenModel) -> MtpHead:
-        return self._begun(frozen.model, self._tokens)
+        return self._start_of(frozen.model, self._tokens)
 
-    def _begun(self, model: Any, tokens: torch.Tensor | None = None) -> MtpHead:
+    def _start_of(self, model: Any, tokens: torch.Tensor | None = None) -> MtpHead:
         if self.start == "shipped":
             head = shipped_mtp(model)
             if head.eagle3 is not None or head.state_layers:
@@ -140,19 +144,19 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         rows = HeadRows(frozen.model, self._tokens)
         head, size = _as_head(frozen, rows.of_tokens), rows.size
-        found = [
-            _DECAY**step * frozen.per_token(cross_entropy, head, drafted, {"final": final}, head, size).mean()
+        losses = [
+            _DECAY**step * frozen.per_token(cross_entropy, head, drafted, final, head, size).mean()
             for step, (drafted, final) in enumerate(self._steps(module, frozen, states))
         ]
-        return torch.stack(found).sum()
+        return torch.stack(losses).sum()
 
     def metrics(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        head, found = _as_head(frozen, HeadRows(frozen.model, self._tokens)), {}
+        head, metrics = _as_head(frozen, HeadRows(frozen.model, self._tokens)), {}
         for step, (drafted, final) in enumerate(self._steps(module, frozen, states), start=1):
-            agreeing = frozen.per_token(agreement, head, drafted, {"final": final}).view(len(final), -1)
+            agreeing = frozen.per_token(agreement, head, drafted, final).view(len(final), -1)
             # The last tokens of a row have nothing to be compared with.
-            found[f"agreement_at_step_{step}"] = F.pad(agreeing, (0, step), value=torch.nan)
-        return found
+            metrics[f"agreement_at_step_{step}"] = F.pad(agreeing, (0, step), value=torch.nan)
+        return metrics
 
     def spec(self, module: MtpHead) -> SelfSpec:
         return SelfSpec(MTP(module))
@@ -169,11 +173,10 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
     def _steps(
         self, module: MtpHead, frozen: FrozenModel, states: HiddenStates
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each step, what goes into the model's head ``[b, n, d]``, and the states that it should be like."""
-        (b, s), final = states["ids"].shape, states["final"]
+        """For each step, what goes into the model's head ``[b, n, d]``, and what the model's own layers send there."""
+        (b, s), final, dtype = states["ids"].shape, states["final"], frozen.model.dtype
         embeddings, device = frozen.model.get_input_embeddings()(states["ids"]), final.device
-        read, dtype = [states.get(f"states_{layer}", final) for layer in module.state_layers], frozen.model.dtype
-        hidden = torch.cat(read, dim=-1) if read else final
+        hidden = torch.cat([states.get(f"states_{layer}", final) for layer in module.state_layers] or [final], dim=-1)
         for step in range(1, self.steps + 1):
             positions = torch.arange(step, s, device=device).expand(b, -1)
             with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
@@ -184,7 +187,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
 
 
 def _as_head(frozen: FrozenModel, rows: Any) -> Head:
-    """The model's output head with some of its rows, and all that the model does behind it."""
+    """The model's output head with some of its rows, and all that the model does after it."""
     with_rows = ForwardPass(LayerPlan(frozen.anatomy.num_layers), head_rows=rows)
 
     def run(states: torch.Tensor) -> torch.Tensor:

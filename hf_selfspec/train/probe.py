@@ -99,7 +99,7 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
             return torch.minimum(p, q).sum(-1)
 
         metric, exits = overlap if self.do_sample else agreement, states[f"exits_{self.exit_layer}"]
-        return frozen.per_token(metric, frozen.own_head, exits, states)
+        return frozen.per_token(metric, frozen.own_head, exits, states["final"])
 
 
 fit_probe = as_function(ProbeFit)

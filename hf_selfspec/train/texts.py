@@ -34,8 +34,8 @@ def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = 
     check_dataset(name, texts)
     tokens, end = list[int](), getattr(tokenizer, "eos_token_id", None)
     for text in texts:
-        found = _tokens(tokenizer, text, name)
-        tokens += found if end is None or found[-1:] == [end] else [*found, end]
+        ids = _tokens(tokenizer, text, name)
+        tokens += ids if end is None or ids[-1:] == [end] else [*ids, end]
     if not tokens:
         raise SettingError(f"{name} was given no text: the dataset is empty. Give texts that the model is used for.")
     if len(tokens) < length:
@@ -46,11 +46,11 @@ def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = 
     return torch.tensor(tokens[: len(tokens) // length * length], device="cpu").view(-1, length)
 
 
-def check_dataset(name: str, given: object) -> None:
+def check_dataset(name: str, dataset: object) -> None:
     """Raises if a dataset is something else than a list of rows."""
-    is_rows = isinstance(given, Iterable) or hasattr(given, "__getitem__")  # as torch's map-style datasets
-    if not is_rows or isinstance(given, (str, bytes, Mapping)):
-        raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {given!r}.")
+    is_rows = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")  # as torch's map-style datasets
+    if not is_rows or isinstance(dataset, (str, bytes, Mapping)):
+        raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {dataset!r}.")
 
 
 def divided(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,17 +113,18 @@ def answered(
 
 
 def _of_first_process(make: Callable[[], list[list[int]]], is_for_all: bool = False) -> list[list[int]]:
-    """Returns in all processes what the first one makes, or raises its error. All take part where none can alone."""
-    made: list[Any] = [None]
+    """Returns in all processes what the first one makes, or raises its error. If ``is_for_all``, all run ``make``, as
+    those of tensor parallelism have to."""
+    outcome: list[Any] = [None]
     if is_for_all or PartialState().is_main_process:
         try:
-            made = [make()]
+            outcome = [make()]
         except Exception as error:  # the other processes have to learn of any
-            made = [error]
-    broadcast_object_list(made)
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return cast(list[list[int]], made[0])
+            outcome = [error]
+    broadcast_object_list(outcome)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return cast(list[list[int]], outcome[0])
 
 
 def _begun(file: Path, made_by: str, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -173,8 +174,8 @@ def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[None]:
 
 def ends_of(model: PreTrainedModel) -> set[int]:
     """The tokens that end a text."""
-    found = model.generation_config.eos_token_id
-    return {found} if isinstance(found, int) else set(found or ())
+    ends = model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def continued(model: PreTrainedModel, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:

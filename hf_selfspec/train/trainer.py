@@ -1,4 +1,4 @@
-"""The only interface to ``transformers.Trainer``: callbacks that change the model while it trains, and undo it."""
+"""Callbacks of ``transformers.Trainer`` that change the model while it trains, and undo it."""
 
 import functools
 from collections.abc import Callable
@@ -68,18 +68,18 @@ class ModelCallback(TrainerCallback):
 
 
 def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer.train`` to serve this package's callbacks and clean up after them; others are not affected."""
+    """Wraps ``Trainer.train`` to serve this package's callbacks and clean up after them."""
 
     @functools.wraps(original)
     def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        callbacks = [found for found in self.callback_handler.callbacks if isinstance(found, ModelCallback)]
+        callbacks = [entry for entry in self.callback_handler.callbacks if isinstance(entry, ModelCallback)]
         if not callbacks:
             return original(self, *args, **kwargs)
         _check_training(self)
-        kinds = [type(callback) for callback in callbacks]
-        for kind, callback in zip(kinds, callbacks, strict=True):
-            if kinds.count(kind) > 1:
-                raise SettingError(f"Trainer(callbacks) has more than one {kind.__name__}: give one of each kind.")
+        for callback in callbacks:
+            if sum(type(other) is type(callback) for other in callbacks) > 1:
+                name = type(callback).__name__
+                raise SettingError(f"Trainer(callbacks) has more than one {name}: give one of each kind.")
             callback.check(self)
         plain_log, forwards = self.log, InstanceForwards()
 

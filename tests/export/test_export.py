@@ -55,8 +55,8 @@ WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
 NO_OTHER_PLACE, NO_EXIT = ("diffllama",), SHARING
 
 
-def no_choice(kind: type) -> Any:
-    raise AssertionError(f"{kind} is not needed")
+def no_choice(choice_class: type) -> Any:
+    raise AssertionError(f"{choice_class} is not needed")
 
 
 def blocks_of(source: DraftSource, model: PreTrainedModel) -> DraftBlocks:
@@ -66,8 +66,10 @@ def blocks_of(source: DraftSource, model: PreTrainedModel) -> DraftBlocks:
 def loaded(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """What transformers makes of the folder, in which nothing is missing or left over."""
     attention = model.config._attn_implementation
-    draft, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation=attention)
-    assert not any(found.values()), found
+    draft, report = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation=attention
+    )
+    assert not any(report.values()), report
     return draft
 
 
@@ -87,8 +89,8 @@ def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers' own loop
-        found = model.generate(**TEXT, **options, assistant_model=draft)
-    assert torch.equal(found, model.generate(**TEXT, **options))
+        ids = model.generate(**TEXT, **options, assistant_model=draft)
+    assert torch.equal(ids, model.generate(**TEXT, **options))
 
 
 @pytest.mark.every_run(EVERY_RUN)
@@ -106,10 +108,10 @@ def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.every_run("(exit-gpt2|skip-(cohere2|deepseek_v3))")
 @pytest.mark.parametrize("name", ["bloom", "cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "mpt"])
-@pytest.mark.parametrize("kind", ["exit", "skip"])
-def test_ids_with_transformers_own_loop(name: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["exit", "skip"])
+def test_ids_with_transformers_own_loop(name: str, part: str, tmp_path: Path) -> None:
     model = build(name)
-    source = EarlyExit(2) if kind == "exit" else random_skip_set(name, model)
+    source = EarlyExit(2) if part == "exit" else random_skip_set(name, model)
     assert_same_ids(model, exported(source, model, tmp_path))
 
 
@@ -236,10 +238,10 @@ def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path:
     ]
     vllm, sglang, llama_cpp = map(shlex.split, lines)
     assert json.loads(vllm[-1]) == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
-    given = dict(zip(sglang[3::2], sglang[4::2], strict=True))
-    assert given["--speculative-algorithm"] == "STANDALONE"
-    assert given["--speculative-draft-model-path"] == str(tmp_path)
-    assert int(given["--speculative-num-draft-tokens"]) == int(given["--speculative-num-steps"]) + 1 == 5
+    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert options["--speculative-algorithm"] == "STANDALONE"
+    assert options["--speculative-draft-model-path"] == str(tmp_path)
+    assert int(options["--speculative-num-draft-tokens"]) == int(options["--speculative-num-steps"]) + 1 == 5
     assert llama_cpp[3:] == ["-md", "draft.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", "4"]
     for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
         compile(code, "card", "exec")
@@ -250,19 +252,19 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     with pytest.raises(SettingError, match=r"has chosen no part of LlamaForCausalLM yet.*Generate"):
         spec.export_draft(tmp_path / "draft", llama)
     llama.generate(**TEXT, max_new_tokens=40, do_sample=False, assistant=spec)
-    found = spec._knowledge.latest(llama, lambda one: isinstance(getattr(one, "choice", None), SkipChoice))
+    search = spec._knowledge.latest(llama, lambda findings: isinstance(getattr(findings, "choice", None), SkipChoice))
     plan = LayerPlan(6, frozenset({2, 3}), frozenset({3}))
-    found.choice = SkipChoice(plan, False, None, 1.0, 0.5, 0.5)
+    search.choice = SkipChoice(plan, False, None, 1.0, 0.5, 0.5)
     with pytest.raises(SettingError, match=r"found no part of LlamaForCausalLM that pays on this machine"):
         spec.export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
-    found.choice = SkipChoice(plan, True, None, 1.5, 0.9, 0.9)
-    found.changed()
+    search.choice = SkipChoice(plan, True, None, 1.5, 0.9, 0.9)
+    search.changed()
     spec._known(llama).write()
     spec.save_pretrained(tmp_path / "spec", llama)
     others = SelfSpec(cache_dir=tmp_path / "cache"), SelfSpec.from_pretrained(tmp_path / "spec")
-    for one in (spec, *others):  # also of another process
-        one.export_draft(tmp_path / "draft", llama)
+    for each in (spec, *others):  # also of another process
+        each.export_draft(tmp_path / "draft", llama)
         assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
     file = tmp_path / "spec" / "selfspec.json"
     file.write_text(file.read_text().replace('"##m.##"', "5"))
@@ -294,9 +296,9 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_drafts_that_no_checkpoint_holds(kind: str, llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    make, error, message = REFUSED[kind]
+@pytest.mark.parametrize("case", REFUSED)
+def test_drafts_that_no_checkpoint_holds(case: str, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    make, error, message = REFUSED[case]
     with pytest.raises(error, match=re.escape(message)):
         SelfSpec(make(llama)).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()

@@ -30,9 +30,9 @@ def test_an_mtp_layer_leaves_in_the_format_of_speculators(tmp_path: Path) -> Non
     model, head = exported_to_speculators(tmp_path)
     again = load_head(model, tmp_path / "head")
     assert isinstance(again, MtpHead)
-    kept, found = head.state_dict(), again.state_dict()
-    assert kept.keys() == found.keys()
-    assert all(torch.equal(kept[name], found[name]) for name in kept)
+    kept, exported = head.state_dict(), again.state_dict()
+    assert kept.keys() == exported.keys()
+    assert all(torch.equal(kept[name], exported[name]) for name in kept)
     check_lossless(model, SelfSpec())
     SelfSpec(MTP(head), FixedLength(4)).export_draft(tmp_path / "head", model)  # in place of the first
     for others, message in (
@@ -54,7 +54,7 @@ def test_speculators_loads_an_exported_mtp_layer(tmp_path: Path) -> None:
         places = torch.arange(8)[None]
         rotation = theirs.rotary_emb(states, places)
         mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
-        found = theirs.mtp_layers[0](
+        states_of_theirs = theirs.mtp_layers[0](
             states, embeddings, attention_mask=mask, position_ids=places, position_embeddings=rotation
         )
-        torch.testing.assert_close(found, head(embeddings, states, places), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(states_of_theirs, head(embeddings, states, places), atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.mtp import MtpHead
 from hf_selfspec.modules.probe import LinearProbe
-from hf_selfspec.train.fit_trainer import training_arguments
+from hf_selfspec.train.fit_trainer import usual_arguments
 from hf_selfspec.train.lora import shapes_of
 
 EXIT = 2
@@ -27,9 +27,8 @@ def rows(count: int = 60, length: int = 32, seed: int = 0) -> list[dict[str, lis
 
 
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
-    return training_arguments(
-        str(folder), torch.device("cpu"), disable_tqdm=True, logging_steps=5, warmup_steps=0, **changed
-    )
+    of_tests = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 5, "warmup_steps": 0}
+    return TrainingArguments(str(folder), **usual_arguments() | of_tests | changed)
 
 
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -34,10 +34,10 @@ def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Pre
         for row, length in enumerate(draft.lengths):
             if not length:
                 continue
-            known = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
-            expected = predict(known, draft.tokens[row, :length])
-            found = torch.stack([step[row] for step in shown.__dict__["steps"][:length]])
-            torch.testing.assert_close(found[:, tokens], expected, atol=1e-5, rtol=1e-5)
+            before = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
+            expected = predict(before, draft.tokens[row, :length])
+            drafted_logits = torch.stack([step[row] for step in shown.__dict__["steps"][:length]])
+            torch.testing.assert_close(drafted_logits[:, tokens], expected, atol=1e-5, rtol=1e-5)
             right = plain[row, text.lengths[row] :][: (7 * len(blocks) + row) % (length + 1)]
             draft.tokens[row, : len(right)] = right
             blocks.append(length)
@@ -68,9 +68,9 @@ def test_drafts_are_what_the_definition_predicts(name: str, inputs: Any, tmp_pat
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_speculators(name: str, inputs: Any, tmp_path: Path) -> None:
-    kind = "dspark" if "dspark" in name else "dflash"
-    package = of_speculators(kind)
-    of_kind = {"dflash": "DFlash", "dspark": "DSpark"}[kind]
+    method = "dspark" if "dspark" in name else "dflash"
+    package = of_speculators(method)
+    of_kind = {"dflash": "DFlash", "dspark": "DSpark"}[method]
     model = tiny_llama(factor=0.5)
     settings, tensors = published(tmp_path, model, **CONFIGS[name])
     config = getattr(package, f"{of_kind}SpeculatorConfig")(**settings)
@@ -93,11 +93,11 @@ def test_logits_are_those_of_speculators(name: str, inputs: Any, tmp_path: Path)
         counts[0, anchor] = 1
         last, documents = states[..., : model.config.hidden_size], torch.zeros_like(ids)
         hidden, logits, *_ = theirs._backbone_forward(states, ids, counts, last, documents, None, max_anchors=1)
-        if kind == "dspark":
+        if method == "dspark":
             before = torch.cat([text[-1:]] * first + [ids[0, anchor:]])[:size]
             logits = logits + theirs.markov_head.block_bias(prev_token_ids=before[None], hidden_states=hidden)
-        found: torch.Tensor = logits[0, first : first + len(drafted)]
-        return found
+        expected: torch.Tensor = logits[0, first : first + len(drafted)]
+        return expected
 
     tokens = torch.arange(vocabulary) + tensors.get("d2t", torch.zeros(vocabulary, dtype=torch.long))
     check_logits(model, tmp_path, inputs, predict, tokens)
@@ -124,8 +124,8 @@ def test_logits_are_those_of_transformers(kinds: list[str], inputs: Any, tmp_pat
         entered, places = context_of(model, text, [2, 4, 6])[None], torch.arange(len(text) + 4)[None]
         # The cache has another name in transformers 5.17.
         states = theirs(model.model.embed_tokens(block), entered, None, places, cache)
-        found: torch.Tensor = model.lm_head(states.last_hidden_state[0, 1 : 1 + len(drafted)])
-        return found
+        expected: torch.Tensor = model.lm_head(states.last_hidden_state[0, 1 : 1 + len(drafted)])
+        return expected
 
     check_logits(model, tmp_path, inputs, predict, torch.arange(VOCABULARY))
 

@@ -33,7 +33,7 @@ def test_verification_never_starts_from_drafted_states(size: float, llama: Llama
     """Keys, values and states of drafts are not the model's, in any layer."""
     with unchanged(llama):
         stats = check_lossless(llama, spec_of(lora_of(llama, exit_layer=4, size=size), FixedLength(6)))
-    assert all((found.acceptance_rate > 0.1) == (size < 1) for found in stats)
+    assert all((call.acceptance_rate > 0.1) == (size < 1) for call in stats)
 
 
 def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> None:
@@ -86,15 +86,15 @@ def test_the_fit_sees_what_drafts_see(name: str, monkeypatch: pytest.MonkeyPatch
     frozen, told = FrozenModel(model, (1,)), 0
     with torch.no_grad(), frozen.frozen():
         for at, (ids, logits, _) in enumerate(rule.calls[:8]):
-            row, found = ids[:, :-1], []
+            row, drafted = ids[:, :-1], []
             frozen.hidden_states(row)
             for offset in range(lora_fit._WINDOW):
                 monkeypatch.setattr(lora_fit, "_offset", lambda offset=offset: offset)
-                found.append(frozen.own_head(lora_fit.drafted_states(frozen, lora, row))[:, -1])
+                drafted.append(frozen.own_head(lora_fit.drafted_states(frozen, lora, row))[:, -1])
             # The window has to begin with the text's last token, at % 4 tokens before the last one.
             right = (-(row.shape[1] - 1 - at % 4)) % lora_fit._WINDOW
-            torch.testing.assert_close(found[right], logits, rtol=1e-3, atol=1e-4)
-            told += sum(not torch.allclose(logits, other, rtol=1e-3, atol=1e-4) for other in found)
+            torch.testing.assert_close(drafted[right], logits, rtol=1e-3, atol=1e-4)
+            told += sum(not torch.allclose(logits, other, rtol=1e-3, atol=1e-4) for other in drafted)
     assert told > 8
 
 
@@ -136,8 +136,8 @@ def test_files(tmp_path: Path, llama: LlamaForCausalLM) -> None:
     spec = spec_of(tmp_path / "lora")
     spec.save_pretrained(tmp_path / "spec")
     assert SelfSpec.from_pretrained(tmp_path / "spec").draft == spec.draft
-    (found, _), (loaded, _) = check_lossless(llama, spec_of(lora)), check_lossless(llama, spec)
-    assert (found.drafted, found.accepted) == (loaded.drafted, loaded.accepted)
+    (saved, _), (loaded, _) = check_lossless(llama, spec_of(lora)), check_lossless(llama, spec)
+    assert (saved.drafted, saved.accepted) == (loaded.drafted, loaded.accepted)
 
 
 def test_mistakes_are_told(tmp_path: Path, llama: LlamaForCausalLM) -> None:

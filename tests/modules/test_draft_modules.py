@@ -58,12 +58,14 @@ CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES)
-def test_junk_in_config(kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module_class", "keys", "value", "words"), CASES)
+def test_junk_in_config(
+    module_class: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
+) -> None:
     """One error at load, with the file and the field."""
-    changed(tmp_path, PARTS[kind](), keys, value)
+    changed(tmp_path, PARTS[module_class](), keys, value)
     with pytest.raises(SettingError, match=words) as error:
-        kind.load(tmp_path)
+        module_class.load(tmp_path)
     assert str(tmp_path) in str(error.value)
 
 
@@ -105,12 +107,12 @@ def test_nothing_large_is_made_for_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(weight.is_meta for weight in made)
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_parts_come_back(kind: type[DraftModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = PARTS[kind]()
+@pytest.mark.parametrize("module_class", PARTS)
+def test_parts_come_back(module_class: type[DraftModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = PARTS[module_class]()
     torch.nn.init.normal_(next(part.parameters()))
     part.save_pretrained(tmp_path)
-    loaded = kind.from_pretrained(tmp_path)
+    loaded = module_class.from_pretrained(tmp_path)
     assert loaded.about == part.about
     assert not loaded.training
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in part.state_dict().items())
@@ -143,7 +145,7 @@ def test_parts_are_copied_to_a_device_once() -> None:
 
 
 def test_a_cascade_of_parts_that_differ_in_weights() -> None:
-    one, other = (EarlyExitAdapter(Adapter(2, 64, 4)) for _ in range(2))
-    assert len(Cascade([Lookup(), one, other]).sources) == 3
+    source, other = (EarlyExitAdapter(Adapter(2, 64, 4)) for _ in range(2))
+    assert len(Cascade([Lookup(), source, other]).sources) == 3
     with pytest.raises(SettingError, match="one Lookup and different others"):
-        Cascade([Lookup(), one, one])
+        Cascade([Lookup(), source, source])

@@ -68,9 +68,9 @@ def by_hand(
 
     s, width = states.shape
     size = width // HEADS
-    both = torch.cat([normed("input_layernorm", embedded), normed("hidden_norm", states)], dim=-1)
+    entered = torch.cat([normed("input_layernorm", embedded), normed("hidden_norm", states)], dim=-1)
     q, k, v = (
-        (both @ weights[f"self_attn.{name}_proj"].T).view(s, -1, size).transpose(0, 1) for name in ("q", "k", "v")
+        (entered @ weights[f"self_attn.{name}_proj"].T).view(s, -1, size).transpose(0, 1) for name in ("q", "k", "v")
     )
     angles = torch.arange(s)[:, None] / THETA ** (torch.arange(0, size, 2) / size)
     turn = torch.polar(torch.ones_like(angles), angles)
@@ -80,8 +80,9 @@ def by_hand(
         return torch.cat([moved.real, moved.imag], dim=-1)
 
     k, v = (values.repeat_interleave(HEADS // KV_HEADS, 0) for values in (turned(k), v))
-    seen = scaled_dot_product_attention(turned(q), k, v, is_causal=True).transpose(0, 1).reshape(s, width)
-    states = (normed("hidden_norm", states) if norm_before_residual else states) + seen @ weights["self_attn.o_proj"].T
+    attended = scaled_dot_product_attention(turned(q), k, v, is_causal=True).transpose(0, 1).reshape(s, width)
+    residual = normed("hidden_norm", states) if norm_before_residual else states
+    states = residual + attended @ weights["self_attn.o_proj"].T
     inner = normed("post_attention_layernorm", states)
     gate = silu(inner @ weights["mlp.gate_proj"].T) * (inner @ weights["mlp.up_proj"].T)
     return states + gate @ weights["mlp.down_proj"].T
@@ -97,8 +98,8 @@ def drafted_by_hand(
     norm_output: bool = False,
 ) -> list[int]:
     """The tokens that a head drafts after a text ``[s]``, without caches."""
-    known = model.model(text[None, :-1], output_hidden_states=True).hidden_states
-    entered = torch.cat([known[layer][0] for layer in LAYERS], dim=-1) @ tensors["fc.weight"].T
+    layer_states = model.model(text[None, :-1], output_hidden_states=True).hidden_states
+    entered = torch.cat([layer_states[layer][0] for layer in LAYERS], dim=-1) @ tensors["fc.weight"].T
     tokens = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
     for _ in range(count):
         embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
@@ -114,22 +115,22 @@ def drafted_by_hand(
 @pytest.mark.parametrize("settings", [{}, {"norm_before_residual": True}, {"norm_output": True}], ids=str)
 def test_drafts_are_those_of_the_original_head(settings: dict[str, bool], inputs: Any, tmp_path: Path) -> None:
     model = tiny_llama(8, factor=0.5)
-    tensors, seen = published(tmp_path, model, **settings), []
+    tensors, lengths = published(tmp_path, model, **settings), []
     if settings:  # these heads have embeddings of their own
         tensors["embed_tokens.weight"] = torch.randn(VOCABULARY, model.config.hidden_size)
         torch.save(tensors, tmp_path / "pytorch_model.bin")
 
     def check(text: Text, draft: Draft) -> None:
         for row, length in enumerate(draft.lengths):
-            known = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
-            expected = drafted_by_hand(model, tensors, known, 3, **settings)[:length]
+            before = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
+            expected = drafted_by_hand(model, tensors, before, 3, **settings)[:length]
             assert draft.tokens[row, :length].tolist() == expected
-            seen.append(length)
+            lengths.append(length)
 
     plain = model.generate(**inputs, max_new_tokens=20)
     spec = SelfSpec(watched(MTP.from_eagle3(tmp_path), check), FixedLength(3))
     assert torch.equal(model.generate(**inputs, max_new_tokens=20, assistant=spec), plain)
-    assert max(seen) == 3
+    assert max(lengths) == 3
 
 
 def test_drawn_tokens_have_the_models_distribution(tmp_path: Path) -> None:
@@ -147,16 +148,16 @@ def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
     source = MTP.from_eagle3(tmp_path, (1, 2, 6))
     assert isinstance(source.head, MtpHead)
     source.head.save_pretrained(tmp_path / "saved")
-    found: list[list[Any]] = []
-    for one in (source, MTP(tmp_path / "saved")):
+    texts: list[list[Any]] = []
+    for each in (source, MTP(tmp_path / "saved")):
         drafts: list[Any] = []
-        spec = SelfSpec(watched(one, lambda _, draft, kept=drafts: kept.append(draft.tokens.tolist())), FixedLength(3))
+        spec = SelfSpec(watched(each, lambda _, draft, kept=drafts: kept.append(draft.tokens.tolist())), FixedLength(3))
         with unchanged(model):
             model.generate(**BATCH, max_new_tokens=12, assistant=spec)
-        found.append(drafts)
-    assert found[0] == found[1]
-    SelfSpec(one).save_pretrained(tmp_path / "spec")
-    assert SelfSpec.from_pretrained(tmp_path / "spec").draft == one
+        texts.append(drafts)
+    assert texts[0] == texts[1]
+    SelfSpec(each).save_pretrained(tmp_path / "spec")
+    assert SelfSpec.from_pretrained(tmp_path / "spec").draft == each
 
 
 def changed_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -206,13 +207,15 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
             model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("settings", [{}, {"norm_before_residual": True}, {"norm_output": True}], ids=str)
 @pytest.mark.parametrize("size", [40, VOCABULARY], ids=["reduced", "whole"])
-def test_logits_are_those_of_speculators(kind: Any, settings: dict[str, bool], size: int, tmp_path: Path) -> None:
+def test_logits_are_those_of_speculators(
+    config_class: Any, settings: dict[str, bool], size: int, tmp_path: Path
+) -> None:
     """A head that the package has saved, at two depths; the same in the original format."""
     eagle3 = of_speculators("eagle3")
-    layer = kind(
+    layer = config_class(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=16, attention_bias=True, tie_word_embeddings=False,
     )  # fmt: skip
@@ -238,7 +241,7 @@ def test_logits_are_those_of_speculators(kind: Any, settings: dict[str, bool], s
     (tmp_path / "old" / "config.json").write_text(json.dumps(layer.to_dict() | settings | {"draft_vocab_size": size}))
 
     ids, states, logits = torch.randint(0, VOCABULARY, (1, 9)), torch.randn(1, 9, 192), []
-    theirs.lm_head.register_forward_hook(lambda module, given, output: logits.append(output))
+    theirs.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output))
     with torch.no_grad():
         theirs(states, torch.cat([ids[:, :-1], ids[:, -1:]], dim=1), torch.zeros(1, 9, dtype=torch.long), ttt_steps=2)
     for folder in ("new", "old"):
@@ -252,7 +255,7 @@ def test_logits_are_those_of_speculators(kind: Any, settings: dict[str, bool], s
             # The package feeds zeros as tokens after the last one.
             entered = torch.cat([head.fuse(states), first[:, -1:]], dim=1)
             second = head(head.embedding(torch.cat([ids, ids.new_zeros(1, 1)], dim=1)), entered, places)
-            found = [head.own_logits(first), head.own_logits(second)[:, -1:]]
-        torch.testing.assert_close(found[0][..., tokens], logits[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(found[1][..., tokens], logits[1][:, -1:], atol=1e-4, rtol=1e-4)
-        assert (found[0] < -1e4).sum() == 9 * (VOCABULARY - size)
+            drafted = [head.own_logits(first), head.own_logits(second)[:, -1:]]
+        torch.testing.assert_close(drafted[0][..., tokens], logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafted[1][..., tokens], logits[1][:, -1:], atol=1e-4, rtol=1e-4)
+        assert (drafted[0] < -1e4).sum() == 9 * (VOCABULARY - size)

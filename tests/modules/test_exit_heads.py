@@ -42,16 +42,16 @@ def test_calibrations() -> None:
         )
     ]
     texts[0][0]["entropy"] = -texts[0][0]["entropy"]
-    found = calibrate(texts, [0.4, 0.5, 0.9])
-    assert found["tokens"] == 5
-    assert found["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]
-    assert found["thresholds"]["entropy"] == [[-3.0, None, None], [None, None, None]]
-    assert found["auc"] == {"entropy": [0.0, None], "probability": [1.0, None], "margin": [1.0, None]}
+    calibration = calibrate(texts, [0.4, 0.5, 0.9])
+    assert calibration["tokens"] == 5
+    assert calibration["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]
+    assert calibration["thresholds"]["entropy"] == [[-3.0, None, None], [None, None, None]]
+    assert calibration["auc"] == {"entropy": [0.0, None], "probability": [1.0, None], "margin": [1.0, None]}
     # First tokens come with the prompts, so three are drafted, or two.
-    assert found["acceptance"]["margin"] == found["acceptance"]["probability"] == [2 / 3, 2 / 3, 1.0]
-    assert found["acceptance"]["entropy"] == [2 / 3, None, None]
-    assert found["metric"] == "probability"  # the first of those that tell best
-    heads = ExitHeads([1, 2], 8, 5, about={"calibration": found})
+    assert calibration["acceptance"]["margin"] == calibration["acceptance"]["probability"] == [2 / 3, 2 / 3, 1.0]
+    assert calibration["acceptance"]["entropy"] == [2 / 3, None, None]
+    assert calibration["metric"] == "probability"  # the first of those that tell best
+    heads = ExitHeads([1, 2], 8, 5, about={"calibration": calibration})
     assert heads.thresholds(0.45) == heads.thresholds(0.5) == [1.0, math.inf]
     assert heads.thresholds(0.4, "entropy") == [-3.0, math.inf]
     assert heads.draft_thresholds(0.6) == [0.0, math.inf]
@@ -75,7 +75,7 @@ def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...],
     limits = heads.thresholds(0.9)
     inputs, spec = ragged_batch(lengths), SelfSpec.early_exit_only(heads=heads, epsilon=0.9, max_draft=4)
     options: dict[str, Any] = {"do_sample": True, "top_k": 1} if do_sample else {"do_sample": False}
-    found = model.generate(**inputs, max_new_tokens=20, assistant=spec, **options)
+    ids = model.generate(**inputs, max_new_tokens=20, assistant=spec, **options)
     width = max(lengths)
     for row, length in enumerate(lengths):
         text, early = inputs["input_ids"][row : row + 1, width - length :], 0
@@ -89,12 +89,12 @@ def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...],
             early = early + 1 if takes else 0
             logits = said[sure[0]] if takes else output.logits[:, -1]
             text = torch.cat([text, logits.argmax(-1, keepdim=True)], 1)
-        assert found[row, width - length :].tolist() == text[0].tolist()
+        assert ids[row, width - length :].tolist() == text[0].tolist()
     assert spec.stats is not None
     assert spec.stats.acceptance_rate == 1.0
     assert set(spec.stats.exit_layers) <= set(LAYERS)
     assert sum(spec.stats.exit_layers.values()) >= spec.stats.drafted > 0
-    assert not torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+    assert not torch.equal(ids, model.generate(**inputs, max_new_tokens=20, do_sample=False))
 
 
 def test_fits_of_heads(tmp_path: Path) -> None:
@@ -132,17 +132,17 @@ def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:
         output = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True)
         for head, layer in enumerate(fits[0].layers):
             state = output.hidden_states[layer]
-            own = model.lm_head(model.model.norm(state))
-            torch.testing.assert_close(fits[0].logits(head, state), own, rtol=1e-3, atol=1e-3)
-            assert not torch.allclose(fits[1].logits(head, state), own, atol=0.1)
+            model_logits = model.lm_head(model.model.norm(state))
+            torch.testing.assert_close(fits[0].logits(head, state), model_logits, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(fits[1].logits(head, state), model_logits, atol=0.1)
 
 
 def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     """By hand; a text that ends counts up to its end."""
     model = tiny_llama(8)
     heads = heads_of(model, 0.5)
-    given = rows(6)
-    prompts = torch.tensor([row["input_ids"][:8] for row in given])
+    texts = rows(6)
+    prompts = torch.tensor([row["input_ids"][:8] for row in texts])
     written = model.generate(prompts, max_new_tokens=24, do_sample=False, eos_token_id=None)
     end = [int(written[0, 15]), 96]
     ends = [next((at for at in range(8, 32) if row[at] in end), 31) for row in written.tolist()]
@@ -153,8 +153,8 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
         setattr(model.generation_config, name, value)
     before = model.generation_config
     with attach(model, SelfSpec.early_exit_only(2)) as attached:
-        found = calibrate_exit_heads(
-            heads, model, None, given, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
+        calibrated = calibrate_exit_heads(
+            heads, model, None, texts, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
         )
     assert attached.stats is None
     sure: list[list[torch.Tensor]] = [[], [], []]
@@ -167,14 +167,14 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
             sure[head].append(METRICS["entropy"](logits))
             right[head].append((logits.argmax(-1) == output.logits[0, 7:-1].argmax(-1)).float())
     assert model.generation_config is before
-    calibration = found.about["calibration"]
+    calibration = calibrated.about["calibration"]
     assert calibration["tokens"] == sum(at - 7 for at in ends)
     for head in range(3):
         pair = torch.cat(sure[head]), torch.cat(right[head])
         expected = [threshold(*pair, epsilon) for epsilon in (0.2, 0.9)]
         assert calibration["thresholds"]["entropy"][head] == pytest.approx(expected, abs=1e-5)
     assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
-    assert ExitHeads.load(tmp_path).about == found.about
+    assert ExitHeads.load(tmp_path).about == calibrated.about
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -184,11 +184,11 @@ def test_mistakes(tmp_path: Path) -> None:
     other = heads_of(model, 0.5)
     other.about = about(tiny_llama(8, factor=2.0), {}, {})
 
-    def generate(other: Any, given: ExitHeads) -> Any:
-        return other.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(given, 0.8))
+    def generate(other: Any, heads: ExitHeads) -> Any:
+        return other.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
 
-    def calibrate_again(given: Any, **options: Any) -> Any:
-        return calibrate_exit_heads(given, model, None, rows(), **{"block_size": 32} | options)
+    def calibrate_again(heads: Any, **options: Any) -> Any:
+        return calibrate_exit_heads(heads, model, None, rows(), **{"block_size": 32} | options)
 
     def fit(count: int = 60, **options: Any) -> Any:
         return fit_exit_heads(model, None, rows(count), block_size=32, **options)

@@ -41,13 +41,15 @@ def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, **options: Any) -> set[i
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("kind", [EarlyExit, EarlyExitAdapter])
-def test_only_these_are_drafted(kind: Any, do_sample: bool, llama: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("source_class", [EarlyExit, EarlyExitAdapter])
+def test_only_these_are_drafted(source_class: Any, do_sample: bool, llama: LlamaForCausalLM) -> None:
     torch.manual_seed(0)
-    draft = EarlyExit(2, head_of(KEPT)) if kind is EarlyExit else EarlyExitAdapter(adapter_of(llama), head_of(KEPT))
-    found = drafted_by(llama, SelfSpec(draft, FixedLength(3)), do_sample=do_sample)
-    assert len(found) > 2
-    assert found <= set(KEPT)
+    draft = (
+        EarlyExit(2, head_of(KEPT)) if source_class is EarlyExit else EarlyExitAdapter(adapter_of(llama), head_of(KEPT))
+    )
+    drafted = drafted_by(llama, SelfSpec(draft, FixedLength(3)), do_sample=do_sample)
+    assert len(drafted) > 2
+    assert drafted <= set(KEPT)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi", "falcon_h1"])
@@ -119,7 +121,7 @@ def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
     model, far = tiny_llama(), SelfSpec(EarlyExit(2, head_of([1, 97], 98)))
-    own = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
+    reduced = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
     head_of([2, 5]).save_pretrained(tmp_path / "head")
     weight = model.lm_head.weight
     model.lm_head = type("Other", (torch.nn.Linear,), {})(64, VOCABULARY, bias=False)
@@ -129,10 +131,10 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         (lambda: EarlyExitAdapter(with_head, head_of(KEPT)), SettingError, "has a head of its own"),
         (lambda: EarlyExit(2, 8192), SettingTypeError, r"EarlyExit\(head\) must be ReducedHead or the path"),
         (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved reduced head"),
-        (lambda: own.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),
+        (lambda: reduced.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),
         (lambda: fit_reduced_head(tiny_llama(), None, [{"input_ids": [97]}]), SettingError, "own tokenizer"),
         (lambda: check_lossless(tiny_llama(), far), UnsupportedModelError, "names token 97"),
-        (lambda: check_lossless(model, own), UnsupportedModelError, "no output head that is a plain linear layer"),
+        (lambda: check_lossless(model, reduced), UnsupportedModelError, "no output head that is a plain linear layer"),
         (lambda: ReducedHead.of([3, 3], VOCABULARY), SettingError, "must have distinct ids"),
         (lambda: read_spec(str(tmp_path / "head")), SettingError, r"write SelfSpec\(EarlyExit\(8, "),
     ):
@@ -165,14 +167,14 @@ def test_a_model_that_does_not_call_its_head(monkeypatch: pytest.MonkeyPatch) ->
     spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
     ids = ragged_batch((9,))["input_ids"]
     with pytest.warns(UserWarning, match="without a call of its output head"):
-        found = model.generate(ids, max_new_tokens=9, do_sample=False, assistant=spec)
-    assert torch.equal(found, model.generate(ids, max_new_tokens=9, do_sample=False))
+        drafted = model.generate(ids, max_new_tokens=9, do_sample=False, assistant=spec)
+    assert torch.equal(drafted, model.generate(ids, max_new_tokens=9, do_sample=False))
 
 
 def test_rows_are_copied_once_for_a_model_until_its_head_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec, made = tiny_llama(factor=0.5), SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3)), list[int]()
     monkeypatch.setattr(
-        head, "FewTokenLinear", lambda *sizes, **given: made.append(sizes[1]) or FewTokenLinear(*sizes, **given)
+        head, "FewTokenLinear", lambda *sizes, **options: made.append(sizes[1]) or FewTokenLinear(*sizes, **options)
     )
     for _ in range(2):
         with torch.inference_mode():

@@ -113,8 +113,8 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
     def normed(part: str, values: torch.Tensor) -> torch.Tensor:
         norm = type(model.model.norm)(WIDTH, eps=model.config.rms_norm_eps)
         norm.load_state_dict({"weight": weights[f"{names[part]}.weight"]})
-        found: torch.Tensor = norm(values)
-        return found
+        output: torch.Tensor = norm(values)
+        return output
 
     states = normed("state_norm", model.model(ids).last_hidden_state[:, :-1])
     embedded = normed("embedding_norm", model.get_input_embeddings()(ids[:, 1:]))
@@ -122,8 +122,8 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
     places = torch.arange(1, ids.shape[1])[None]
     s = entered.shape[1]
     ahead = torch.arange(s)[None] - torch.arange(s)[:, None]
-    seen = (ahead <= 0) & (ahead > -(8 if FAMILIES[name].own == "sliding_attention" else s))
-    mask = torch.zeros(s, s).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    visible = (ahead <= 0) & (ahead > -(8 if FAMILIES[name].own == "sliding_attention" else s))
+    mask = torch.zeros(s, s).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
     more = (FAMILIES[name].own,) if name == "mellum" else ()
     rotary = whole.model.rotary_emb(entered, places.expand(3, 1, s) if name.startswith("qwen3_5") else places, *more)
     left = whole.model.layers[LAYERS](entered, attention_mask=mask, position_ids=places, position_embeddings=rotary)
@@ -135,17 +135,17 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
 def by_transformers(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """The last of these logits from the layers of transformers' own generator, which knows fewer names."""
     tensors = load_file(folder / "model.safetensors")
-    known = {key.replace("final_layernorm", "shared_head.norm"): value for key, value in tensors.items()}
-    save_file(known, folder / "model.safetensors", metadata={"format": "pt"})
+    renamed = {key.replace("final_layernorm", "shared_head.norm"): value for key, value in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\.|^mtp\."]  # not the published numbers
-    for kinds, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+    for kinds, value in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
         if hasattr(model.config, kinds) and not getattr(model.config, f"mtp_{kinds}", None):
-            setattr(model.config, f"mtp_{kinds}", [kind])
+            setattr(model.config, f"mtp_{kinds}", [value])
     theirs: Any = modeling_layers.MtpModel.from_pretrained(model)
     states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
     cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
-    found: torch.Tensor = theirs(ids[:, 1:], states, torch.ones_like(places), places, cache)[1][0, 0]
-    return found
+    states_of_theirs: torch.Tensor = theirs(ids[:, 1:], states, torch.ones_like(places), places, cache)[1][0, 0]
+    return states_of_theirs
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_a_head_is_exported_as_the_models_own_checkpoint_has_it(
         monkeypatch.setitem(shipped._FORMATS, name, MtpFormat(state_first=True))
     model, _ = with_layer(name, tmp_path / "model")
     SelfSpec.mtp(load_mtp(model)).export_draft(tmp_path / "out", model)
-    own = load_file(tmp_path / "model" / "model.safetensors")
+    shipped_tensors = load_file(tmp_path / "model" / "model.safetensors")
     names = tuple(f"{begin}." for begin in FAMILIES[name].names.values())
-    own = {key: value for key, value in own.items() if key.startswith(names)}
-    found = load_file(tmp_path / "out" / "model-mtp.safetensors")
-    assert found.keys() == own.keys()
-    assert all(torch.equal(found[key], value) for key, value in own.items())
+    shipped_tensors = {key: value for key, value in shipped_tensors.items() if key.startswith(names)}
+    exported = load_file(tmp_path / "out" / "model-mtp.safetensors")
+    assert exported.keys() == shipped_tensors.keys()
+    assert all(torch.equal(exported[key], value) for key, value in shipped_tensors.items())
 
 
 def test_other_heads_are_no_draft_of_engines(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def llama_with_layer(folder: Path, second: bool = False) -> PreTrainedModel:
 
 def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loads = llama_with_layer(tmp_path, second=True), []
-    load = shipped._load
-    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    load = shipped.load_layers
+    monkeypatch.setattr(shipped, "load_layers", lambda *args: loads.append(args) or load(*args))
     spec = SelfSpec.mtp()
     for _ in range(2):
         check_lossless(model, spec)
@@ -228,14 +228,14 @@ def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeyp
 
 def test_threads_load_once_and_leave_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loads, others = llama_with_layer(tmp_path), [], []
-    load, begin = shipped._load, mtp.MtpLayer.__init__
+    load, begin = shipped.load_layers, mtp.MtpLayer.__init__
 
-    def begun(*given: Any) -> None:
-        begin(*given)
+    def begun(*args: Any) -> None:
+        begin(*args)
         with ThreadPoolExecutor(1) as other:
             others.append(other.submit(torch.nn.Linear, 2, 2).result().weight.device.type)
 
-    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    monkeypatch.setattr(shipped, "load_layers", lambda *args: loads.append(args) or load(*args))
     monkeypatch.setattr(mtp.MtpLayer, "__init__", begun)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(load_mtp, [model, model])
@@ -274,8 +274,8 @@ def test_names_can_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model.save_pretrained(renamed)
     state_first = tensors["model.layers.4.eh_proj.weight"].chunk(2, 1)[::-1]
     tensors["model.layers.4.eh_proj.weight"] = torch.cat(state_first, 1)
-    own = {key.replace("model.layers.4.", "next.0."): value for key, value in tensors.items()}
-    save_file(own, renamed / "model.safetensors", metadata={"format": "pt"})
+    renamed_tensors = {key.replace("model.layers.4.", "next.0."): value for key, value in tensors.items()}
+    save_file(renamed_tensors, renamed / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SettingError, match=r"there is no model\.layers\.4\.eh_proj\.weight"):
         load_mtp(model, renamed)
     names = {part: name.replace("model.layers.4", "next.{n}") for part, name in _DEEPSEEK.items()}
@@ -294,8 +294,8 @@ def test_what_has_no_layers_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     # A checkpoint without layers is looked at once.
     model.save_pretrained(tmp_path)
     model, loads = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), []
-    load = shipped._load
-    monkeypatch.setattr(shipped, "_load", lambda *given: loads.append(given) or load(*given))
+    load = shipped.load_layers
+    monkeypatch.setattr(shipped, "load_layers", lambda *args: loads.append(args) or load(*args))
     for _ in range(2):
         with pytest.raises(
             SettingError, match=r"has no MTP layers of LlamaForCausalLM: there is no model\.layers\.6\.eh"

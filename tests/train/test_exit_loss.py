@@ -73,8 +73,8 @@ def test_training(
     )
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     for layer in (2, 3, 4):
-        found = [exits[layer] for exits in expected.exits if layer in exits]
-        assert history(run, f"loss/exit_{layer}") == pytest.approx(found, rel=1e-4)
+        losses = [exits[layer] for exits in expected.exits if layer in exits]
+        assert history(run, f"loss/exit_{layer}") == pytest.approx(losses, rel=1e-4)
     assert_close(weights(run.model), expected.weights)
     plain = ByHand(start(), lambda step: {4: 1.0})
     assert abs(plain.losses[0] - expected.losses[0]) > 1e-3
@@ -120,9 +120,11 @@ def test_tensor_parallel_processes_count_once(tmp_path: Path, monkeypatch: pytes
     run = trainer(tiny(), [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], tmp_path, max_steps=1)
     monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
     monkeypatch.setattr(run, "get_tp_size", lambda: 2)
-    one = run.get_batch_samples
+    get_batch = run.get_batch_samples
     # Both processes have the same rows, whose tokens are counted twice.
-    monkeypatch.setattr(run, "get_batch_samples", lambda *given: (found := one(*given)) and (found[0], 2 * found[1]))
+    monkeypatch.setattr(
+        run, "get_batch_samples", lambda *args: (batch := get_batch(*args)) and (batch[0], 2 * batch[1])
+    )
     run.train()
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     assert_close(weights(run.model), expected.weights)
@@ -177,11 +179,11 @@ def test_gradient_accumulation(tmp_path: Path) -> None:
 
 def test_logged_exits(tmp_path: Path) -> None:
     """Nats per token of each exit, mean over the tokens of the steps since the last log in which it was on."""
-    seen: list[dict[str, float]] = []
+    events: list[dict[str, float]] = []
 
     class Report(TrainerCallback):
         def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
-            seen.append(dict(logs))
+            events.append(dict(logs))
 
     run = train(
         tmp_path, [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), Report()], tiny(), max_steps=6, logging_steps=3
@@ -195,9 +197,9 @@ def test_logged_exits(tmp_path: Path) -> None:
             tokens = sum(hand.targets[step] for step in on)
             entry[f"loss/exit_{layer}"] = sum(hand.exits[step][layer] * hand.targets[step] for step in on) / tokens
         expected.append(entry)
-    found = [{key: value for key, value in entry.items() if "exit" in key} for entry in run.state.log_history]
-    assert found == [pytest.approx(expected[0], rel=1e-5), pytest.approx(expected[1], rel=1e-5), {}]
-    assert [{key: value for key, value in entry.items() if "exit" in key} for entry in seen] == found
+    logged = [{key: value for key, value in entry.items() if "exit" in key} for entry in run.state.log_history]
+    assert logged == [pytest.approx(expected[0], rel=1e-5), pytest.approx(expected[1], rel=1e-5), {}]
+    assert [{key: value for key, value in entry.items() if "exit" in key} for entry in events] == logged
 
 
 def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,16 +233,16 @@ def test_gradients_are_added_in_float32(tmp_path: Path, monkeypatch: pytest.Monk
             (gradient,) = torch.autograd.grad(shares[layer] * loss, head.weight)
             exact += gradient.double()
             rounded += gradient
-    found: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
 
     class Keep(TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-            found.append(model.lm_head.weight.grad * targets(samples))
+            gradients.append(model.lm_head.weight.grad * targets(samples))
 
     callback = EarlyExitLoss(1.0, layers=[2, 3], scale=lambda layer, *_: shares[layer + 1] if layer else 0.0)
     options = {"per_device_train_batch_size": 32, "max_steps": 1}
     train(tmp_path, [callback, Keep()], tiny().bfloat16(), data=rows(32), **options)
-    off = [((value.double() - exact).norm() / exact.norm()).item() for value in (*found, rounded)]
+    off = [((value.double() - exact).norm() / exact.norm()).item() for value in (*gradients, rounded)]
     assert off[0] < 0.005
     assert off[1] > 0.02
 
@@ -250,14 +252,17 @@ def test_gradients_are_not_too_small_for_float16(dtype: torch.dtype) -> None:
     """Of an exit that weighs little, scaled as in mixed precision: by a factor that float16 does not have."""
     torch.manual_seed(0)
     share, scale, tokens = 1e-6, 2.0**20, torch.randint(VOCABULARY, (40,))
-    given = [torch.randn(1, 40, 16).to(dtype).requires_grad_(), torch.randn(VOCABULARY, 16).to(dtype).requires_grad_()]
-    exact = [value.detach().double().requires_grad_() for value in given]
+    tensors = [
+        torch.randn(1, 40, 16).to(dtype).requires_grad_(),
+        torch.randn(VOCABULARY, 16).to(dtype).requires_grad_(),
+    ]
+    exact = [value.detach().double().requires_grad_() for value in tensors]
     (scale * share * F.cross_entropy(exact[0][0] @ exact[1].T, tokens, reduction="sum")).backward()
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        return states.to(torch.float16) @ given[1].to(torch.float16).T
+        return states.to(torch.float16) @ tensors[1].to(torch.float16).T
 
-    total, _ = exit_training._ExitLosses.apply(head, tokens, None, [share], 7, *given)
+    total, _ = exit_training._ExitLosses.apply(head, tokens, None, [share], 7, *tensors)
     (scale * total).backward()
-    for value, right in zip(given, exact, strict=True):
+    for value, right in zip(tensors, exact, strict=True):
         assert (value.grad.double() - right.grad).norm() < 0.002 * right.grad.norm()

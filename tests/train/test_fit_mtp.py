@@ -30,13 +30,13 @@ PROMPTS = ["abcabcab", "what is this?", "one more prompt"] * 7
 @torch.no_grad()
 def losses(model: Any, head: MtpHead, ids: torch.Tensor, steps: int) -> list[float]:
     """By hand: cross entropy of chained drafts against the model's distribution over the head's tokens."""
-    output, found = model(ids, output_hidden_states=True), []
+    output, step_losses = model(ids, output_hidden_states=True), []
     states, embeddings, s = output.hidden_states[-1], model.get_input_embeddings()(ids), ids.shape[1]
     for step in range(1, steps + 1):
         states = head(embeddings[:, step:], states[:, : s - step], torch.arange(step, s).expand(len(ids), -1))
         drafted, wanted = (logits[..., head.tokens] for logits in (model.lm_head(states), output.logits[:, step:]))
-        found.append(F.cross_entropy(drafted.flatten(0, 1), wanted.flatten(0, 1).softmax(-1)).item())
-    return found
+        step_losses.append(F.cross_entropy(drafted.flatten(0, 1), wanted.flatten(0, 1).softmax(-1)).item())
+    return step_losses
 
 
 def sharp() -> Any:
@@ -96,9 +96,9 @@ def test_a_head_may_read_several_layers(tmp_path: Path) -> None:
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states  # the last one is normed
         fused = head.fuse(torch.cat([states[layer] for layer in (2, 4, 6)], dim=-1))
-        found = head(model.model.embed_tokens(ids)[:, 1:], fused[:, :-1], torch.arange(1, 32).expand(2, -1))
+        states_of_head = head(model.model.embed_tokens(ids)[:, 1:], fused[:, :-1], torch.arange(1, 32).expand(2, -1))
         assert not torch.allclose(fused, states[6], atol=1e-3)  # the others' weights begin at 0
-        assert torch.isfinite(model.lm_head(found)).all()
+        assert torch.isfinite(model.lm_head(states_of_head)).all()
     (stats,) = check_lossless(model, SelfSpec(MTP(tmp_path / "out")), prompts=[ragged_batch()])
     assert stats.accepted
 
@@ -109,11 +109,11 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     options: dict[str, Any] = {"block_size": 16, "answer_tokens": 24, "args": arguments(tmp_path, max_steps=1)}
     batches, generate = list[int](), type(model).generate
 
-    def stopping(self: Any, ids: torch.Tensor, **given: Any) -> Any:
+    def stopping(self: Any, ids: torch.Tensor, **options: Any) -> Any:
         batches.append(len(ids))
         if len(batches) == 2:
             raise KeyboardInterrupt
-        return generate(self, ids, **given)
+        return generate(self, ids, **options)
 
     monkeypatch.setattr(type(model), "generate", stopping)
     with pytest.raises(KeyboardInterrupt):
@@ -123,8 +123,8 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "out-text.jsonl"
     texts = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        given = tokenizer(prompt)["input_ids"]
-        assert text[: len(given)] == given
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        assert text[: len(prompt_ids)] == prompt_ids
     ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
     alone = generate(model, ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
     assert texts[0] == alone[: len(texts[0])]
@@ -145,12 +145,12 @@ def chains(count: int, length: int = 32) -> torch.Tensor:
     """Texts ``[count, length]`` in which three of four tokens follow from the two before, and the fourth is any."""
     generator = torch.Generator().manual_seed(5)
     table = torch.randint(2, VOCABULARY, (VOCABULARY, 2), generator=generator)
-    found = [torch.randint(2, VOCABULARY, (count,), generator=generator) for _ in range(2)]
-    while len(found) < length:
-        follows = table[found[-1], found[-2] % 2]
+    columns = [torch.randint(2, VOCABULARY, (count,), generator=generator) for _ in range(2)]
+    while len(columns) < length:
+        follows = table[columns[-1], columns[-2] % 2]
         others = torch.randint(2, VOCABULARY, (count,), generator=generator)
-        found.append(torch.where(torch.rand(count, generator=generator) < 0.75, follows, others))
-    return torch.stack(found, dim=1)
+        columns.append(torch.where(torch.rand(count, generator=generator) < 0.75, follows, others))
+    return torch.stack(columns, dim=1)
 
 
 def trained_with_layer(folder: Path, text: torch.Tensor) -> Any:
@@ -178,12 +178,12 @@ def trained_with_layer(folder: Path, text: torch.Tensor) -> Any:
 @torch.no_grad()
 def agreements(model: Any, head: MtpHead, ids: torch.Tensor) -> list[float]:
     """How often the first, second and third token that a head predicts in a text are the model's."""
-    right, found = model(ids).logits.argmax(-1), []
+    right, shares = model(ids).logits.argmax(-1), []
     states, embeddings, s = model.model(ids).last_hidden_state, model.get_input_embeddings()(ids), ids.shape[1]
     for step in (1, 2, 3):
         states = head(embeddings[:, step:], states[:, : s - step], torch.arange(step, s).expand(len(ids), -1))
-        found.append((model.lm_head(states).argmax(-1) == right[:, step:]).float().mean().item())
-    return found
+        shares.append((model.lm_head(states).argmax(-1) == right[:, step:]).float().mean().item())
+    return shares
 
 
 def test_shipped_layers_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +194,12 @@ def test_shipped_layers_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = load_mtp(model)
     answers = model.generate(text[:60, :4], max_new_tokens=28, do_sample=True, pad_token_id=0)
     learnt, held_out = ([{"input_ids": row.tolist()} for row in part] for part in (answers[:50], answers[50:]))
-    own = [value.clone() for value in before.state_dict().values()]
+    weights_before = [value.clone() for value in before.state_dict().values()]
     tuned = fit_mtp(
         model, None, learnt, start="shipped", steps=3, block_size=32, head_rows=VOCABULARY,
         args=arguments(tmp_path, num_train_epochs=8, learning_rate=1e-3),
     )  # fmt: skip
-    assert all(map(torch.equal, before.state_dict().values(), own))
+    assert all(map(torch.equal, before.state_dict().values(), weights_before))
     ids = torch.tensor([row["input_ids"] for row in held_out])
     first, last = agreements(model, before, ids), agreements(model, tuned, ids)
     assert all(after > at_first + 0.02 for at_first, after in zip(first, last, strict=True)), (first, last)
@@ -254,7 +254,7 @@ def test_what_cannot_be_fitted_is_refused_before_answers(monkeypatch: pytest.Mon
         (llama, {"head_rows": ReducedHead.of([1, 5000], 6000)}, "names token 5000"),
     ]
     for model, options, words in cases:
-        monkeypatch.setattr(type(model), "generate", lambda *args, **given: pytest.fail("it was asked"))
+        monkeypatch.setattr(type(model), "generate", lambda *args, **options: pytest.fail("it was asked"))
         with pytest.raises(SelfSpecError, match=words):
             fit_mtp(model, character_tokenizer(), (), prompts=PROMPTS, block_size=16, **options)
 
@@ -275,15 +275,15 @@ def test_answers_of_a_model_with_settings_of_its_own(setting: dict[str, Any], tm
 
 
 def test_other_threads_have_the_whole_head_meanwhile(tmp_path: Path) -> None:
-    model, found, ids = tiny_llama(), set[int](), torch.tensor([[3, 4, 5]])
+    model, sizes, ids = tiny_llama(), set[int](), torch.tensor([[3, 4, 5]])
     fitting = get_ident()
 
-    def head_sees(module: Any, given: Any) -> None:
+    def head_sees(module: Any, args: Any) -> None:
         """While the fit runs the head, another thread runs the model."""
-        if get_ident() == fitting and len(found) == 0:
+        if get_ident() == fitting and len(sizes) == 0:
             with ThreadPoolExecutor(1) as pool:
-                found.add(pool.submit(lambda: model(ids).logits.shape[-1]).result())
+                sizes.add(pool.submit(lambda: model(ids).logits.shape[-1]).result())
 
     with model.lm_head.register_forward_pre_hook(head_sees):
         fit_mtp(model, None, rows(), args=arguments(tmp_path, max_steps=1), block_size=32, head_rows=40)
-    assert found == {model.config.vocab_size}
+    assert sizes == {model.config.vocab_size}

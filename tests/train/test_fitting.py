@@ -77,15 +77,17 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equation 3 over all positions, whatever the chunks."""
     model = tiny_llama()
     adapter, ids = adapter_of(model), torch.randint(2, VOCABULARY, (2, 9))
-    seen = FrozenModel(model, (EXIT,))
-    with seen.frozen():
-        observed = seen.hidden_states(ids)
+    frozen = FrozenModel(model, (EXIT,))
+    with frozen.frozen():
+        observed = frozen.hidden_states(ids)
         for elements in (10**9, 4 * VOCABULARY):
             monkeypatch.setattr(frozen_model, "LOGIT_ELEMENTS", elements)
-            found = seen.per_token(cross_entropy, seen.own_head, adapter(observed[f"states_{EXIT}"]), observed)
-            assert found.shape == (18,)
-            assert found.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
-            found.mean().backward()
+            losses = frozen.per_token(
+                cross_entropy, frozen.own_head, adapter(observed[f"states_{EXIT}"]), observed["final"]
+            )
+            assert losses.shape == (18,)
+            assert losses.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
+            losses.mean().backward()
             gradient = adapter.qkv.weight.grad.clone()
             adapter.zero_grad()
     with torch.enable_grad():
@@ -112,8 +114,8 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
         exits = model.lm_head(model.model.norm(output.hidden_states[EXIT]))
         if do_sample:
             # Temperature 0.2, then the five most probable.
-            both = (output.logits / 0.2, exits / 0.2)
-            p, q = (x.masked_fill(x < x.topk(5).values[..., -1:], -torch.inf).softmax(-1) for x in both)
+            scaled = (output.logits / 0.2, exits / 0.2)
+            p, q = (x.masked_fill(x < x.topk(5).values[..., -1:], -torch.inf).softmax(-1) for x in scaled)
             label = torch.minimum(p, q).sum(-1)
         else:
             label = (exits.argmax(-1) == output.logits.argmax(-1)).float()
@@ -131,18 +133,18 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     from helpers.distributed_fitting import fit_all
 
     in_two_processes("distributed_fitting.py", tmp_path)
-    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)
     begun = fit_all(arguments(tmp_path, max_steps=1, learning_rate=1e-9, seed=3))
     for name, part in fit_all(args).items():
         saved = type(part).load(tmp_path / name)
         for key, value in part.state_dict().items():
-            found = one[name][key]
-            assert torch.equal(found, other[name][key])
-            assert torch.equal(found, saved.state_dict()[key])
-            torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-3)
+            value_of_first = first[name][key]
+            assert torch.equal(value_of_first, other[name][key])
+            assert torch.equal(value_of_first, saved.state_dict()[key])
+            torch.testing.assert_close(value_of_first, value, atol=1e-5, rtol=1e-3)
         start = begun[name].state_dict()
-        assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
+        assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in first[name].items())
     answers = (tmp_path / "mtp-text.jsonl").read_text().splitlines()[1:]
     assert len(answers) == len(set(answers)) == 12
 
@@ -185,8 +187,8 @@ def test_rows_of_text() -> None:
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [ord(letter) for letter in text]}
 
-    found = packed(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
-    assert found.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
+    text_rows = packed(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
+    assert text_rows.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
     assert packed(Tokens(), [{"input_ids": [5, 1]}, "ab"], 1).flatten().tolist() == [5, 1, 97, 98, 1]  # ends once
     assert packed(None, Subset([{"input_ids": [5, 6]}, {"input_ids": [7]}], [0]), 1).tolist() == [[5], [6]]
     many = packed(None, rows(40), 32)
@@ -232,13 +234,13 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("other", ["autocast", "weights"])
 def test_states_of_another_precision_are_other_states(tmp_path: Path, other: str) -> None:
-    found = []
+    counts = []
     for half in (False, True):
         model = tiny_llama().to(torch.bfloat16 if half and other == "weights" else torch.float32)
         args = arguments(tmp_path / "out", max_steps=1, bf16=half and other == "autocast")
         adapter_fit(model, args=args, cache_dir=tmp_path / "states")
-        found.append(len(list((tmp_path / "states").rglob("*.safetensors"))))
-    assert 0 < found[0] < found[1]
+        counts.append(len(list((tmp_path / "states").rglob("*.safetensors"))))
+    assert 0 < counts[0] < counts[1]
 
 
 def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,11 +248,11 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(fit_trainer, "SAVE_STEPS", 3)
     model, out, text = tiny_llama(factor=2.0), tmp_path / "adapter", rows(FEW) * 5
     whole = adapter_fit(model, text, output_dir=tmp_path / "whole")
-    observe, seen = FrozenModel.hidden_states, []
+    observe, batches = FrozenModel.hidden_states, []
 
     def stopping(self: FrozenModel, ids: torch.Tensor) -> Any:
-        seen.append(len(ids))
-        if len(ids) == 8 and seen.count(8) == 8:
+        batches.append(len(ids))
+        if len(ids) == 8 and batches.count(8) == 8:
             raise KeyboardInterrupt
         return observe(self, ids)
 
@@ -262,12 +264,12 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         adapter_fit(model, text[1:], output_dir=out)
     with pytest.raises(SettingError, match=r"with another part\. Repeat"):
         adapter_fit(model, text, exit_layer=EXIT + 1, output_dir=out)
-    before = len(seen)
-    found = adapter_fit(model, text, output_dir=out)
+    before = len(batches)
+    resumed = adapter_fit(model, text, output_dir=out)
     steps = whole.about["recipe"]["steps"]
-    assert len([count for count in seen[before:] if count == 8]) < steps - 1
+    assert len([count for count in batches[before:] if count == 8]) < steps - 1
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], value)
+        torch.testing.assert_close(resumed.state_dict()[name], value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "whole"]
 
 
@@ -287,8 +289,8 @@ def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "kept").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     with pytest.raises(SettingError, match=r"with another bf16\. Repeat"):
         fit_in(tmp_path / "kept", EXIT + 1, FEW, bf16=True)
-    found = fit_in(tmp_path / "kept", EXIT + 1, FEW)
-    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+    adapter = fit_in(tmp_path / "kept", EXIT + 1, FEW)
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in adapter.state_dict().items())
     with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
         fit_in(tmp_path / "kept", text=FEW, learning_rate=1e38)
     fit_in(tmp_path / "kept", text=FEW)
@@ -335,12 +337,12 @@ def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None, others: b
     model.generate(**inputs, max_new_tokens=20, do_sample=False, prefill_chunk_size=chunk, assistant=spec)
     for row, length in enumerate(lengths):
         prompt, compared = inputs["input_ids"][row, -length:].tolist(), 0
-        for seen, logits, _ in rule.calls:
-            found = seen[row].tolist()  # rows are aligned right; their own text begins with the prompt
-            start = next((at for at in range(len(found)) if found[at : at + length] == prompt), None)
+        for input_ids, logits, _ in rule.calls:
+            ids = input_ids[row].tolist()  # rows are aligned right; their own text begins with the prompt
+            start = next((at for at in range(len(ids)) if ids[at : at + length] == prompt), None)
             if start is not None:
                 with torch.no_grad():
-                    states = model(seen[row : row + 1, start:-1], output_hidden_states=True).hidden_states[EXIT]
+                    states = model(input_ids[row : row + 1, start:-1], output_hidden_states=True).hidden_states[EXIT]
                     expected = model.lm_head(adapter(states))[0, -1]
                 compared += torch.allclose(logits[row], expected, rtol=1e-3, atol=1e-4)
         assert compared > 3
@@ -353,8 +355,8 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
     assert fresh.head is not None
     with torch.no_grad():
         states = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True).hidden_states[EXIT]
-        own = model.lm_head(model.model.norm(states))
-        torch.testing.assert_close(fresh.head(fresh(states)), own, atol=1e-3, rtol=1e-3)
+        model_logits = model.lm_head(model.model.norm(states))
+        torch.testing.assert_close(fresh.head(fresh(states)), model_logits, atol=1e-3, rtol=1e-3)
     args = arguments(tmp_path, max_steps=30, learning_rate=1e-2)
     adapter = adapter_fit(model, own_head=True, args=args, output_dir=tmp_path)
     assert adapter.head is not None
@@ -373,8 +375,8 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     probe = fit_probe(model, None, rows(FEW), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path)
     spec, again = SelfSpec.adaspeed(tmp_path), SelfSpec.adaspeed(probe)
     assert SelfSpec.adaspeed(probe=tmp_path).draft == again.draft == spec.draft == SelfSpec.layerskip(EXIT, 4).draft
-    found = [[stats.from_draft for stats in check_lossless(model, one)] for one in (spec, again)]
-    assert found[0] == found[1]
+    from_drafts = [[stats.from_draft for stats in check_lossless(model, each)] for each in (spec, again)]
+    assert from_drafts[0] == from_drafts[1]
     with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
         SelfSpec.adaspeed(4, probe)
     with pytest.raises(SettingError, match="a model with other weights"):

@@ -31,23 +31,23 @@ from hf_selfspec.train.fit_trainer import speed_figures, speeds
 from hf_selfspec.train.lora import LoraFit
 
 
-def agreements(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
+def agreements(monkeypatch: pytest.MonkeyPatch, *values: float) -> list[dict[str, torch.Tensor]]:
     """Has evaluations give these, then the last one again; returns the weights that each was of."""
-    coming, seen = iter(found), list[dict[str, torch.Tensor]]()
+    coming, evaluated_weights = iter(values), list[dict[str, torch.Tensor]]()
 
     def means(self: FitModule, evaluated: Any) -> dict[str, float]:
-        seen.append({name: value.clone() for name, value in self.part.state_dict().items()})
-        return {"agreement": next(coming, found[-1])}
+        evaluated_weights.append({name: value.clone() for name, value in self.part.state_dict().items()})
+        return {"agreement": next(coming, values[-1])}
 
     monkeypatch.setattr(FitModule, "means", means)
-    return seen
+    return evaluated_weights
 
 
-def fit(kind: Any, folder: Path, text: int = 60, **changed: Any) -> Any:
+def fit(fit_function: Any, folder: Path, text: int = 60, **changed: Any) -> Any:
     """A fit with ``patience``, whose other arguments are those of the Trainer."""
-    own = {name: changed.pop(name) for name in ("patience", "output_dir", "do_sample") if name in changed}
+    of_fit = {name: changed.pop(name) for name in ("patience", "output_dir", "do_sample") if name in changed}
     args = arguments(folder, **changed)
-    return kind(tiny_llama(), None, rows(text), exit_layer=EXIT, block_size=32, args=args, **own)
+    return fit_function(tiny_llama(), None, rows(text), exit_layer=EXIT, block_size=32, args=args, **of_fit)
 
 
 def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
@@ -56,19 +56,19 @@ def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
 
 def test_a_fit_ends_when_it_agrees_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best weights are kept, also of a probe for sampling. The last steps are evaluated at the end."""
-    seen = agreements(monkeypatch, 0.1, 0.3, 0.3, 0.2, 0.9)
+    evaluated = agreements(monkeypatch, 0.1, 0.3, 0.3, 0.2, 0.9)
     adapter = fit(fit_adapter, tmp_path, max_steps=40, eval_steps=3, patience=2)
     assert adapter.about["recipe"]["steps"] == 12
-    assert [is_like(adapter, weights) for weights in seen] == [False, True, False, False, True]
-    seen = agreements(monkeypatch, 0.1, 0.2, 0.3, 0.4)
+    assert [is_like(adapter, weights) for weights in evaluated] == [False, True, False, False, True]
+    evaluated = agreements(monkeypatch, 0.1, 0.2, 0.3, 0.4)
     probe = fit(fit_probe, tmp_path, max_steps=7, eval_steps=2, patience=1, do_sample=True)
     assert probe.about["recipe"]["steps"] == 7
-    assert [is_like(probe, weights) for weights in seen] == [False, False, False, True, True]
+    assert [is_like(probe, weights) for weights in evaluated] == [False, False, False, True, True]
 
 
 def test_a_fit_that_resumes_knows_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And how often it has not become better."""
-    seen = agreements(monkeypatch, 0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1, 0.1)
+    evaluated = agreements(monkeypatch, 0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1, 0.1)
     kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20, "patience": 4}
 
     class Killed(TrainerCallback):
@@ -81,21 +81,21 @@ def test_a_fit_that_resumes_knows_the_best_weights(tmp_path: Path, monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             fit(fit_adapter, tmp_path, **kept)
     adapter = fit(fit_adapter, tmp_path, **kept)
-    assert is_like(adapter, seen[1])
+    assert is_like(adapter, evaluated[1])
     assert adapter.about["recipe"]["steps"] == 12
 
 
 def test_what_does_not_depend_on_the_module_does_not_count() -> None:
     module = FitModule(Adapter(EXIT, 64, 4), None, LoraFit())  # type: ignore[arg-type]  # nothing of a model is read
     module.names = ("agreement_with_the_whole_model", "agreement_without_LoRA")
-    found = module.means(EvalPrediction(np.array([[[1.0, 0.0], [0.5, 0.0]]]), None))
-    assert found == {"agreement_with_the_whole_model": 0.75, "agreement_without_LoRA": 0.0, "agreement": 0.75}
+    means = module.means(EvalPrediction(np.array([[[1.0, 0.0], [0.5, 0.0]]]), None))
+    assert means == {"agreement_with_the_whole_model": 0.75, "agreement_without_LoRA": 0.0, "agreement": 0.75}
 
 
 @pytest.mark.filterwarnings("ignore:this MTP head does not pay")
 @pytest.mark.every_run("fit_(exit_heads|mtp)-.*")
 @pytest.mark.parametrize(
-    ("kind", "chosen"),
+    ("fit_function", "chosen"),
     [
         (fit_adapter, {"exit_layer": EXIT}),
         (fit_probe, {"exit_layer": EXIT}),
@@ -104,14 +104,16 @@ def test_what_does_not_depend_on_the_module_does_not_count() -> None:
         (fit_mtp, {"steps": 2, "head_rows": 20}),
     ],
 )
-def test_parts_have_a_speed(kind: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_have_a_speed(
+    fit_function: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found by generation with them; they are written once, with all figures."""
     model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
     monkeypatch.setattr(
         DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
     )
     args, out = arguments(tmp_path, max_steps=2, eval_steps=2), tmp_path / "out"
-    part = kind(model, None, rows(20), args=args, output_dir=out, block_size=32, patience=1, **chosen)
+    part = fit_function(model, None, rows(20), args=args, output_dir=out, block_size=32, patience=1, **chosen)
     assert part.about["figures"]["speed over plain generate"] > 0
     assert written.count(out) == 1
     assert type(part).load(out).about == part.about
@@ -156,19 +158,19 @@ def test_parts_that_add_nothing_to_free_drafts(with_free: float, pays: bool, mon
     part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
 
     def slower_together(*args: Any) -> list[float]:
-        alone, free, both = speeds(*args)
-        return [alone, free, both / 2]
+        alone, free, together = speeds(*args)
+        return [alone, free, together / 2]
 
     monkeypatch.setattr(fit_trainer, "speeds", slower_together)
     if pays:
-        found = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
+        figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
     else:
         with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
-            found = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
+            figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
     assert part.training
     assert model.generation_config is usual
-    assert found["speed over plain generate"] == 2.0
-    assert found["speed of free drafts alone"] == round(2 / with_free, 2)
+    assert figures["speed over plain generate"] == 2.0
+    assert figures["speed of free drafts alone"] == round(2 / with_free, 2)
     assert speed_figures(part, model, TEXT[:0], SelfSpec.kangaroo) == {}
 
 
@@ -183,10 +185,10 @@ def test_a_fit_is_not_lost_to_its_measurement(tmp_path: Path, monkeypatch: pytes
 
 
 def test_wrong_patience(tmp_path: Path) -> None:
-    for kind, given, error, words in (
+    for fit_function, settings, error, words in (
         (fit_adapter, {"patience": 0}, SettingError, r"fit_adapter\(patience\) must be at least 1, got 0"),
         (fit_adapter, {"patience": "often"}, SettingTypeError, r"fit_adapter\(patience\)"),
         (fit_adapter, {"patience": 1, "text": 4}, SettingError, r"patience\) needs held-out rows, and of 4 rows none"),
     ):
         with pytest.raises(error, match=words):
-            fit(kind, tmp_path, **given)
+            fit(fit_function, tmp_path, **settings)

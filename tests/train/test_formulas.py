@@ -39,9 +39,9 @@ def test_loss_scale() -> None:
 def test_loss_weights(callback: EarlyExitLoss, step: int, steps: int, scales: dict[int, float]) -> None:
     """``ẽ(t, l)`` is each enabled layer's share of all enabled scales."""
     total = sum(scales.values())
-    found = callback.weights(step, steps, 6)
-    assert found == pytest.approx({layer: scale / total for layer, scale in scales.items()})
-    assert sum(found.values()) == pytest.approx(1.0)
+    weights = callback.weights(step, steps, 6)
+    assert weights == pytest.approx({layer: scale / total for layer, scale in scales.items()})
+    assert sum(weights.values()) == pytest.approx(1.0)
 
 
 def test_a_model_of_one_layer() -> None:

@@ -116,14 +116,14 @@ def test_fused_heads_are_served_where_their_outputs_are_summed(tmp_path: Path) -
     class Weighing(Fused):
         shares = torch.linspace(0, 1, WIDTH - 1)
 
-    for kind in (Fused, Weighing):
+    for trainer_class in (Fused, Weighing):
         usual, model = trainer(tiny(), [], tmp_path), tiny()
         add_fused_lm_head(model)
-        run = kind(
+        run = trainer_class(
             model, usual.args, train_dataset=rows(16), callbacks=[EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)]
         )
         before = weights(model)
-        if kind is Fused:
+        if trainer_class is Fused:
             run.train()
             assert_close(weights(model), ByHand(tiny(), lambda step: ALL).weights)
             continue

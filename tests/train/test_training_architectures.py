@@ -64,14 +64,16 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
 
-def assert_same(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+def assert_same(
+    trained: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
+) -> None:
     """Equal in float32; what has no gradient in one of the two has one of zeros in the other."""
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert trained[0] == pytest.approx(expected[0], rel=1e-5)
     largest = max(gradient.abs().max().item() for gradient in expected[1].values())
     assert largest > 1e-3
-    for name in found[1].keys() | expected[1].keys():
-        both = torch.broadcast_tensors(*(one[1].get(name, torch.zeros(())) for one in (found, expected)))
-        torch.testing.assert_close(*both, rtol=1e-4, atol=2e-6 * largest, msg=name)
+    for name in trained[1].keys() | expected[1].keys():
+        pair = torch.broadcast_tensors(*(each[1].get(name, torch.zeros(())) for each in (trained, expected)))
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-6 * largest, msg=name)
 
 
 def begin(callback: Any, model: PreTrainedModel) -> None:
@@ -115,10 +117,10 @@ def test_early_exit_loss(name: str) -> None:
     expected = total.item(), gradients(model)
 
     with training_step(callback, model):
-        found = run(model)
-    assert_same(found, expected)
+        trained = run(model)
+    assert_same(trained, expected)
     plain = run(model)[1]
-    assert any(not torch.allclose(found[1][name], gradient, atol=1e-4) for name, gradient in plain.items())
+    assert any(not torch.allclose(trained[1][name], gradient, atol=1e-4) for name, gradient in plain.items())
 
 
 def stays(step: int, rates: list[float]) -> np.ndarray:
@@ -144,9 +146,9 @@ def test_layer_dropout(name: str) -> None:
         with rows_put_back(anatomy.layers, kept):
             expected = run(model)
         with training_step(callback, model, step):
-            found = run(model)
-        assert_same(found, expected)
-        assert abs(found[0] - plain) > 1e-5
+            trained = run(model)
+        assert_same(trained, expected)
+        assert abs(trained[0] - plain) > 1e-5
 
 
 @pytest.mark.parametrize(

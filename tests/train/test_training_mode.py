@@ -56,22 +56,22 @@ def flags(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
     return {path: tuple(module.__dict__.get(name) for name in names) for path, module in model.named_modules()}
 
 
-def check_as_without_a_cache(model: Any, batch: dict[str, torch.Tensor] = BATCH, kind: str = "exit") -> None:
+def check_as_without_a_cache(model: Any, batch: dict[str, torch.Tensor] = BATCH, draft: str = "exit") -> None:
     """The tokens are those of generate without a cache, which is how checkpointing leaves plain generate right."""
     before = flags(model)
     expected = model.generate(**batch, **OPTIONS, use_cache=False)
-    assert torch.equal(model.generate(**batch, **OPTIONS, assistant=SPECS[kind]), expected)
+    assert torch.equal(model.generate(**batch, **OPTIONS, assistant=SPECS[draft]), expected)
     assert flags(model) == before
 
 
 @pytest.mark.every_run("llama-(exit|search)|bloom-exit")
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("draft", SPECS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bloom", "gpt_neo", "mixtral"])
-def test_checkpointing_is_suspended(name: str, kind: str) -> None:
+def test_checkpointing_is_suspended(name: str, draft: str) -> None:
     """Also in calls that are left to transformers, such as those with prompts that are padded on the right."""
-    model = in_training(build(name), reentrant=kind == "skip")
-    check_as_without_a_cache(model, kind=kind)
-    if (name, kind) == ("llama", "exit"):
+    model = in_training(build(name), reentrant=draft == "skip")
+    check_as_without_a_cache(model, draft=draft)
+    if (name, draft) == ("llama", "exit"):
         check_as_without_a_cache(model, {name: value.flip(1) for name, value in BATCH.items()})
 
 
@@ -100,11 +100,11 @@ def test_checkpointing_of_some_layers_comes_back_after_an_error() -> None:
 def test_dropout_stays_on() -> None:
     """Plain generate does not leave training mode, so dropout is part of the model that is sampled from."""
     model = in_training(build("gpt2"), dropout=0.3)
-    seen: set[tuple[bool, bool]] = set()
+    modes: set[tuple[bool, bool]] = set()
     for layer in model.transformer.h:
-        layer.register_forward_pre_hook(lambda module, _: seen.add((module.training, module.gradient_checkpointing)))
+        layer.register_forward_pre_hook(lambda module, _: modes.add((module.training, module.gradient_checkpointing)))
     ids = model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
-    assert seen == {(True, False)}
+    assert modes == {(True, False)}
     assert ids.shape == (3, 9 + 16)
 
 
@@ -145,11 +145,11 @@ def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.every_run("(exit|search)-ragged batch|tree-one row")
 @pytest.mark.parametrize("inputs", [ragged_batch((12,)), BATCH], ids=["one row", "ragged batch"])
-@pytest.mark.parametrize("kind", [*SPECS, "compiled"])
-def test_parts_run_in_the_mixed_precision_of_the_whole(kind: str, inputs: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("draft", [*SPECS, "compiled"])
+def test_parts_run_in_the_mixed_precision_of_the_whole(draft: str, inputs: dict[str, torch.Tensor]) -> None:
     model = in_mixed_precision(tiny_llama(factor=0.5))
     eager = CompileConfig(backend="eager", mode=None)
-    spec = SPECS[kind] if kind in SPECS else SelfSpec(EarlyExit(2), FixedLength(3), compile=eager)
+    spec = SPECS[draft] if draft in SPECS else SelfSpec(EarlyExit(2), FixedLength(3), compile=eager)
     expected = model.generate(**inputs, **OPTIONS)
     ids = model.generate(**inputs, **OPTIONS, assistant=spec)
     for difference in first_differences(model, expected, ids, inputs["attention_mask"]):

@@ -29,14 +29,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two processes found, by wrapper, case and rank; both wrappers in one launch, for its start takes longest."""
     folder = tmp_path_factory.mktemp("distributed")
     in_two_processes("distributed_training.py", folder)
-    found = {
+    of_all = {
         (wrapper, case, rank): torch.load(path)
         for wrapper in WRAPPERS
         for case in CASES
         for rank in (0, 1)
         if (path := folder / f"{wrapper}-{case}-{rank}.pt").exists()
     }
-    return found
+    return of_all
 
 
 @pytest.mark.slow
@@ -48,14 +48,14 @@ def test_early_exit_loss(results: Results, tmp_path: Path, wrapper: str, case: s
     expected = trainer(tiny(), callbacks(), tmp_path, **({"per_device_train_batch_size": 4} | options))
     expected.train()
     for rank in (0, 1):
-        found = results[wrapper, case, rank]
-        assert found["kind"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[wrapper]
-        assert_close(found["weights"], weights(expected.model))
-        assert found["attributes"] == []
-        logs = [entry["loss"] for entry in found["logs"]]
+        result = results[wrapper, case, rank]
+        assert result["kind"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[wrapper]
+        assert_close(result["weights"], weights(expected.model))
+        assert result["attributes"] == []
+        logs = [entry["loss"] for entry in result["logs"]]
         assert logs == pytest.approx(history(expected), rel=1e-5)
         for key in ("loss/exit_2", "loss/exit_3", "loss/exit_4"):
-            values = [entry[key] for entry in found["logs"] if key in entry]
+            values = [entry[key] for entry in result["logs"] if key in entry]
             assert values == pytest.approx(history(expected, key), rel=1e-5)
             assert values
 
@@ -70,14 +70,14 @@ def test_layer_dropout(results: Results, wrapper: str, case: str) -> None:
     kept = [stays(step, 2, 0.9).sum(0).tolist() for step in range(3)]
     assert any(0 in counts for counts in kept)
     for rank in (0, 1):
-        found = results[wrapper, case, rank]
+        result = results[wrapper, case, rank]
         if "checkpointed" not in case:  # where layers run twice
-            assert found["rows"] == kept
-        assert_close(found["weights"], expected.weights)
-        assert found["attributes"] == []
-    one, other = (results[wrapper, case, rank] for rank in (0, 1))
-    assert one["rows"] == other["rows"]
-    assert_equal(one["weights"], other["weights"])
+            assert result["rows"] == kept
+        assert_close(result["weights"], expected.weights)
+        assert result["attributes"] == []
+    first, other = (results[wrapper, case, rank] for rank in (0, 1))
+    assert first["rows"] == other["rows"]
+    assert_equal(first["weights"], other["weights"])
 
 
 @pytest.mark.slow
@@ -85,15 +85,15 @@ def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
     model = tiny_llama(layers=4, factor=0.5)
     model.save_pretrained(tmp_path / "model")
     in_two_processes("distributed_rollouts.py", tmp_path)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for moment in ("before", "after"):
-        for (lengths, new), of_rank in zip(CALLS, found, strict=True):
+        for (lengths, new), of_rank in zip(CALLS, of_ranks, strict=True):
             plain = model.generate(**ragged_batch(lengths), **OPTIONS, max_new_tokens=new).tolist()
             assert [of_rank[f"{name}, {moment}"][0] for name in ("lookup", "default", "mixed")] == [plain] * 3
             options = {**ragged_batch(lengths), **OPTIONS, "max_new_tokens": new, "eos_token_id": list(range(40, 60))}
             assert of_rank[f"uneven, {moment}"][0] == model.generate(**options).tolist()
         train_once(model)
-    assert any(of_rank[f"lookup, {moment}"][1] for of_rank in found for moment in ("before", "after"))
+    assert any(of_rank[f"lookup, {moment}"][1] for of_rank in of_ranks for moment in ("before", "after"))
 
 
 def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -114,15 +114,15 @@ def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @contextmanager
 def counted(module: torch.nn.Module) -> Iterator[list[int]]:
     """Forwards of a module."""
-    found: list[int] = []
+    calls: list[int] = []
 
     def count(*_: Any) -> None:
-        found.append(1)
+        calls.append(1)
 
     count.__module__ = "torch"  # a hook of others would be checked, which several processes cannot do
     handle = module.register_forward_pre_hook(count)
     try:
-        yield found
+        yield calls
     finally:
         handle.remove()
 
@@ -159,8 +159,8 @@ def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pyt
     mask = torch.ones_like(more)
     mask[0, plain.sequences[0].tolist().index(end, 9) + 1 : plain.sequences.shape[1]] = 0
     options |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
-    found = [model.generate(**options, **{PAST: one.past_key_values}).sequences for one in (plain, ours)]
-    assert torch.equal(*found)
+    ids = [model.generate(**options, **{PAST: each.past_key_values}).sequences for each in (plain, ours)]
+    assert torch.equal(*ids)
 
 
 def test_only_drafts_without_forwards(llama: LlamaForCausalLM) -> None:

@@ -49,9 +49,9 @@ def test_evaluation(tmp_path: Path) -> None:
     for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):
         assert history(run, key) == history(unevaluated, key)
     batch = stacked(evaluated)
-    found = history(run, "eval_loss")
-    assert len(found) == len(snapshots) == 4
-    for loss, snapshot in zip(found, snapshots, strict=True):
+    losses = history(run, "eval_loss")
+    assert len(losses) == len(snapshots) == 4
+    for loss, snapshot in zip(losses, snapshots, strict=True):
         model = tiny().eval()
         model.load_state_dict(snapshot)
         with torch.no_grad():
@@ -105,12 +105,12 @@ def test_saved_models_are_ordinary(tmp_path: Path) -> None:
 
 def test_bf16(tmp_path: Path) -> None:
     """Close to float32, with master weights in float32 and without ones; all exits go through the head in bfloat16."""
-    plain, seen, model = train(tmp_path, BOTH["both"]()), list[tuple[bool, torch.dtype]](), tiny()
+    plain, precisions, model = train(tmp_path, BOTH["both"]()), list[tuple[bool, torch.dtype]](), tiny()
     model.lm_head.register_forward_hook(
-        lambda module, args, output: seen.append((torch.is_autocast_enabled("cpu"), output.dtype))
+        lambda module, args, output: precisions.append((torch.is_autocast_enabled("cpu"), output.dtype))
     )
     train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model, bf16=True)
-    assert seen == [(True, torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
+    assert precisions == [(True, torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
     mixed = train(tmp_path, BOTH["both"](), bf16=True)
     pure = train(tmp_path, BOTH["both"](), tiny().to(torch.bfloat16))
     for run in (mixed, pure):
@@ -157,12 +157,12 @@ def test_lora(tmp_path: Path, head: bool) -> None:
     before = weights(with_lora(head))
     expected = ByHand(with_lora(head), rotational_shares, p_max=0.6)
     run = train(tmp_path, BOTH["both"](), with_lora(head))
-    found = weights(run.model)
+    trained_weights = weights(run.model)
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
-    assert_close(found, expected.weights)
-    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert_close(trained_weights, expected.weights)
+    changed = {name for name in trained_weights if not torch.equal(trained_weights[name], before[name])}
     # The adapters of the last layer's projections may get no gradient from a step, but each gets some in three.
-    trained = {name for name in found if "lora_" in name or (head and "lm_head.modules_to_save" in name)}
+    trained = {name for name in trained_weights if "lora_" in name or (head and "lm_head.modules_to_save" in name)}
     assert changed == trained
     assert len(trained) == LAYERS * 4 + head
 
@@ -208,12 +208,12 @@ def test_after_a_training(tmp_path: Path) -> None:
     """Also where the Trainer's methods were replaced on the instance before; a second training is as the first."""
     callbacks = BOTH["both"]()
     run = trainer(tiny(), callbacks, tmp_path)
-    own = run.log
-    run.log = own
+    user_log = run.log
+    run.log = user_log
     run.model.loss_function = run.model.loss_function  # set by the user to the one that is trained with anyway
     with left_as_it_was(run):
         run.train()
-    assert run.__dict__["log"] is own
+    assert run.__dict__["log"] is user_log
     again = train(tmp_path, callbacks)
     assert_equal(weights(again.model), weights(run.model))
     assert history(again, "loss/exit_3") == history(run, "loss/exit_3")
