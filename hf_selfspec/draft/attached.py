@@ -12,7 +12,7 @@ from ..learned.files import read_json
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.adapter import Adapter
-from ..modules.block import BlockHead, is_published
+from ..modules.block import BlockHead, is_block_head
 from ..modules.draft_module import CONFIG, DraftModule, file_of
 from ..modules.eagle import is_eagle3, load_eagle3
 from ..modules.mtp import MtpHead
@@ -53,7 +53,7 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
         head = load_layers(inner, name, SPECULATORS)
     elif is_eagle3(config):
         head = load_eagle3(name)
-    elif is_published(config):
+    elif is_block_head(config):
         head = BlockHead.load(name)
     elif "configs" in config:
         head = MtpHead.load(name)

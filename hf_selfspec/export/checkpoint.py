@@ -1,5 +1,6 @@
 """Makes an ordinary model and its config from some blocks of another one; the two share their tensors."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,25 @@ _PLAIN = (bool, int, float, str, type(None))
 _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
+def draft_model(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan) -> PreTrainedModel:
+    """Returns the blocks as an ordinary model with the same tensors; the whole model stays as it is."""
+    kept = [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
+    if anatomy.kv_sources and len(kept) < anatomy.num_layers:
+        raise UnsupportedModelError(
+            f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
+            "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
+        )
+    check_plan(plan, anatomy)
+    # The name of the list of decoder layers, with a dot, in both models.
+    prefix = next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
+    draft = _model_of_layers(model, kept, prefix, _zeroed_projections(plan, anatomy, kept, prefix))
+    _check_same_layers(model, draft, kept, prefix)
+    draft.generation_config = copy.deepcopy(model.generation_config)
+    if hasattr(draft.generation_config, "assistant"):
+        del draft.generation_config.assistant
+    return draft
+
+
 def _config_of_layers(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig:
     """The config of a model that consists of the ``kept`` layers."""
     depth, values = config.num_hidden_layers, config.to_dict()
@@ -63,21 +83,10 @@ def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
     return value
 
 
-def kept_layers(plan: LayerPlan) -> list[int]:
-    """Layers of which at least one block runs."""
-    return [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
-
-
-def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
-    """The name of the list of decoder layers in the model, with a trailing dot."""
-    return next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
-
-
-def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
+def _zeroed_projections(plan: LayerPlan, anatomy: Anatomy, kept: Sequence[int], prefix: str) -> dict[str, torch.Tensor]:
     """Zeros, by names in the new model, for the last projections of blocks that are left out of a layer that stays."""
-    check_plan(plan, anatomy)
     zeros: dict[str, torch.Tensor] = {}
-    for place, layer in enumerate(kept_layers(plan)):
+    for place, layer in enumerate(kept):
         if layer in plan.skipped_attention:
             block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
         elif layer in plan.skipped_mlp:
@@ -100,7 +109,7 @@ def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[s
     return zeros
 
 
-def model_of_layers(
+def _model_of_layers(
     model: PreTrainedModel, kept: Sequence[int], prefix: str, replaced: Mapping[str, torch.Tensor]
 ) -> PreTrainedModel:
     """A model with the ``kept`` layers' own tensors, but for those that are ``replaced``, by their new names."""
@@ -151,7 +160,7 @@ def model_of_layers(
     return draft.eval()
 
 
-def check_same_layers(model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
+def _check_same_layers(model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
     """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index."""
     for place, layer in enumerate(kept):
         old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")

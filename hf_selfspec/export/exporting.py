@@ -1,6 +1,5 @@
 """Drafts for other engines: the part of a model that drafts, as a checkpoint of its own."""
 
-import copy
 import json
 import os
 from functools import partial
@@ -30,14 +29,15 @@ from ..modules.mtp import MtpHead
 from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
 from ..search.choice import Choice, choice_of_state
 from ..validation import StrPath
-from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
+from .checkpoint import draft_model
 
-# Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
+# Tokens of a draft in the card's commands if the SelfSpec sets no number, as in the engines' own examples.
 USUAL_TOKENS = 5
 
+_NAME = "SelfSpec.export_draft"  # in messages
 _C = TypeVar("_C", bound=Choice)
 _README = "README.md"
-# Types of models of whose layers speculators 0.9 makes an MTP layer, besides those that ship with some.
+# Model types that ship without MTP layers, but for which speculators 0.9 makes them.
 _OF_SPECULATORS = ("qwen3",)
 # The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
@@ -45,7 +45,7 @@ TAG = "hf_selfspec-draft"
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
 
-# Tokens of the text on which the two are compared.
+# Tokens of the text on which the logits of the checkpoint are compared with those of the model's blocks.
 _TOKENS = 16
 # How far apart logits may be, as a share of the largest one: other kernels round differently. The models of the tests
 # agree within 1e-5; a wrong or incomplete layer changes logits by a tenth or more.
@@ -60,12 +60,12 @@ def export_draft(
     tokens: int,
 ) -> None:
     """Writes what a source drafts with, see :meth:`SelfSpec.export_draft`; engines are to draft ``tokens`` at once."""
-    name, inner = "SelfSpec.export_draft", knowledge.model
+    inner = knowledge.model
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise SettingTypeError(f"{name}(tokenizer) must be a tokenizer of transformers or None, got {tokenizer!r}.")
+        raise SettingTypeError(f"{_NAME}(tokenizer) must be a tokenizer of transformers or None, got {tokenizer!r}.")
     at = path_of(folder)
-    _check_place(name, folder, at)
-    _check_model(name, inner)
+    _check_place(folder, at)
+    _check_model(inner)
     anatomy = Anatomy.of(inner)
     blocks = source.blocks(anatomy, partial(_choice, knowledge))
     if blocks.mtp is not None:
@@ -74,7 +74,7 @@ def export_draft(
         return
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
-            f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
+            f"{_NAME}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
         )
     draft = draft_model(inner, anatomy, blocks.plan)
@@ -90,22 +90,6 @@ def export_draft(
     for file in [file for file in at.glob(_WEIGHTS) if file.name not in written]:
         with reported(file):
             file.unlink()
-
-
-def draft_model(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan) -> PreTrainedModel:
-    """Returns the blocks as an ordinary model with the same tensors; the whole model stays as it is."""
-    kept, prefix = kept_layers(plan), layers_name(model, anatomy)
-    if anatomy.kv_sources and len(kept) < anatomy.num_layers:
-        raise UnsupportedModelError(
-            f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
-            "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
-        )
-    draft = model_of_layers(model, kept, prefix, zeroed_projections(plan, anatomy, prefix))
-    check_same_layers(model, draft, kept, prefix)
-    draft.generation_config = copy.deepcopy(model.generation_config)
-    if hasattr(draft.generation_config, "assistant"):
-        del draft.generation_config.assistant
-    return draft
 
 
 def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, draft: PreTrainedModel) -> None:
@@ -169,8 +153,8 @@ def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> 
             (inside / _README).write_text(note + "It reads what leaves the final norm.\n", encoding="utf-8")
         return
     raise UnsupportedModelError(
-        "SelfSpec.export_draft: engines take MTP layers in the format of models that ship with them, or in that of "
-        f"speculators; {trouble}. Use it with generate(assistant=...)."
+        f"{_NAME}: engines take MTP layers in the format of models that ship with them, or in that of speculators; "
+        f"{trouble}. Use it with generate(assistant=...)."
     )
 
 
@@ -211,20 +195,19 @@ def _choice(knowledge: KnowledgeOfCall, choice_class: type[_C]) -> _C | None:
     return next((choice for choice in choices if isinstance(choice, choice_class)), None)
 
 
-def _check_place(name: str, folder: StrPath, at: Path) -> None:
-    check_folder(f"{name}(folder)", folder, (_README,))
+def _check_place(folder: StrPath, at: Path) -> None:
+    check_folder(f"{_NAME}(folder)", folder, (_README,))
     card = at / _README
     is_ours = card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace")
     held = [file.name for pattern in _MODEL_FILES for file in at.glob(pattern)]
     if held and not is_ours:
         raise SettingError(
-            f"{name}(folder={os.fspath(folder)!r}): there is {held[0]} of another model. Give a new folder; only "
+            f"{_NAME}(folder={os.fspath(folder)!r}): there is {held[0]} of another model. Give a new folder; only "
             "a draft that was exported earlier is replaced."
         )
 
 
-def _check_model(name: str, model: PreTrainedModel) -> None:
-    which = type(model).__name__
+def _check_model(model: PreTrainedModel) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device) for tensor in tensors}
     if any(hasattr(module, ADAPTED) for module in model.modules()):
@@ -242,7 +225,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
         )
     else:
         return
-    raise UnsupportedModelError(f"{name}: {which} cannot be exported, since {why}. {what}.")
+    raise UnsupportedModelError(f"{_NAME}: {type(model).__name__} cannot be exported, since {why}. {what}.")
 
 
 def card_of(

@@ -230,7 +230,7 @@ class BlockHead(DraftModule):
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (file_of(cls.kind, name, file, **options) for file in (CONFIG, WEIGHTS))
         with reading_published(cls.kind, name):
-            settings = published(name, read_json(config_file))
+            settings = _settings_of(name, read_json(config_file))
             tensors = {_renamed(key): value for key, value in read_tensors(weights_file).items()}
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 head = cls(**settings)
@@ -258,13 +258,13 @@ def _keys_and_values(
     return _turned(keys, rotation), _heads(attention, attention.v_proj(entered))
 
 
-def is_published(config: dict[str, Any]) -> bool:
+def is_block_head(config: dict[str, Any]) -> bool:
     """Whether a configuration is that of a block head, in any of the formats, served or not."""
     named = str(config.get("speculators_model_type", ""))
     return named.startswith(("dflash", "dspark")) or "dflash_config" in config or "target_layer_ids" in config
 
 
-def published(name: str, config: dict[str, Any]) -> dict[str, Any]:
+def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a head from a configuration in one of the formats."""
     if "speculators_model_type" in config:
         usual = _USUAL | (_USUAL_DSPARK if config["speculators_model_type"] == "dspark" else {})

@@ -152,10 +152,9 @@ class TrainedFit(Fit[M]):
         check_count(f"{name}(block_size)", self.block_size)
         if self.patience is not None:
             check_count(f"{name}(patience)", self.patience)
-        args: Any = self.args
-        if args is not None and not isinstance(args, TrainingArguments):
-            raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-        if args is not None:
+        if (args := self.args) is not None:
+            if not isinstance(args, TrainingArguments):
+                raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
             check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
             if not args.learning_rate >= 0:
                 raise SettingError(f"{name}(args): learning_rate must be at least 0, got {args.learning_rate!r}.")
@@ -191,7 +190,7 @@ class TrainedFit(Fit[M]):
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
         with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
-        # With another default device the Trainer would shuffle on that one.
+        # The Trainer shuffles on the default device, which is to be the CPU.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
             trained = FitModule(module, frozen, self)
@@ -220,12 +219,11 @@ class TrainedFit(Fit[M]):
             with seeded(args):
                 evaluated = trainer.evaluate() if len(held_out) else {}
                 speeds = speed_figures(module, model, held_out, self.spec)
-        metrics = {name.removeprefix("eval_"): value for name, value in evaluated.items()}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
-        figures |= {name.replace("_", " "): metrics[name] for name in trained.names if name in metrics}
-        figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
-        saved(module, module.about | {"figures": figures | speeds}, self.output_dir)
+        figures |= {name.replace("_", " "): evaluated[f"eval_{name}"] for name in trained.names}
+        figures |= {"seconds of training": round(seconds, 1)} | module.about["figures"] | speeds
+        saved(module, module.about | {"figures": figures}, self.output_dir)
         forget(args, self.output_dir)
         return module
 

@@ -33,7 +33,7 @@ from .texts import greedily
 
 M = TypeVar("M", bound=DraftModule)
 
-# Which fit the checkpoints in a folder belong to, as long as it has not ended.
+# The file beside checkpoints that says which fit they belong to, as long as it has not ended.
 _RECORD = "fit.json"
 # Arguments of the Trainer that decide what is fitted.
 _DECIDING = (
@@ -45,7 +45,7 @@ _DECIDING = (
 SAVE_STEPS = 100
 # With `patience`: the most steps between two evaluations, and the least number of these, unless args.eval_steps is set.
 _EVERY, _LEAST = 100, 10
-# Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
+# How speeds are measured: the number of prompts, the most new tokens after each, and those of a call that warms up.
 _ROWS, _TOKENS, _FEW = 4, 32, 8
 # The metric by which ``patience`` goes: the share of held-out tokens for which the module is right.
 AGREEMENT = "agreement"
@@ -122,7 +122,7 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
             f"{folder} holds a fit that was stopped, with another {', '.join(changed)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
-    # The last thing that was written since: an earlier fit may have left checkpoints, too.
+    # Checkpoints that are older than the record are those of an earlier fit.
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     last = max([record, *states], key=lambda file: file.stat().st_mtime_ns)
     return None if last is record else str(last.parent)

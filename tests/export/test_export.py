@@ -40,8 +40,9 @@ from hf_selfspec import (
     UnsupportedOptionError,
 )
 from hf_selfspec.draft.source import DraftBlocks
-from hf_selfspec.export import exporting
-from hf_selfspec.export.exporting import draft_model, partial_logits
+from hf_selfspec.export import checkpoint, exporting
+from hf_selfspec.export.checkpoint import draft_model
+from hf_selfspec.export.exporting import partial_logits
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 
@@ -331,7 +332,7 @@ def test_models_that_no_draft_is_taken_of(make: Callable[[], Any], message: str,
 def test_a_draft_that_predicts_something_else_is_not_written(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "zeroed_projections", lambda plan, anatomy, prefix: {})
+    monkeypatch.setattr(checkpoint, "_zeroed_projections", lambda *_: {})
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
         SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
