@@ -51,7 +51,7 @@ _USUAL_DSPARK = {"sample_from_anchor": True, "markov_rank": 256, "enable_confide
 _SERVED = ("dflash", "dspark")
 _MARKOV = ("vanilla", "gated", "rnn")
 _ROPES = ("default", "linear", "llama3", "yarn")
-# What checkpoints hold that drafts do not need: which tokens can be drafted, once more, and the model's own parts.
+# Parts of checkpoints that drafts do not need: `t2d` says the same as `d2t`, and the others are the model's own.
 _UNUSED = ("t2d", "embed_tokens.", "verifier_")
 
 

@@ -218,7 +218,7 @@ def reading_published(kind: str, name: str) -> Iterator[None]:
 
 
 def published_weights(tensors: dict[str, torch.Tensor], unused: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Returns the tensors whose names do not begin with ``unused``, all numbers in the type of ``fc``'s."""
+    """Returns the tensors whose names do not begin with ``unused``, floating-point ones in the type of ``fc``'s."""
     tensors = {key: value for key, value in tensors.items() if not key.startswith(unused)}
     if key := not_finite(tensors):
         raise ValueError(f"{key} is not finite")

@@ -17,7 +17,7 @@ from .mtp import MtpHead, config_of_layer
 _KIND, _OLD_WEIGHTS = "EAGLE-3 head", "pytorch_model.bin"
 # How configurations name the layers that are read.
 _LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-# What checkpoints hold that drafts do not need: which tokens can be drafted, once more, and the model's own parts.
+# Parts of checkpoints that drafts do not need: `t2d` says the same as `d2t`, and the others are the model's own.
 _UNUSED = ("t2d", "verifier_")
 
 

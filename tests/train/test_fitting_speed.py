@@ -37,7 +37,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch, *values: float) -> list[dict[str
 
     def means(self: FitModule, evaluated: Any) -> dict[str, float]:
         evaluated_weights.append({name: value.clone() for name, value in self.part.state_dict().items()})
-        return {"agreement": next(coming, values[-1])}
+        return dict.fromkeys([*self.names, "agreement"], next(coming, values[-1]))
 
     monkeypatch.setattr(FitModule, "means", means)
     return evaluated_weights
