@@ -124,7 +124,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = lay_out(drafted)
             # Modules of others may treat rows by their places.
-            decoder.target.keeps_all_rows = decoder.target.cache.is_private = bool(unseen)
+            decoder.target.cache.has_unknown_readers = bool(unseen)
             decoder.stats.checked = str(unseen)
         if decoder is not None and not why:
             return _decode(given, decoder, knowledge, spec._source)

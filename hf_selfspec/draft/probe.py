@@ -164,7 +164,7 @@ class ProbingDraft(LookingDraft):
         starts, ids = text.tokens_before([root + 1 for root in roots], n + 1, self.target.first_slots())
         logits = self.target.step(ids[:, :-1], starts, ForwardPass(plan, head_rows=self.head)).logits
         found = self._trace(logits, ids[:, 1:])
-        rows = [row for row, is_known in enumerate(known) if is_known and self.target.is_active(row)]
+        rows = [row for row, is_known in enumerate(known) if is_known and row in self.target.rows]
         return Trace(found.accept[rows], found.confidence[rows]) if rows else None
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class ProbingDraft(LookingDraft):
         starts, tokens = text.tokens_before(roots, n, self.target.first_slots())
         # Where in its window the unseen tokens of each row are; short rows have junk after them.
         new = [
-            (max(root - count, start) - start, root - start) if self.target.is_active(row) else (0, 0)
+            (max(root - count, start) - start, root - start) if row in self.target.rows else (0, 0)
             for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))
         ]
         self._seen_columns = [length - 1 for length in text.lengths]

@@ -227,5 +227,5 @@ class SearchingDraft(LookingDraft):
         found = self._trace(self.target.step(tokens[:, :-1], text.last_slots(), run, nodes).logits, tokens[:, 1:])
         # In rows that ended early the window reaches into the prompt, which the model did not generate.
         known = self._known([min(window, length - text.prompt_width) for length in text.lengths])
-        known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]
+        known = [count if row in self.target.rows else 0 for row, count in enumerate(known)]
         return [found.part(row, window - count, window) for row, count in enumerate(known) if count]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,30 +46,21 @@ class ActiveRows:
         self, tokens: torch.Tensor, starts: RowNumbers, nodes: TreeLayout | None, run: ForwardPass
     ) -> tuple[torch.Tensor, RowNumbers, TreeLayout | None, ForwardPass]:
         """The tokens of these rows, where they start, their trees, and the forward, whose callbacks see the batch."""
-        stop_fn, head_input_fn = run.stop_fn, run.head_input_fn
-
-        def stop(layer: int, states: torch.Tensor) -> bool:
-            assert stop_fn is not None
-            return stop_fn(layer, self.spread(states))
-
-        def head_input(states: torch.Tensor) -> torch.Tensor:
-            assert head_input_fn is not None
-            return self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
-
+        changes: dict[str, Any] = {}
+        if (stop_fn := run.stop_fn) is not None:
+            changes["stop_fn"] = lambda layer, states: stop_fn(layer, self.spread(states))
+        if (head_input_fn := run.head_input_fn) is not None:
+            changes["head_input_fn"] = lambda states: self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
+        if run.state is not None:
+            changes["state"] = self.pick(run.state, _ROW_DIM)
         if nodes is not None and len(nodes.parents) > 1:
             packed, nodes = nodes._on, TreeLayout(self.of_list(nodes.parents), self.of_list(nodes.depths), nodes.hidden)
             nodes._on.update({device: self.pick(values, 0) for device, values in packed.items()})
-        run = replace(
-            run,
-            state=None if run.state is None else self.pick(run.state, _ROW_DIM),
-            stop_fn=None if stop_fn is None else stop,
-            head_input_fn=None if head_input_fn is None else head_input,
-        )
         numbers = RowNumbers.made(self.of_list(starts), lambda device: self.pick(starts.on(device), 0))
-        return self.pick(tokens, 0), numbers, nodes, run
+        return self.pick(tokens, 0), numbers, nodes, replace(run, **changes)
 
     def leave(self, run: ForwardPass) -> None:
-        """Expands what the forward has found to the whole batch."""
+        """Expands the results of the forward to the whole batch."""
         for name in ("captured", "exit_state", *(["logits"] if run.spreads else [])):
-            if (found := getattr(run, name)) is not None:
-                setattr(run, name, self.spread(found))
+            if (states := getattr(run, name)) is not None:
+                setattr(run, name, self.spread(states))

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .internals import is_stateful
 from .modules import forward_parameters
-from .recurrences.kernels import KINDS, Kernels
+from .recurrences.kernels import RECURRENCES, Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
@@ -185,7 +185,7 @@ class Anatomy:
             raise UnsupportedModelError(
                 f"{name} is stateful ({', '.join(kinds)}), and its states cannot be rolled back when a draft is "
                 "rejected: its file has none of the functions for which that is known, or has them with other "
-                f"parameters ({', '.join(kind.kernel for kind in KINDS)}). Call generate without `assistant`."
+                f"parameters ({', '.join(each.kernel for each in RECURRENCES)}). Call generate without `assistant`."
             )
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         stack = _find_stack(model, layers)

@@ -25,31 +25,28 @@ class Bank:
         self._window = extent if isinstance(extent, Window) else None
         self.bases = extent.bases
         self._opened: tuple[int, int] | None = None  # the forward that the views are for
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []  # for each layer what attention reads, and what it
-        self._slots: torch.Tensor | None = None  # writes, there to these slots [b, k, s, h], where rows differ
+        # For each layer what attention reads, and where it writes.
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._slots: torch.Tensor | None = None  # [b, k, s, h] to which it writes there, where rows differ
         self._allocate(states)
 
     def _allocate(self, like: torch.Tensor) -> None:
         """Makes buffers for states like these ``[b, k, any, h]``."""
         self._views, self._opened = [], None
         b, k, _, h = like.shape
-        shape, place = (b, k, self.extent.capacity, h), self._cache.place
+        shape, place = (len(self.numbers), b, k, self.extent.capacity, h), self._cache.place
         if place is None:
-            self._keep((like.new_empty if self.bases is None else like.new_zeros)((len(self.numbers), *shape)))
+            self._keep((like.new_empty if self.bases is None else like.new_zeros)(shape))
         else:
-            self._keep(place.buffer((self._cache.owner, self.name, *self.numbers), (len(self.numbers), *shape), like))
+            self._keep(place.buffer((self._cache.owner, self.name, *self.numbers), shape, like))
 
     def _keep(self, buffer: torch.Tensor) -> None:
         self._buffer, self._opened = buffer, None
         self.of: tuple[torch.Tensor, ...] = buffer.unbind(0)
 
     def fits(self, states: torch.Tensor) -> bool:
-        b, k, _, h = states.shape
-        like = self.of[0]
-        return (b, k, h) == (*like.shape[:2], like.shape[3]) and (like.dtype, like.device) == (
-            states.dtype,
-            states.device,
-        )
+        like, is_same_type = self.of[0], (states.dtype, states.device) == (self._buffer.dtype, self._buffer.device)
+        return is_same_type and states[:, :, :0].shape == like[:, :, :0].shape
 
     def write(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """Writes ``[b, k, s, h]`` at the cursors, and returns all that attention reads, up to the furthest one."""

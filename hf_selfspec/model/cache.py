@@ -40,12 +40,12 @@ class SpeculativeCache(Cache, Extent):
         num_layers: int,
         batch_size: int,
         capacity: int,
-        kinds: Sequence[Hashable | None] = (),
+        shapes: Sequence[Hashable | None] = (),
         window: Window | None = None,
     ) -> None:
-        """``kinds`` tells which layers have keys and values of one shape and device, as far as that is known."""
+        """``shapes`` are equal for layers whose keys and values have the same shape and device, ``None`` if unknown."""
         super().__init__(layers=[SpeculativeLayer(self) for _ in range(num_layers)])
-        self._kinds, self._banks = kinds, list[Bank]()
+        self._shapes, self._banks = shapes, list[Bank]()
         self.window = window  # what is kept in layers that see the last tokens alone
         self.capacity = self._text_slots = capacity
         self.write_at([0] * batch_size)
@@ -55,16 +55,16 @@ class SpeculativeCache(Cache, Extent):
         self.owner = ""  # whose they are, where caches share a place
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
-        self._all: tuple[Hashable, list[torch.Tensor]] = None, []  # buffers of all layers, and what they depend on
+        self._buffers: tuple[Hashable, list[torch.Tensor]] = None, []  # of all layers, and what they depend on
         self._history = 0
-        self.has_states = False  # recurrent ones
-        self.is_private = False  # whether code of others, that the tests do not have, may not read keys and values
+        self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states
+        # Whether code runs beside the model that the tests do not have: it gets all rows, but no keys and values.
+        self.has_unknown_readers = False
         self.put_back: Callable[[], None] | None = None  # undoes that keys and values were moved here
 
     @property
     def _logs(self) -> list[StateLog]:
-        layers = self.layers if self.has_states else []
-        return [log for layer in layers if isinstance(layer, RecurrentLayer) for log in layer.logs()]
+        return [log for layer in self.recurrent for log in layer.logs()]
 
     def look_back(self, slots: int, writes: bool = True) -> None:
         """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens, and what
@@ -75,9 +75,9 @@ class SpeculativeCache(Cache, Extent):
 
     def first_slots(self) -> list[int]:
         """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
-        known = [log.floor.slots for log in self._logs if not log.is_empty]
-        known += [] if self.window is None else [self.window.first_slots()]
-        return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
+        firsts = [log.floor.slots for log in self._logs if not log.is_empty]
+        firsts += [] if self.window is None else [self.window.first_slots()]
+        return [max(slots) for slots in zip([0] * len(self.cursors), *firsts, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
         """Moves the checkpoint of recurrent states, and the end of windows, to these slots, one for each row."""
@@ -102,8 +102,8 @@ class SpeculativeCache(Cache, Extent):
     ) -> None:
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.write_at(cursors)
-        if self.has_states:
-            self.state_update = StateUpdate(self.cursors, counts, nodes)
+        if self.recurrent:
+            self.state_update = StateUpdate(self.cursors, None if counts is None else RowNumbers.of(counts), nodes)
         self.seeks += 1
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
@@ -118,10 +118,10 @@ class SpeculativeCache(Cache, Extent):
         self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
     def stay(self) -> None:
-        """Wants no more slots than there are, after there was no memory for further ones."""
+        """Lowers the capacity to the slots that there are, after memory for more has run out."""
         for bank in self._banks:
             bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
-        self._all = None, []
+        self._buffers = None, []
 
     def let_go(self) -> None:
         """Frees the memory; what was taken from another cache and not handed back is put back."""
@@ -129,27 +129,26 @@ class SpeculativeCache(Cache, Extent):
         if put_back is not None:
             put_back()
         self.layers.clear()
+        self.recurrent.clear()
         self._banks.clear()
-        self._all = None, []
+        self._buffers = None, []
 
     def bank(self, name: str, layer: int, states: torch.Tensor) -> Bank:
         """Where a layer's keys, or values, are to be: with those of further layers that are expected to be alike."""
-        known = [bank for bank in self._banks if bank.name == name and layer in bank.numbers]
-        for bank in known:
+        of_layer = [bank for bank in self._banks if bank.name == name and layer in bank.numbers]
+        for bank in of_layer:
             if bank.fits(states):
                 return bank
-        layers = [layer]
-        kind = self._kinds[layer] if layer < len(self._kinds) and not known and not self.is_traced else None
-        if kind is not None:
-            alike = [later for later in range(layer + 1, len(self._kinds)) if self._kinds[later] == kind]
-            layers += alike[: _TOGETHER - 1]
+        layers, shape = [layer], self._shapes[layer] if layer < len(self._shapes) else None
+        if shape is not None and not of_layer and not self.is_traced:
+            layers = [later for later in range(layer, len(self._shapes)) if self._shapes[later] == shape][:_TOGETHER]
         self._banks.append(Bank(self, self.layers[layer].extent, name, layers, states))
         return self._banks[-1]
 
     def release(self, layer: SpeculativeLayer, name: str) -> None:
         """Frees what a layer keeps, as soon as no other one shares the buffer."""
         bank = layer.banks.pop(name)
-        self._all = None, []
+        self._buffers = None, []
         del bank.numbers[layer.index]
         if not bank.numbers:
             self._banks.remove(bank)
@@ -157,11 +156,11 @@ class SpeculativeCache(Cache, Extent):
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
         key = self.capacity, len(self.cursors), len(self._banks), self.place
-        if self.window is not None or self._all[0] != key:
+        if self.window is not None or self._buffers[0] != key:
             for bank in self._banks:
                 bank.fill(self.capacity)
-            self._all = key, [buffer for layer in self._written for buffer in layer.buffers()]
-        return self._all[1]
+            self._buffers = key, [buffer for layer in self._written for buffer in layer.buffers()]
+        return self._buffers[1]
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers are."""
@@ -211,9 +210,8 @@ class SpeculativeCache(Cache, Extent):
             self.window.keep_rows(kept)
         for bank in self._banks:
             bank.keep_rows(kept)
-        for layer in self.layers if self.has_states else []:
-            if isinstance(layer, RecurrentLayer):
-                layer.keep_rows(kept)
+        for layer in self.recurrent:
+            layer.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values, for each ``(row, from slot, to slot)``."""
@@ -225,8 +223,9 @@ class SpeculativeCache(Cache, Extent):
         for bank in self._banks:
             key = device, bases = bank.of[0].device, bank.bases
             if key not in places:
-                here = moves if bases is None else [(row, a - bases[row], z - bases[row]) for row, a, z in moves]
-                places[key] = upload(here, device).unbind(1)
+                base_of = [0] * len(self.cursors) if bases is None else bases
+                numbers = [(row, start - base_of[row], end - base_of[row]) for row, start, end in moves]
+                places[key] = upload(numbers, device).unbind(1)
             bank.keep_path(*places[key])
 
 
@@ -241,16 +240,15 @@ def cache_for(
     """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one. If keys and values come from
     there, and go back, each layer has its own buffers."""
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
-    kinds = [] if moves else [_kind(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
+    shapes = [] if moves else [_shape_of(*blocks) for blocks in zip(like.layers, anatomy.attention, strict=False)]
     windows = [window_of(layer) for layer in like.layers]
     window = Window(max(filter(None, windows)), batch_size) if any(windows) else None
-    cache = SpeculativeCache(len(like.layers), batch_size, capacity, kinds, window)
-    if anatomy.kernels is not None:
-        cache.has_states = True
-        for index, layer in enumerate(like.layers):
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                cache.layers[index] = states = RecurrentLayer(cache)
-                states.init_states(layer.number_of_states, anatomy.kernels.recurrence, anatomy.model_name)
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity, shapes, window)
+    for index, layer in enumerate(like.layers):
+        if anatomy.kernels is not None and isinstance(layer, LinearAttentionCacheLayerMixin):
+            cache.layers[index] = states = RecurrentLayer(cache)
+            states.init_states(layer.number_of_states, anatomy.kernels.recurrence, anatomy.model_name)
+            cache.recurrent.append(states)
     for layer, size in zip(cache.layers, windows, strict=True):
         if size is not None:
             layer.extent, layer.is_sliding = window, True
@@ -262,8 +260,8 @@ def window_of(layer: Any) -> int | None:
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
-def _kind(like: Any, attention: nn.Module | None) -> Hashable | None:
-    """What layers with keys and values of one shape on one device have in common, ``None`` where that is not known."""
+def _shape_of(like: Any, attention: nn.Module | None) -> Hashable | None:
+    """What is equal in layers whose keys and values have the same shape and device, ``None`` where that is unknown."""
     weight = None if attention is None else next(attention.parameters(), None)
     is_recurrent = isinstance(like, LinearAttentionCacheLayerMixin)
     return None if weight is None else (is_recurrent, window_of(like) is None, weight.shape, weight.device)

@@ -39,9 +39,9 @@ class Shared:
     @contextmanager
     def alone(self, device: torch.device) -> Iterator[None]:
         with self.lock:
-            stream, before = torch.cuda.current_stream(device), self.stream
-            if before is not None and before != stream:  # of another thread
-                stream.wait_stream(before)
+            stream = torch.cuda.current_stream(device)
+            if self.stream is not None and self.stream != stream:  # of another thread
+                stream.wait_stream(self.stream)
             self.stream = stream
             yield
 
@@ -51,14 +51,14 @@ class Captured:
 
     def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, shared: Shared) -> None:
         self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
-        changing, rest = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
+        changing, buffers = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
         with shared.alone(self._device), capturing.during(True):
             self._inputs = [value.clone() for value in changing]
             for _ in range(_WARM_UPS):
-                function(*self._inputs, *rest)
+                function(*self._inputs, *buffers)
             try:
                 with self._capture(self._graph, shared.pool):
-                    self._results = function(*self._inputs, *rest)
+                    self._results = function(*self._inputs, *buffers)
             except Exception:  # whatever it is, it goes on to the caller
                 # One that is completed, since torch's generator of random numbers waits for the end of the other.
                 with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
@@ -76,8 +76,8 @@ class Captured:
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         with self._shared.alone(self._device):
-            for mine, value in zip(self._inputs, inputs, strict=False):
-                mine.copy_(value)
+            for memory, value in zip(self._inputs, inputs, strict=False):
+                memory.copy_(value)
             self._graph.replay()
             return [value.clone() for value in self._results]
 

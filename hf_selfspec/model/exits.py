@@ -22,7 +22,7 @@ from .patching import (
     Autocast,
     InstanceForwards,
     PerThread,
-    autocast_around,
+    autocast_on,
     does_checkpoint,
     shared_change,
     states_of,
@@ -173,5 +173,5 @@ class Exits:
         output = with_states(output, self.final)
         if not isinstance(output, tuple) and output.get("hidden_states") is not None:
             output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
-        self._output, self._autocast = output, autocast_around(self.final)
+        self._output, self._autocast = output, autocast_on(self.final.device)
         return output

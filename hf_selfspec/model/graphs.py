@@ -40,7 +40,7 @@ _CHEAP_TOKENS = 64
 _UNUSED = 4096
 # A capture leaves at least this share of a device's memory free.
 _FREE = 1 / 16
-# How many forwards are counted that are no graphs yet, the last ones that were seen.
+# How many forwards are counted that are no graphs yet, those that came last.
 _COUNTED = 512
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
@@ -54,15 +54,13 @@ _PLAIN = (bool, int, float, str, type(None))
 # What all modules have, such as hooks, with which there are no graphs, and weights, which are looked at by themselves.
 _OF_ALL = set(vars(torch.nn.Module())) - {"training"}
 
-What = Callable[[], str]  # returns what a graph is of, for messages
-
 _logger = logging.getLogger(__name__)
 
 
 # Graphs of a CPU run concurrently, so many at a time. But they are made one at a time, while none runs, since torch's
 # tracer changes process-wide state; CUDA takes one capture at a time.
 _AT_ONCE = 16
-_running, _one = threading.Semaphore(_AT_ONCE), new_lock()
+_running, _making = threading.Semaphore(_AT_ONCE), new_lock()
 
 
 def _let_all_run() -> None:
@@ -79,8 +77,8 @@ class Graph(FasterWay):
     """One graph, and for each number of tokens padded to it whether it is faster than the model's own code."""
 
     run: Run = field(kw_only=True)  # maps the inputs to the results
-    what: str = field(kw_only=True)  # what it is a graph of, for messages
-    compared: int = field(default=0, kw_only=True)  # how often its results were seen to be those of the model's code
+    name: str = field(kw_only=True)  # what it is a graph of, for messages
+    compared: int = field(default=0, kw_only=True)  # how often its results turned out to be those of the model's code
 
 
 @dataclass
@@ -110,8 +108,12 @@ class Graphs:
     def count(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
+    @property
+    def _wanted_uses(self) -> int:
+        return _USES if self.config else _USES_CAPTURED
+
     def find(
-        self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: What, fixed: int = 0
+        self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], name: Callable[[], str], fixed: int = 0
     ) -> Graph | None:
         """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none. The last
         ``fixed`` inputs are always in the same memory."""
@@ -125,29 +127,25 @@ class Graphs:
             uses = self._uses[key] = self._uses.pop(key, 0) + 1
             if len(self._uses) > _COUNTED:
                 del self._uses[next(iter(self._uses))]
-            if uses < (_USES if self.config else _USES_CAPTURED) or self._are_slower() or self._are_enough(inputs[0]):
+            if uses < self._wanted_uses or self._are_slower() or self._are_enough(inputs[0]):
                 return None
             self._graphs[key], self._last[key] = None, self._asked  # other threads run without it until it is there
-        graph = self._made(function, inputs, fixed, what)
+        graph = self._made(function, inputs, fixed, name)
         with self._lock:
             if not self.refused and key in self._graphs:
                 self._graphs[key] = graph
             return self._graphs.get(key)
 
     def are_awaited(self, key: Hashable) -> bool:
-        """Whether a graph will be made for ``key`` once it has come often enough."""
-        wanted = _USES if self.config else _USES_CAPTURED  # which have come where there is no room for it
-        is_counted = 0 < self._uses.get(key, 0) < wanted and key not in self._graphs
+        """Whether a graph will be made for ``key`` once it has come often enough; where it has, there is no room."""
+        is_counted = 0 < self._uses.get(key, 0) < self._wanted_uses and key not in self._graphs
         return is_counted and not (self.refused or self.slower)
 
     def forget(self, is_over: Callable[[Any], bool]) -> None:
         """Leaves graphs to be collected by their keys."""
         with self._lock:
             for key in [key for key in self._graphs if is_over(key)]:
-                self._drop(key)
-
-    def _drop(self, key: Hashable) -> None:
-        del self._graphs[key], self._last[key]
+                del self._graphs[key], self._last[key]
 
     def _are_enough(self, like: torch.Tensor) -> bool:
         if like.is_cuda:
@@ -160,7 +158,7 @@ class Graphs:
         oldest = min(self._graphs, key=lambda key: self._last[key])
         if self.config or self._asked - self._last[oldest] < _UNUSED:
             return True
-        self._drop(oldest)
+        del self._graphs[oldest], self._last[oldest]
         return False
 
     def report(self) -> None:
@@ -174,7 +172,7 @@ class Graphs:
                 self._bytes = 0
             self._are_slower()
 
-    def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, what: What) -> Graph | None:
+    def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, name: Callable[[], str]) -> Graph | None:
         device = inputs[0].device
         if self.config and not self.count:
             _logger.warning(
@@ -183,16 +181,15 @@ class Graphs:
             )
         began = perf_counter()
         try:
-            with _one:
+            with _making:
                 reserved = reserved_bytes(device)
                 run = self._compiled(function, inputs) if self.config else function
                 if device.type == "cuda":
-                    if not self.count:  # torch has closed the memory with the last graph
-                        self._captured = None
-                    self._captured = self._captured or Shared(device)
+                    if self._captured is None or not self.count:  # torch closes the memory with the last graph
+                        self._captured = Shared(device)
                     run = Captured(run, inputs, fixed, self._captured)
         except NoGraphError as error:
-            _logger.info(f"{self.whose}: no graph of {what()}: {error}.")
+            _logger.info(f"{self.whose}: no graph of {name()}: {error}.")
             return None
         except Exception as error:  # of a compiler or a device, else the model's own code raises it again
             self._captured = None  # its memory may be closed
@@ -200,8 +197,8 @@ class Graphs:
             return None
         self._new.append(perf_counter() - began)
         self._bytes += max(reserved_bytes(device) - reserved, 0)
-        graph = Graph(device_clock(device), run=run, what=what())
-        _logger.info(f"{self.whose}: graph of {graph.what}: {self._new[-1]:.1f} s.")
+        graph = Graph(device_clock(device), run=run, name=name())
+        _logger.info(f"{self.whose}: graph of {graph.name}: {self._new[-1]:.1f} s.")
         return graph
 
     def failed(self, error: Exception, key: Hashable | None = None) -> None:
@@ -218,9 +215,8 @@ class Graphs:
             if self._failures >= _FAILURES and not self.count:
                 self.refused = brief(error)
 
-    @property
-    def rest(self) -> bool:
-        """Whether a forward need not ask for a graph."""
+    def are_left_out(self) -> bool:
+        """Returns whether the next forward need not ask for a graph."""
         self._unasked += bool(self.slower)
         return bool(self.refused) or self._unasked % _ASKED > 0
 
@@ -232,8 +228,8 @@ class Graphs:
             self.slower, self._unasked = "", 0
         elif not self.slower:
             graph, count = choices[-1]
-            what, (mine, other) = graph.what, map(min, graph.seconds[count])
-            self.slower = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
+            seconds = " to ".join(f"{min(times):.2g} s" for times in graph.seconds[count])
+            self.slower = f"they are slower than its own code on this machine ({graph.name}: {seconds})."
             _logger.warning(f"{self.whose}: no more graphs are made, since {self.slower}")
         return bool(self.slower)
 
@@ -257,10 +253,9 @@ class Graphs:
 
 def _options(config: CompileConfig, device: torch.device) -> dict[str, Any]:
     options = config.to_dict() | {"fullgraph": True, "dynamic": False}
-    # Its kernels are captured here.
-    return (
-        options | {"mode": "default"} if device.type == "cuda" and options.get("mode") == "reduce-overhead" else options
-    )
+    if device.type == "cuda" and options.get("mode") == "reduce-overhead":
+        options["mode"] = "default"  # its kernels are captured here
+    return options
 
 
 def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -277,8 +272,8 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig | None) -> Graphs:
     state = _state_of(model)
     with _lock:
         # Graphs refer to the weights that they were made with.
-        known = _of_models[model] = [one for one in _of_models.get(model, []) if one.state == state]
-        for graphs in known:
+        of_model = _of_models[model] = [graphs for graphs in _of_models.get(model, []) if graphs.state == state]
+        for graphs in of_model:
             if (graphs.config and graphs.config.to_dict()) == (config and config.to_dict()):
                 return graphs
         try:
@@ -292,8 +287,8 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig | None) -> Graphs:
         # Tokens that sizes are filled with would go to further experts, whose weights are read for them.
         has_experts = any(hasattr(module, "num_experts") for module in model.modules())
         cheap_tokens = _CHEAP_TOKENS if model.device.type == "cuda" and not has_experts else 0
-        known.append(Graphs(config, state, type(model).__name__, cheap_tokens))
-        return known[-1]
+        of_model.append(Graphs(config, state, type(model).__name__, cheap_tokens))
+        return of_model[-1]
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
@@ -301,10 +296,10 @@ def _state_of(model: PreTrainedModel) -> Hashable:
     values = itertools.chain(model.parameters(), model.buffers())
     weights = tuple((id(value), value.data_ptr()) for value in values)
     plain = tuple(
-        (name, found)
+        (name, constant)
         for module in model.modules()
         for name, value in list(vars(module).items())  # other threads change some
-        if name not in _OF_ALL and (found := _constant(value)) is not None
+        if name not in _OF_ALL and (constant := _constant(value)) is not None
     )
     patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)
     return weights, plain, patched, str(model.config.to_dict()), attention_implementation(model.config)

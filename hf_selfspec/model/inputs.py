@@ -171,8 +171,8 @@ class Inputs:
     ) -> Inputs:
         """Lays out the prompts; an input that is not supported is an error that names it."""
         extra = extra_arguments(model, arguments)
-        seen, length = tokens_in(given_cache(arguments)), mask_length(config)
-        prompt = Prompt.of(input_ids, arguments, seen, length, anatomy.ragged)
+        past_tokens, length = tokens_in(given_cache(arguments)), mask_length(config)
+        prompt = Prompt.of(input_ids, arguments, past_tokens, length, anatomy.ragged)
         if anatomy.is_recurrent and prompt.holes is not None:
             raise UnsupportedOptionError(
                 f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
@@ -183,10 +183,10 @@ class Inputs:
         if takes_text_only(model) and not has_tensors(extra):
             return cls(*given, anatomy, prompt, DecodeInputs(extra=extra))
         following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())
-        is_text = not has_tensors(extra) and not prompt.own_positions
+        is_text = not has_tensors(extra) and not prompt.has_positions
         if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
-            prompt = Prompt.of(input_ids, arguments, seen, length, ragged=False)
+            prompt = Prompt.of(input_ids, arguments, past_tokens, length, ragged=False)
         if is_text:  # the cache may hold more
             return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
         return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())

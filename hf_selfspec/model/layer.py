@@ -11,10 +11,33 @@ from .recurrences.states import StateLayer
 from .traceable import ChangingNumber
 
 
+def _private(name: str) -> Any:
+    """The keys, or values, ``[b, k, n, h]`` so far, drafted ones among them, for hooks."""
+
+    def read(layer: "SpeculativeLayer") -> torch.Tensor | None:
+        if layer._cache.has_unknown_readers:
+            raise UnsupportedModelError(
+                f"code beside the model reads the {name} in the cache, which are drafts' as well. Call generate "
+                "without `assistant`."
+            )
+        bank = layer.banks.get(name)
+        return None if bank is None else bank.latest(layer.index)
+
+    def replace(layer: "SpeculativeLayer", states: torch.Tensor | None) -> None:
+        if states is not None:
+            raise UnsupportedModelError(
+                "code beside the model, such as a hook that compresses the cache, replaces its keys or values, which "
+                "hold drafts, too. Call generate without `assistant`."
+            )
+
+    return property(read, replace)
+
+
 class SpeculativeLayer(CacheLayerMixin):
     """What is kept of each token: keys, values, and keys of an indexer that chooses what attention sees."""
 
     is_sliding = False
+    keys, values = _private("keys"), _private("values")
 
     def __init__(self, cache: Any) -> None:
         self._cache = self.extent = cache  # which part of the text is kept
@@ -27,40 +50,6 @@ class SpeculativeLayer(CacheLayerMixin):
     def index(self) -> int:
         index: int = self._cache.layers.index(self)
         return index
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """The keys ``[b, k, n, h]`` so far, drafted ones among them; for hooks, see ``is_private``."""
-        return self._for_others("keys")
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._refuse(states)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """The values, as the keys."""
-        return self._for_others("values")
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._refuse(states)
-
-    def _for_others(self, name: str) -> torch.Tensor | None:
-        if self._cache.is_private:
-            raise UnsupportedModelError(
-                f"code beside the model reads the {name} in the cache, which are drafts' as well. Call generate "
-                "without `assistant`."
-            )
-        bank = self.banks.get(name)
-        return None if bank is None else bank.latest(self.index)
-
-    def _refuse(self, states: torch.Tensor | None) -> None:
-        if states is not None:
-            raise UnsupportedModelError(
-                "code beside the model, such as a hook that compresses the cache, replaces its keys or values, which "
-                "hold drafts, too. Call generate without `assistant`."
-            )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -75,7 +64,7 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.banks[name]
 
     def buffer(self, name: str) -> torch.Tensor:
-        """All of a kind, ``[b, k, slots, h]``."""
+        """The buffer ``[b, k, slots, h]`` of a name."""
         bank = self.banks[name]
         buffer: torch.Tensor = bank.of[bank.numbers[self.index]]
         return buffer

@@ -44,8 +44,8 @@ class TreeLayout:
 
     @classmethod
     def replay(cls, count: int, behind: int | None = None) -> TreeLayout:
-        """``count`` tokens from ``behind`` before the end of those with known keys and values on, by default the last
-        ones, as a line in slots after these."""
+        """``count`` tokens of the text that run again, as a line in slots after it: from ``behind`` before its end on,
+        by default the last ones."""
         behind = count if behind is None else behind
         return cls([list(range(-1, count - 1))], [list(range(-behind, count - behind))], behind)
 

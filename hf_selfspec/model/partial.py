@@ -28,7 +28,7 @@ from .patching import (
     InstanceForwards,
     PerThread,
     SharedChange,
-    autocast_around,
+    autocast_on,
     residual_of,
     states_of,
     with_arity,
@@ -52,7 +52,7 @@ class Best(NamedTuple):
 
 @dataclass
 class ForwardPass:
-    """One forward of a model, or of a part: what runs, what it starts from, and what it has found."""
+    """A forward of a model, or of a part: what runs, what it starts from, and its results."""
 
     plan: LayerPlan  # blocks to run
     start: int = 0  # layers below it are skipped; its input is `state`
@@ -93,16 +93,16 @@ class ForwardPass:
             self.passed = self.passed.union(range(self.start), range(stop, num_layers))
 
     @property
-    def functions(self) -> tuple[Any, ...]:
-        """What is called in the forward."""
-        return self.after_layer, self.stop_fn, self.head_input_fn, self.head_rows
+    def calls_functions(self) -> bool:
+        """Whether it calls any of the functions above."""
+        return (self.after_layer, self.stop_fn, self.head_input_fn, self.head_rows) != (None,) * 4
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
         is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
         is_kept = self.capture or self.state is not None or self.ends is not None
-        return not is_part and not is_kept and self.functions == (None,) * 4
+        return not is_part and not is_kept and not self.calls_functions
 
     def collect(self, state: torch.Tensor) -> None:
         self._kept.append(state)
@@ -185,7 +185,7 @@ def _stack_forward(stack: nn.Module) -> Forward:
 
 
 def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, streams: bool) -> Forward:
-    original, kind = layer.forward, type(layer)
+    original, layer_class = layer.forward, type(layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         current = _current.now
@@ -203,17 +203,17 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, s
         if current.stop_fn is not None:
             current.check_stop(index, _rows(hidden, streams))
         if index in current.passed:
-            output = with_arity(hidden, arity.get(kind))
+            output = with_arity(hidden, arity.get(layer_class))
         else:
             output = original(*args, **kwargs)
-            arity[kind] = len(output) if isinstance(output, tuple) else None
+            arity[layer_class] = len(output) if isinstance(output, tuple) else None
         if current.after_layer is not None:
-            left = output[0] if isinstance(output, tuple) else output
-            left = current.after_layer(index, _rows(hidden, streams), _rows(left, streams)).reshape(left.shape)
-            output = (left, *output[1:]) if isinstance(output, tuple) else left
+            left = states_of(output)
+            passed_on = current.after_layer(index, _rows(hidden, streams), _rows(left, streams))
+            output = with_states(output, passed_on.reshape(left.shape))
         if is_last:
-            current.exit_state = _rows(output[0] if isinstance(output, tuple) else output, streams)
-            current.autocast = autocast_around(current.exit_state)
+            current.exit_state = _rows(states_of(output), streams)
+            current.autocast = autocast_on(current.exit_state.device)
         return output
 
     return forward
@@ -226,21 +226,21 @@ def _rows(states: torch.Tensor, streams: bool) -> torch.Tensor:
 
 def _block_forward(module: nn.Module, index: int, arity: _Arity, skipped: str, silent: bool) -> Forward:
     """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
-    original, kind = module.forward, type(module)
+    original, block_class = module.forward, type(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         current = _current.now
         if current is None or index not in getattr(current.plan, skipped):
             output = original(*args, **kwargs)
             if current is not None:
-                arity[kind] = len(output) if isinstance(output, tuple) else None
+                arity[block_class] = len(output) if isinstance(output, tuple) else None
             return output
         hidden = args[0] if args else kwargs["hidden_states"]
         if silent:
             # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
             residual = residual_of(args, kwargs, original)
             hidden = torch.zeros_like(hidden) if residual is None else residual
-        return with_arity(hidden, arity.get(kind))
+        return with_arity(hidden, arity.get(block_class))
 
     return forward
 
@@ -257,18 +257,18 @@ def _head_forward(head: nn.Module) -> Forward:
     return forward
 
 
-class _SubstitutedForward:
+def _substituted_forward(module: nn.Module) -> Forward:
     """A module's forward, or what the current plan has in its place."""
+    original = module.forward
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._original = module, module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         current = _current.now
-        known = None if current is None else current.plan.substitutes
-        if known is None or (substitute := known.of.get(self._module)) is None:
-            return self._original(*args, **kwargs)
-        return substitute(self._original, args[0] if args else kwargs["input"])
+        substitutes = None if current is None else current.plan.substitutes
+        if substitutes is None or (substitute := substitutes.of.get(module)) is None:
+            return original(*args, **kwargs)
+        return substitute(original, args[0] if args else kwargs["input"])
+
+    return forward
 
 
 _installations = SharedChange()
@@ -282,8 +282,8 @@ def partial_forwards(
     preparation. ``substitutes`` are those of all plans."""
 
     def add(forwards: InstanceForwards) -> None:
-        for module in (module for some in substitutes for module in some.of):
-            forwards.wrap(module, _SubstitutedForward)
+        for module in (module for of_plan in substitutes for module in of_plan.of):
+            forwards.wrap(module, _substituted_forward)
         blocks = {*anatomy.layers, *anatomy.attention}
         for module in all_modules(model) if is_exact else ():
             if has_matrices(module) and module not in blocks:

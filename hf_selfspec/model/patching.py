@@ -1,4 +1,4 @@
-"""Temporary changes: what a thread obeys, and what threads share, which the last one to leave undoes."""
+"""Temporary changes: values that the forwards of a thread obey, and changes that threads share until all have left."""
 
 import copyreg
 import operator
@@ -47,7 +47,7 @@ _ABSENT: Any = object()
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Makes what this thread's forwards obey at the end what it is now, also where an interrupt came as that ended."""
+    """Restores at its end what this thread's forwards obeyed before, also where an interrupt came between."""
     before = [(values, values.now) for values in _per_thread]
     try:
         yield
@@ -80,14 +80,9 @@ class InstanceForward(partial[Any]):
         return forward
 
     def end(self) -> Any:
-        """Leaves calls, of whoever still has it, to the original forward, and returns what comes back."""
+        """Leaves calls, of whoever still has it, to the original forward; returns the first below that is not over."""
         # ``run`` stays in its attributes: another thread may be in it.
         self.__setstate__((self.original, (), {}, vars(self) | {"is_over": True}))  # type: ignore[attr-defined]  # of functools.partial
-        return self.remaining
-
-    @property
-    def remaining(self) -> Any:
-        """The first forward below that is not over."""
         before = self.before
         while isinstance(before, InstanceForward) and before.is_over:
             before = before.before
@@ -102,7 +97,7 @@ class InstanceForward(partial[Any]):
         return before
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For classes that copy their attributes themselves: what the copy would have without this one."""
+        """For classes that copy their attributes themselves: their copies have the forward of others, if any."""
         if self.of_others is _ABSENT:
             return getattr, (self.module, "forward")
         return operator.getitem, ((self.of_others,), 0)
@@ -111,12 +106,12 @@ class InstanceForward(partial[Any]):
 def _reduced(module: nn.Module) -> Any:
     """What copies and pickles a module: without forwards of ours, which would run the original's weights."""
     reduced: Any = module.__reduce_ex__(4)
-    function, arguments, state, *rest = reduced
+    function, arguments, state, *items = reduced
     if isinstance(state, dict) and isinstance(forward := state.get("forward"), InstanceForward):
         state = state | {"forward": forward.of_others}
         if forward.of_others is _ABSENT:
             del state["forward"]
-    return function, arguments, state, *rest
+    return function, arguments, state, *items
 
 
 class InstanceForwards:
@@ -156,11 +151,11 @@ class InstanceForwards:
         self._wrapped.clear()
 
 
-def _restore(values: MutableMapping[str, Any], name: str, mine: Any, before: Any) -> None:
+def _restore(values: MutableMapping[str, Any], name: str, ours: Any, before: Any) -> None:
     """Restores a value, unless others have replaced ours meanwhile."""
-    if isinstance(mine, InstanceForward):
-        before = mine.end()
-    if values.get(name, _ABSENT) is mine:
+    if isinstance(ours, InstanceForward):
+        before = ours.end()
+    if values.get(name, _ABSENT) is ours:
         if before is _ABSENT:
             values.pop(name, None)
         else:
@@ -168,14 +163,14 @@ def _restore(values: MutableMapping[str, Any], name: str, mine: Any, before: Any
 
 
 Change = Callable[[InstanceForwards], None]
-# One for all changes: a thread that waits for it holds no other one.
+# A single lock for all changes: a thread that waits for it holds no other lock of them.
 _lock = new_lock()
 _NOBODY = 0
 _shared = weakref.WeakSet["SharedChange"]()
 
 
 class SharedChange:
-    """One kind of change, shared by threads: the first one makes it, the last one to leave undoes it."""
+    """A change that threads share: the first one makes it, the last one to leave undoes it."""
 
     def __init__(self) -> None:
         self.owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
@@ -230,8 +225,8 @@ class _Use(AbstractContextManager[None]):
 
 
 def _end_lost(shared: SharedChange, users: dict[Any, int], key: Any) -> None:
-    """Ends a use whose context has not ended. Any code may run into this, also what holds a lock that the holder of
-    ours waits for; so the next use does it where that is taken."""
+    """Ends a use that was collected before its context ended. Python may collect in any code, also in code that holds a
+    lock for which the holder of ours waits. So this does not wait: where ours is taken, the next use undoes it."""
     users.pop(key, None)
     if _lock.acquire(blocking=False):
         try:
@@ -277,14 +272,14 @@ def does_checkpoint(module: nn.Module) -> bool:
 @shared_change
 def without_checkpointing(forwards: InstanceForwards, model: nn.Module) -> None:
     """Suspends gradient checkpointing, with which layers drop the KV cache, and warns of it; training mode stays."""
-    found = [module for module in all_modules(model) if does_checkpoint(module)]
-    if found:
+    checkpointing = [module for module in all_modules(model) if does_checkpoint(module)]
+    if checkpointing:
         warn_once(
             f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
             "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
             "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before generating."
         )
-    for module in found:
+    for module in checkpointing:
         forwards.put(module.__dict__, _FLAG, False)
 
 
@@ -311,10 +306,10 @@ def eagerly(forwards: InstanceForwards) -> None:
 Autocast = tuple[str, torch.dtype]
 
 
-def autocast_around(states: torch.Tensor) -> Autocast | None:
-    """Returns the autocast that is currently on for the device of ``states``, ``None`` if none is."""
-    kind = states.device.type
-    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+def autocast_on(device: torch.device) -> Autocast | None:
+    """Returns the autocast that is currently on for a device, ``None`` if none is."""
+    name = device.type
+    return (name, torch.get_autocast_dtype(name)) if torch.is_autocast_enabled(name) else None
 
 
 def within(autocast: Autocast | None) -> AbstractContextManager[Any]:
@@ -323,13 +318,17 @@ def within(autocast: Autocast | None) -> AbstractContextManager[Any]:
 
 
 def states_of(output: Any) -> torch.Tensor:
-    """Returns the states ``[b, s, d]`` in the output of a stack of layers."""
+    """Returns the states ``[b, s, d]`` in the output of a layer, or of a stack of layers."""
+    if isinstance(output, torch.Tensor):
+        return output
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
     return states
 
 
 def with_states(output: Any, states: torch.Tensor) -> Any:
-    """Returns the output of a stack of layers with other states."""
+    """Returns the output of a layer, or of a stack of layers, with other states."""
+    if isinstance(output, torch.Tensor):
+        return states
     if isinstance(output, tuple):
         return (states, *output[1:])
     return type(output)(**{**output, "last_hidden_state": states})
@@ -344,6 +343,6 @@ def residual_of(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward)
     """Returns the residual among the arguments of a block, ``None`` if it takes none."""
     if "residual" in kwargs:
         return kwargs["residual"]
-    names = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    parameters = names.co_varnames[1 : 1 + len(args)] if names is not None else ()
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    parameters = code.co_varnames[1 : 1 + len(args)] if code is not None else ()
     return args[parameters.index("residual")] if "residual" in parameters else None

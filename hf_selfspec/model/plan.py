@@ -66,11 +66,11 @@ class LayerPlan:
 
 def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:
     """Checks that the model has every block that ``plan`` skips on its own."""
-    for name, skipped, found in (
+    for name, skipped, blocks in (
         ("attention", plan.skipped_attention - plan.skipped_mlp, anatomy.attention),
         ("mlp", plan.skipped_mlp - plan.skipped_attention, anatomy.mlp),
     ):
-        missing = sorted(index for index in skipped if not found[index])
+        missing = sorted(index for index in skipped if not blocks[index])
         if missing:
             raise UnsupportedModelError(
                 f"the {name} block of layer {missing[0]} was not found in {anatomy.model_name}, so it cannot be "

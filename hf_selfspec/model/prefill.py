@@ -31,8 +31,8 @@ def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
 
 def _prefill_text(target: Target, inputs: Inputs) -> torch.Tensor:
     prompt, past = inputs.prompt, given_cache(inputs.arguments)
-    if seen := tokens_in(past):
-        take_in(target.cache, past, prompt.past_columns(seen), prompt.cursors)
+    if past_tokens := tokens_in(past):
+        take_in(target.cache, past, prompt.past_columns(past_tokens), prompt.cursors)
     logits = None
     width, start = prompt.tokens.shape[1], 0
     while start < width:
@@ -56,9 +56,9 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     model, prompt, observer = target.model, inputs.prompt, target.prefill_observer
     past = copy.deepcopy(given_cache(inputs.arguments))
     arguments = inputs.arguments | {target.cache_name: past}
-    run = ForwardPass(target.full_plan)
+    run = ForwardPass(target.full_plan, capture=target.observed_layers)
     if observer is not None:  # it needs the states of all tokens, the head those of the last column
-        run = ForwardPass(target.full_plan, capture=observer[0], ends=[-1] * len(prompt.lengths))
+        run.ends = [-1] * len(prompt.lengths)
         arguments.pop("logits_to_keep", None)
     begun = perf_counter()
     target.obey()
@@ -77,7 +77,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     target.cache.put_back = None  # it was a copy
     if observer is not None:
         assert run.captured is not None
-        observer[1](prompt.aligned(run.captured), prompt.cursors, prompt.lengths)
+        observer(prompt.aligned(run.captured), prompt.cursors, prompt.lengths)
     target.following = DecodeInputs.of(model, inputs.input_ids, arguments, prompt.tokens_of_rows(), output)
     logits: torch.Tensor = output.logits[:, -1]
     return logits

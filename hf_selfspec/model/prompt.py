@@ -70,14 +70,14 @@ class Prompt:
     valid: torch.Tensor | None  # [b, width] which columns hold tokens, None for all
     padding: torch.Tensor | None  # the mask, where rows must stay left-padded (see :class:`Target`)
     holes: Holes | None = None  # masked columns between tokens, None for none
-    own_positions: bool = False  # whether position_ids of several dimensions differ from 0, 1, 2, ... in any
+    has_positions: bool = False  # whether position_ids of several dimensions differ from 0, 1, 2, ... in any
 
     @classmethod
     def of(
         cls,
         input_ids: torch.Tensor,  # [b, s], the whole text or what follows the cache
         arguments: Mapping[str, Any],  # what `generate` has prepared for the model's forward
-        seen: int,  # number of tokens in the cache
+        past_tokens: int,  # number of tokens in the cache
         mask_length: int | None,  # m where `generate` dropped a mask of ones
         ragged: bool,  # whether the model takes rows at different lengths
     ) -> Prompt:
@@ -94,19 +94,19 @@ class Prompt:
         elif position_ids is not None:
             width = position_ids.shape[-1]
         else:
-            width = source.shape[1] if source.shape[1] > seen else seen + source.shape[1]
-        fresh = width - seen
+            width = source.shape[1] if source.shape[1] > past_tokens else past_tokens + source.shape[1]
+        fresh = width - past_tokens
         if fresh < 1 or source.shape[1] < fresh:
             raise SettingError(
                 f"the prompt is empty: {source.shape[1]} columns of input for a text of {width} tokens, of which "
-                f"{seen} are in the cache. Pass the whole text with at least one token that is not in the cache, or "
-                "the new tokens with an `attention_mask` over the whole text."
+                f"{past_tokens} are in the cache. Pass the whole text with at least one token that is not in the "
+                "cache, or the new tokens with an `attention_mask` over the whole text."
             )
         tokens = source[:, -fresh:]
         mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
-        own_positions = _are_own(position_ids, mask)
+        has_positions = _are_unusual(position_ids, mask)
         valid = mask.bool()
-        lengths = valid[:, seen:].sum(1).tolist()
+        lengths = valid[:, past_tokens:].sum(1).tolist()
         if 0 in lengths:
             raise SettingError(
                 f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
@@ -116,14 +116,14 @@ class Prompt:
         if attention_mask is None or stays_padded:
             padding = mask.long().expand(b, -1) if stays_padded else None
             base = [width - columns] * b
-            return cls(tokens, [seen] * b, [fresh] * b, base, width, None, padding, own_positions=own_positions)
+            return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions=has_positions)
         if not valid[:, -1].all():
             raise SettingError(
                 f"the prompt of row {int(valid[:, -1].int().argmin())} is padded on the right: its attention mask ends "
                 "with 0. Generation continues after the last column, so set the tokenizer's padding_side='left'."
             )
         total = valid.sum(1).tolist()
-        order = _front(valid[:, seen:])[:, : max(lengths)]
+        order = _front(valid[:, past_tokens:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
         return cls(
             tokens=tokens[rows, order],
@@ -134,12 +134,12 @@ class Prompt:
             valid=valid,
             padding=None,
             holes=Holes.of(valid),
-            own_positions=own_positions,
+            has_positions=has_positions,
         )
 
-    def past_columns(self, seen: int) -> torch.Tensor | None:
-        """The columns ``[b, seen]`` of an earlier cache in the order of slots, ``None`` if they are in order."""
-        return None if self.valid is None else _front(self.valid[:, :seen])
+    def past_columns(self, past_tokens: int) -> torch.Tensor | None:
+        """The columns ``[b, past_tokens]`` of an earlier cache in the order of slots, ``None`` if they are in order."""
+        return None if self.valid is None else _front(self.valid[:, :past_tokens])
 
     def ends(self) -> list[int]:
         """The slot after each row's prompt."""
@@ -163,8 +163,8 @@ class Prompt:
         prompt = torch.where(self.valid, ranks, -1)
         ends = self.valid.sum(1, keepdim=True)
         after = torch.arange(total - self.width, device=prompt.device)[None]
-        known = torch.tensor(generated, device=prompt.device)[:, None]
-        return torch.cat([prompt, torch.where(after < known, ends + after, -1)], dim=1)
+        counts = torch.tensor(generated, device=prompt.device)[:, None]
+        return torch.cat([prompt, torch.where(after < counts, ends + after, -1)], dim=1)
 
 
 def _front(valid: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def is_right_padded(attention_mask: torch.Tensor) -> bool:
     return bool((valid.any(1) & ~valid[:, -1:].any(1)).any())
 
 
-def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
+def _are_unusual(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
     """Whether positions of several dimensions differ from 0, 1, 2, ... over each row's tokens."""
     if position_ids is None:
         return False
@@ -227,12 +227,11 @@ def check_cache(cache: Any, anatomy: Anatomy) -> None:
             "rejected. Call generate without `assistant`."
         )
     if type(cache) is not DynamicCache or cache.offloading:  # subclasses may keep more, which models ask them for
-        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
+        offloaded = "offloaded " if getattr(cache, "offloading", False) else ""
         raise UnsupportedOptionError(
-            f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `{CACHE_NAME}` and "
-            "`cache_implementation`, or pass a DynamicCache."
+            f"a KV cache of type {offloaded}{type(cache).__name__} cannot be used with self-speculative decoding. "
+            f"Leave out `{CACHE_NAME}` and `cache_implementation`, or pass a DynamicCache."
         )
-    recurrent = LinearAttentionCacheLayerMixin if anatomy.is_recurrent else ()
     for part in (cache, *cache.layers):
         if replaced := [name for name in vars(part) if callable(getattr(type(part), name, None))]:
             raise UnsupportedOptionError(
@@ -240,7 +239,8 @@ def check_cache(cache: Any, anatomy: Anatomy) -> None:
                 f"past. Leave out `{CACHE_NAME}`, or pass a DynamicCache as it is."
             )
     for layer in cache.layers:
-        if type(layer) not in _ROLLS_BACK and not isinstance(layer, recurrent):
+        rolls_back = anatomy.is_recurrent and isinstance(layer, LinearAttentionCacheLayerMixin)
+        if type(layer) not in _ROLLS_BACK and not rolls_back:
             raise UnsupportedModelError(
                 f"{anatomy.model_name} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
                 "back when a draft is rejected. Call generate without `assistant`."

@@ -15,7 +15,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import warn_once
 from .anatomy import Anatomy
-from .attention import MaskSpec, at_positions
+from .attention import MaskSpec
 from .cache import SpeculativeCache
 from .captures import Run
 from .exact import float32_precisions, reduced_precision
@@ -24,8 +24,8 @@ from .graphs import COMPARISONS, Graph, Graphs, graphs_of
 from .internals import has_peft_layers
 from .layout import Feed, TreeLayout
 from .modules import has_hooks, is_compiled, is_tensor_parallel
-from .partial import Best, ForwardPass, obeying
-from .patching import within
+from .partial import Best, ForwardPass
+from .patching import autocast_on
 from .target import Target
 from .traceable import NoGraphError, Place, size_for
 from .transfer import read
@@ -36,8 +36,8 @@ _REDUCED, _ROUNDINGS = 2.0**-10, 32.0
 _KEPT = 1 / 16
 
 
-# What a forward has found: tensors that both ways have, and the likeliest tokens, if they were chosen.
-Outcome = tuple[tuple[Any, ...], Best | None]
+# What a forward returns: tensors, and the likeliest tokens; ``None`` in place of what was not computed.
+Outcome = tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -46,16 +46,16 @@ class GraphRunner:
 
     target: Target
     graphs: Graphs
-    compares: bool  # whether numbers of a model's code are unknown, which graphs may hold and which may change
+    compares: bool  # whether each call compares results: unknown code may compute with numbers that change
     waited_seconds: float = 0.0  # for graphs to be compiled
-    unsettled: int = 0  # forwards so far that were not run as others of their kind will be
+    unsettled: int = 0  # forwards so far that were not run as later ones like them will be
     _compared_here: set[Graph] = field(default_factory=set)
     _is_served: bool = True
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> GraphRunner | None:
-        """Returns the graphs for a generation, or ``None``, if its forwards cannot be graphs; where these were asked
-        for (a ``config``), that warns."""
+        """Returns the graphs for a generation, or ``None`` if its forwards cannot be graphs, with a warning where these
+        were asked for (a ``config``)."""
         why = why_no_graphs(target.model, target.anatomy)
         if not target.takes_any_rows or target.following.offsets is not None:
             why = why or "its prompts have masked columns, images or other inputs that forwards need"
@@ -100,17 +100,22 @@ class GraphRunner:
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
-        target, tokens, nodes = self.target, feed.tokens, feed.nodes
-        whole = target.module_of(run) is target.model
-        device, (b, s) = tokens.device, tokens.shape[:2]
-        substitutes = run.plan.substitutes
-        is_changed = run.functions != (None,) * 4 or (substitutes is not None and not substitutes.is_lasting)
+        target, tokens, nodes, window = self.target, feed.tokens, feed.nodes, self.target.cache.window
+        is_whole = target.module_of(run) is target.model
+        device, (b, s), substitutes = tokens.device, tokens.shape[:2], run.plan.substitutes
+        is_changed = run.calls_functions or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s, self.graphs.cheap_tokens // b)
-        if size is None or tokens.dim() != 2 or is_changed or is_part or not self._is_served or self.graphs.rest:
+        if (
+            size is None
+            or tokens.dim() != 2
+            or is_changed
+            or is_part
+            or not self._is_served
+            or self.graphs.are_left_out()
+        ):
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)
-        buffers, window = target.cache.buffers(), target.cache.window
         inputs = [
             _filled(tokens, size),
             _plain(feed.starts.on(device).expand(b, 1)),
@@ -118,39 +123,29 @@ class GraphRunner:
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
             *([] if window is None else [_plain(window.bases.on(device).expand(b, 1))]),
-            *buffers,
         ]
-        if (place := target.cache.place) is not None:
-            self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
-        key: Hashable = (
-            *(place, None if place is None else place.version),
-            *(whole, nodes is not None, run.state is not None, _modes(device), target.autocast, target.cache.capacity),
-            *(run.plan, run.start, run.stop, run.capture, run.chooses),
-            *(None if window is None else window.capacity, device, len(inputs)),
-            None if place is None else target.cache.addresses(),
-            *((tensor.shape, tensor.dtype) for tensor in (inputs if place is None else inputs[: -len(buffers)])),
-        )
+        # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
+        parts = (is_whole, run.plan, run.start, run.stop, run.capture, run.chooses, window and window.capacity)
 
-        def what() -> str:
+        def name() -> str:
             shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {target.cache.capacity} slots"
             return f"{shape}, layers {run.plan.picture()}"
 
-        def taken(found: Sequence[torch.Tensor]) -> Outcome:
-            rest = list(found)
-            logits = rest.pop(0)[:, :s] if whole else None
-            captured = rest.pop(0)[..., :s, :] if run.capture else None
-            exit_state = rest.pop(0)[..., :s, :]
-            return (logits, captured, exit_state), Best(rest[0][:, :s], rest[1][:, :s]) if run.chooses else None
+        def unpadded(results: Sequence[torch.Tensor]) -> Outcome:
+            values = iter(results)
+            logits = next(values)[:, :s] if is_whole else None
+            captured = next(values)[..., :s, :] if run.capture else None
+            exit_state = next(values)[..., :s, :]
+            return logits, captured, exit_state, Best(*(choice[:, :s] for choice in values)) if run.chooses else None
 
         def eager() -> Outcome:
-            run.captured = run.exit_state = run.best = None  # perhaps those of a comparison
-            logits = target.run_eagerly(feed, run)
-            return (logits, run.captured, run.exit_state), run.best
+            run.captured = run.exit_state = None  # perhaps those of a comparison
+            return target.run_eagerly(feed, run), run.captured, run.exit_state, None
 
         # On a GPU both ways are bound by launches and weights, whose number does not depend on that of tokens.
         count, forward = size if tokens.is_cuda else s, partial(self._forward, run, nodes is not None)
-        states, run.best = self._outcome(key, count, forward, inputs, len(buffers), what, taken, eager)
-        logits, run.captured, run.exit_state = states
+        outcome = self._outcome(parts, count, forward, inputs, target.cache, name, unpadded, eager)
+        logits, run.captured, run.exit_state, run.best = outcome
         return logits
 
     def run_head(
@@ -158,36 +153,34 @@ class GraphRunner:
     ) -> Sequence[torch.Tensor]:
         """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
         these and its buffers, unless ``eager`` over the inputs is faster."""
-        place, device, buffers = self.target.cache.place, inputs[0].device, cache.buffers()
-        if place is None or cache.place is not place or self.traces or not self._is_served or self.graphs.rest:
+        is_here = cache.place is not None and cache.place is self.target.cache.place
+        if not is_here or self.traces or not self._is_served or self.graphs.are_left_out():
             return eager(*inputs)
-        self.graphs.forget(lambda key: key[0] is place and key[1] != place.version)
-        given = [*inputs, *buffers]
-        modes, shapes = _modes(device), ((tensor.shape, tensor.dtype) for tensor in given)
-        key: Hashable = (place, place.version, head, modes, self.target.autocast, device, cache.addresses(), *shapes)
-
-        def taken(found: Sequence[torch.Tensor]) -> Outcome:
-            return tuple(found), None
-
-        return self._outcome(
-            key, 0, forward, given, len(buffers), lambda: "a head", taken, lambda: taken(eager(*inputs))
-        )[0]
+        return self._outcome((head,), 0, forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
 
     def _outcome(
         self,
-        key: Hashable,
+        parts: tuple[Hashable, ...],
         count: int,
         forward: Run,
         inputs: Sequence[torch.Tensor],
-        fixed: int,
-        what: Callable[[], str],
-        taken: Callable[[Sequence[torch.Tensor]], Outcome],
+        cache: SpeculativeCache,
+        name: Callable[[], str],
+        unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
         eager: Callable[[], Outcome],
     ) -> Outcome:
-        """What is ``taken`` of the results of a graph, or what the model's own code has found; see :meth:`Graphs.find`
-        and :meth:`FasterWay.faster_of`."""
+        """The results, ``unpadded``, of the graph of ``forward`` over ``inputs`` and the buffers of ``cache``, which
+        depends on ``parts``, or those of the model's own code; see :meth:`FasterWay.faster_of`."""
+        place, buffers, device = cache.place, cache.buffers(), inputs[0].device
+        shaped, version, addresses = [*inputs, *buffers], None, None
+        if place is not None:
+            shaped, version, addresses = [*inputs], place.version, cache.addresses()
+            self.graphs.forget(lambda key: key[0] is place and key[1] != version)
+        modes = (_modes(device), self.target.autocast, cache.capacity, device, len(buffers))
+        shapes = ((tensor.shape, tensor.dtype) for tensor in shaped)
+        key: Hashable = (place, version, addresses, *parts, *modes, *shapes)
         begun = perf_counter()
-        graph = self.graphs.find(key, forward, inputs, what, fixed)
+        graph = self.graphs.find(key, forward, [*inputs, *buffers], name, len(buffers))
         self.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
@@ -199,7 +192,7 @@ class GraphRunner:
 
         def by_graph() -> Outcome:
             assert graph is not None
-            return taken(graph.run(*inputs))
+            return unpadded(graph.run(*inputs, *buffers))
 
         try:
             is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
@@ -215,24 +208,22 @@ class GraphRunner:
     ) -> Outcome:
         """The outcome of the model's own code; raises an error where that of its graph is another."""
         self.unsettled += 1
-        ours, theirs = graph.both(count, by_graph, by_code)
-        pairs = zip(ours[0], theirs[0], strict=True)
-        apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
-        if max(read(torch.stack(apart))[0]) > 1:
+        of_graph, of_code = graph.both(count, by_graph, by_code)
+        pairs = zip(of_graph, of_code, strict=True)
+        differences = [_difference(*pair) for pair in pairs if pair[0] is not None and pair[1] is not None]
+        if max(read(torch.stack(differences))[0]) > 1:
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
-        return theirs
+        return of_code
 
-    def _forward(self, run: ForwardPass, is_tree: bool, *given: torch.Tensor) -> list[torch.Tensor]:
+    def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
-        target, rest = self.target, list(given)
-        tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
-        tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
-        state = rest.pop(0) if run.state is not None else None
-        run = replace(run, state=state)
-        cache = target.cache
-        bases: Any = None if cache.window is None else rest.pop(0)
+        target, cache, values = self.target, self.target.cache, iter(inputs)
+        tokens, cursor, last = next(values), next(values), next(values)
+        tree = TreeLayout.of_packed(next(values)) if is_tree else None
+        run = replace(run, state=None if run.state is None else next(values))
+        bases: Any = None if cache.window is None else next(values)
         slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
         positions = slots if tree is None else cursor + tree.offsets(tokens.device)
         spec = MaskSpec(positions, cache.capacity, is_fixed=True)
@@ -245,22 +236,14 @@ class GraphRunner:
                 keys, visible = tree.keys(slots - bases, n, 0)
             spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
             spec.window.begin_at(bases)
-        kwargs: dict[str, Any] = {target.cache_name: cache, "use_cache": True, "return_dict": True}
-        if target.anatomy.takes_positions:
-            kwargs["position_ids"] = positions.minimum(last)
-        with (
-            cache.written_at(slots, rest, bases),
-            within(target.autocast),
-            obeying(run),
-            at_positions(spec),
-            experts_by_size(target.model),
-        ):
-            logits = getattr(target.module_of(run)(input_ids=tokens, **kwargs), "logits", None)
-        found = [value for value in (logits, run.captured, run.exit_state) if value is not None]
+        kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
+        with cache.written_at(slots, list(values), bases), experts_by_size(target.model):
+            logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
+        results = [value for value in (logits, run.captured, run.exit_state) if value is not None]
         if run.chooses and logits is not None:
             scores = logits.float()
-            found += [scores.argmax(-1), scores.amax(-1)]
-        return found
+            results += [scores.argmax(-1), scores.amax(-1)]
+        return results
 
 
 def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
@@ -279,13 +262,13 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How far numbers are apart, as a share of what rounding explains."""
-    rounding = _REDUCED if reduced_precision(mine.device) else torch.finfo(mine.dtype).eps
-    mine, other = mine.float(), other.float()
-    largest = torch.where(other.isfinite(), other.abs(), 0.0).amax()
-    apart = torch.where(mine == other, 0.0, (mine - other).abs()).nan_to_num(math.inf).amax()
-    return apart / (_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps) * largest).clamp(min=1e-30)
+def _difference(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The largest difference of numbers, as a share of what rounding explains."""
+    rounding = _REDUCED if reduced_precision(values.device) else torch.finfo(values.dtype).eps
+    values, expected = values.float(), expected.float()
+    largest = torch.where(expected.isfinite(), expected.abs(), 0.0).amax()
+    difference = torch.where(values == expected, 0.0, (values - expected).abs()).nan_to_num(math.inf).amax()
+    return difference / (_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps) * largest).clamp(min=1e-30)
 
 
 def _needs_addresses(device: torch.device) -> bool:
@@ -300,10 +283,9 @@ def _is_large(place: Place, device: torch.device) -> bool:
 
 def _modes(device: torch.device) -> Hashable:
     """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
     precisions = tuple(float32_precisions().values())
-    return autocast, modes, torch.get_num_threads(), torch.get_default_dtype(), precisions
+    return autocast_on(device), modes, torch.get_num_threads(), torch.get_default_dtype(), precisions
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:

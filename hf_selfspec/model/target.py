@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -25,11 +25,14 @@ from .layout import Feed, TreeLayout
 from .linear import few_token_linears
 from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
 from .partial import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
-from .patching import Autocast, as_before, autocast_around, eagerly, within, without_checkpointing
+from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import Holes, cache_name
 from .recurrences.kernels import turns
 from .transfer import RowNumbers
+
+if TYPE_CHECKING:
+    from .runner import GraphRunner
 
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
 # these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).
@@ -37,24 +40,6 @@ _KEPT_ROUNDS = 3
 _NO_END = 1 << 62
 # Called with the states [b, s, n d] that enter some layers, each row's first slot and number of real tokens.
 Observer = Callable[[torch.Tensor, Sequence[int], list[int]], None]
-
-
-class Runner(Protocol):
-    """Runs forwards in place of the model's own code (:class:`~.runner.GraphRunner`)."""
-
-    waited_seconds: float  # for what had to be compiled
-    unsettled: int  # forwards so far that were not run as others of their kind will be
-
-    @property
-    def traces(self) -> bool: ...  # for a compiler, which takes no buffers that share memory
-
-    def running(self) -> AbstractContextManager[None]: ...
-
-    def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None: ...
-
-    def run_head(
-        self, head: Hashable, forward: Any, eager: Any, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
-    ) -> Sequence[torch.Tensor]: ...
 
 
 @dataclass(eq=False)
@@ -69,18 +54,18 @@ class Target:
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
     plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
-    keeps_all_rows: bool = False  # whether rows that have ended stay in forwards
     is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
     forwards: int = field(init=False, default=0)  # so far
     forward_seconds: float = field(init=False, default=0.0)
     active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
-    graphs: Runner | None = field(init=False, default=None)  # runs forwards over a few tokens
+    graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
-    # The layers whose entering states are observed in prefills (`L` for what leaves the stack), and by whom.
-    prefill_observer: tuple[tuple[int, ...], Observer] | None = field(init=False, default=None)
+    prefill_observer: Observer | None = field(init=False, default=None)
+    # The layers whose entering states it gets (`L` for what leaves the stack), and those that verifications keep.
+    observed_layers: tuple[int, ...] = field(init=False, default=())
+    verified_layers: tuple[int, ...] = field(init=False, default=())
     verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, n d] of the last verification
-    keeps_verified: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.full_plan = self.plan or LayerPlan(self.anatomy.num_layers)
@@ -108,25 +93,20 @@ class Target:
                 stack.enter_context(self.graphs.running())
             yield self
 
-    def compile(self, graphs: Runner | None) -> None:
-        """Runs forwards over a few tokens as compiled graphs, if the call allows these."""
+    def compile(self, graphs: GraphRunner | None) -> None:
+        """Runs forwards over a few tokens as graphs, if the call allows these."""
         self.graphs = graphs
-        self.cache.has_few_sizes = self.graphs is not None
+        self.cache.has_few_sizes = graphs is not None
         self.cache.is_traced = graphs is not None and graphs.traces
 
     @property
-    def compile_seconds(self) -> float:
-        """Time that this generation has waited for graphs to be compiled."""
-        return 0.0 if self.graphs is None else self.graphs.waited_seconds
-
-    @property
     def unsettled(self) -> int:
-        """How many forwards so far say nothing of the time of others of their kind, since their graph was not there."""
+        """How many forwards so far tell nothing of the time of like forwards, since their graph was not there."""
         return 0 if self.graphs is None else self.graphs.unsettled
 
     def now(self) -> float:
-        """Seconds by a clock that stops while graphs are compiled."""
-        return self.clock() - self.compile_seconds
+        """Seconds by a clock that stops while graphs are made."""
+        return self.clock() - (0.0 if self.graphs is None else self.graphs.waited_seconds)
 
     def obey(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
@@ -136,15 +116,12 @@ class Target:
 
     def observe_prefill(self, layers: tuple[int, ...], observer: Observer, keeps_verified: bool = False) -> None:
         """Passes the states that enter some layers in all prefills, side by side, to ``observer``, of which there can
-        be one. ``L`` is for the states that leave the stack. Those of verifications can be kept, too."""
+        be one. ``L`` is for the states that leave the stack. Those of verifications can be kept, too: these then have
+        to start at the first of the layers or below."""
         if self.prefill_observer is not None:
             raise UnsupportedOptionError("only one draft source can use the prompt's states: give one of these.")
-        self.prefill_observer, self.keeps_verified = (layers, observer), keeps_verified
-
-    @property
-    def verified_layers(self) -> tuple[int, ...]:
-        """The layers whose entering states are kept in verifications, which have to start at the first or below."""
-        return self.prefill_observer[0] if self.prefill_observer is not None and self.keeps_verified else ()
+        self.prefill_observer, self.observed_layers = observer, layers
+        self.verified_layers = layers if keeps_verified else ()
 
     def verification(self, **settings: Any) -> ForwardPass:
         """The forward of the whole model that verifies."""
@@ -161,24 +138,25 @@ class Target:
     @cached_property
     def _can_leave(self) -> bool:
         """Whether rows can leave: no graph, input or hook (as of PEFT's ``adapter_names``) may need every row."""
-        if self.keeps_all_rows:
+        if self.cache.has_unknown_readers or self.graphs is not None or not self.takes_any_rows:
             return False
-        return self.graphs is None and self.takes_any_rows and not has_hooks(self.model, but_of=ROW_BLIND)
+        return not has_hooks(self.model, but_of=ROW_BLIND)
 
-    def is_active(self, row: int) -> bool:
-        return self.active_rows is None or row in self.active_rows.kept
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows that are still generating."""
+        return range(len(self.roots)) if self.active_rows is None else self.active_rows.kept
 
     def leave(self, ended: Sequence[bool]) -> None:
         """Removes rows that have ended from further forwards and from the cache, where they can leave."""
-        total = len(self.roots)
-        before = list(range(total)) if self.active_rows is None else self.active_rows.kept
+        before = self.rows
         places = [place for place, row in enumerate(before) if not ended[row]]
         if places and len(places) < len(before) and self._can_leave:
             # Only the last rows move, to the places of those that leave.
             moved = iter([place for place in places if place >= len(places)])
             places = [next(moved) if ended[row] else place for place, row in enumerate(before[: len(places)])]
             self.cache.keep_rows(places)
-            self.active_rows = ActiveRows([before[place] for place in places], total)
+            self.active_rows = ActiveRows([before[place] for place in places], len(self.roots))
 
     def commit(self, roots: Sequence[int], moves: list[tuple[int, int, int]] | None = None) -> None:
         """Makes these slots those of the rows' last tokens, after accepted tokens moved from slot to slot of a row."""
@@ -191,15 +169,13 @@ class Target:
 
     def last_positions(self) -> RowNumbers:
         """The last position that each active row's tokens can have; rows that have ended may be past their text."""
-        rows = range(len(self.roots)) if self.active_rows is None else self.active_rows.kept
-        limit, found = self.anatomy.position_limit, tuple(_NO_END for _ in rows)
-        if self.reachable is not None:
-            found = tuple(self.reachable[row] for row in rows)
+        rows, limit = self.rows, self.anatomy.position_limit
+        ends = tuple(_NO_END if self.reachable is None else self.reachable[row] for row in rows)
         if limit is not None:
             # A row's root is a real token, wherever it is; drafted ones stay within the limit.
-            found = tuple(max(min(end, limit - 1), self.roots[row]) for row, end in zip(rows, found, strict=True))
-        if self._last != found:  # else what is on the device already serves
-            self._last = RowNumbers(found)
+            ends = tuple(max(min(end, limit - 1), self.roots[row]) for row, end in zip(rows, ends, strict=True))
+        if self._last != ends:  # else what is on the device already serves
+            self._last = RowNumbers(ends)
         return self._last
 
     def end_round(self) -> None:
@@ -214,11 +190,9 @@ class Target:
         self._obeying.close()
 
     def first_slots(self) -> list[int]:
-        known = self.cache.first_slots()
-        if self.active_rows is None:
-            return known
-        rows = dict(zip(self.active_rows.kept, known, strict=True))
-        return [rows.get(row, 0) for row in range(self.active_rows.total)]
+        """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
+        slot_of = dict(zip(self.rows, self.cache.first_slots(), strict=True))
+        return [slot_of.get(row, 0) for row in range(len(self.roots))]
 
     # Forwards ------------------------------------------------------------------------------------------------------
 
@@ -236,13 +210,13 @@ class Target:
         ``lengths``; returns the logits ``[b, v]`` of each row's last token, junk where there is none."""
         observer, is_even = self.prefill_observer, min(lengths) == tokens.shape[1]
         ends = None if is_even and observer is None else [max(length, 1) - 1 for length in lengths]
-        run = ForwardPass(self.full_plan, capture=() if observer is None else observer[0], ends=ends, keep=1)
-        run = self._run(tokens, cursors, run, counts=lengths)
+        run = ForwardPass(self.full_plan, capture=self.observed_layers, ends=ends, keep=1)
+        run = self.step(tokens, cursors, run, counts=lengths)
         assert run.logits is not None
-        self.autocast = run.autocast or autocast_around(run.logits)
+        self.autocast = run.autocast or autocast_on(run.logits.device)
         if observer is not None:
             assert run.captured is not None
-            observer[1](run.captured, cursors, lengths)
+            observer(run.captured, cursors, lengths)
         return run.logits[:, -1]
 
     def step(
@@ -252,35 +226,23 @@ class Target:
         run: ForwardPass | None = None,
         nodes: TreeLayout | None = None,
         first_node: int = 0,
-    ) -> ForwardPass:
-        """Runs one forward over ``tokens`` ``[b, s]`` and returns it with what it has found; they are the ``nodes`` of
-        a tree (default: a line) from ``first_node`` on, whose node 0 is at the slots ``cursors``."""
-        run = self._run(tokens, cursors, ForwardPass(self.full_plan) if run is None else run, nodes, first_node)
-        if run.head_rows is not None and run.stop is None and not run.head_rows.is_used:
-            warn_once(
-                f"{self.anatomy.model_name} computes logits without a call of its output head, so drafts have all "
-                "tokens: leave `head` out. The output is the same."
-            )
-        return run
-
-    def _run(
-        self,
-        tokens: torch.Tensor,
-        cursors: Sequence[int],
-        run: ForwardPass,
-        nodes: TreeLayout | None = None,
-        first_node: int = 0,
         counts: list[int] | None = None,
     ) -> ForwardPass:
+        """Runs a forward over ``tokens`` ``[b, s]`` and returns it with its results; they are the ``nodes`` of a tree
+        (default: a line) from ``first_node`` on, whose node 0 is at the slots ``cursors``. In a prefill each row has
+        ``counts`` of them."""
+        run = ForwardPass(self.full_plan) if run is None else run
         self.forwards += 1
         rows, starts = self.active_rows, RowNumbers.of(cursors)
         run.is_exact = self.is_exact and counts is None and tokens.shape[1] <= MOST_TOKENS
         if self.is_exact and counts is None and (behind := self.roots[0] - starts[0]) > 0:
             # Keys and values of the text, which a look back writes again, have to stay as they are.
             starts, nodes = self.roots, TreeLayout.replay(tokens.shape[1], behind)
-        # Mixed precision of accelerate is in the model's forward, where only layers see it.
-        is_known = "forward" not in vars(self.model) and knows_blocks(self.model, self.anatomy)
-        if self.graphs is not None or not (counts is None or is_known) or run.is_exact or not run.is_plain:
+        # A prefill shows what blocks return, and the mixed precision in accelerate's forward, which only layers see.
+        is_looked_at = counts is not None and (
+            "forward" in vars(self.model) or not knows_blocks(self.model, self.anatomy)
+        )
+        if self.graphs is not None or is_looked_at or run.is_exact or not run.is_plain:
             self.obey()
         if rows is not None:
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
@@ -291,6 +253,11 @@ class Target:
             run.logits = self.graphs.run(feed, run)
         if rows is not None:
             rows.leave(run)
+        if run.head_rows is not None and run.stop is None and not run.head_rows.is_used:
+            warn_once(
+                f"{self.anatomy.model_name} computes logits without a call of its output head, so drafts have all "
+                "tokens: leave `head` out. The output is the same."
+            )
         return run
 
     def run_eagerly(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
@@ -298,15 +265,14 @@ class Target:
         tokens, module = feed.tokens, self.module_of(run)
         s = tokens.shape[1]
         self.cache.seek(feed.starts, s, feed.counts, feed.nodes, feed.first_node)
-        kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
-        kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
+        kwargs: dict[str, Any] = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
         spec = None
         if self.padding is None:
             positions = feed.positions()
             if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
                 spec = MaskSpec.of(feed, positions, self.holes, self.cache.window, run.is_exact)
         else:
-            # That of the left-padded prompts, and all tokens after them.
+            # The mask of the left-padded prompts, and all tokens after them.
             mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
@@ -323,8 +289,8 @@ class Target:
         kwargs.update((name, mark.expand(-1, s)) for name, mark in self.following.marks.items())
         states = turns() if self.anatomy.is_recurrent else nullcontext()
         begun = perf_counter()
-        with within(self.autocast), obeying(run), at_positions(spec), states:
-            logits: torch.Tensor | None = getattr(module(**kwargs), "logits", None)
+        with states:
+            logits = self.run_module(run, spec, **kwargs)
         self.forward_seconds += perf_counter() - begun
         if logits is not None and logits.shape[1] < (expected := run.keep or s):
             raise UnsupportedModelError(
@@ -333,3 +299,9 @@ class Target:
             )
         run.num_exact = 0 if spec is None else len(spec.served)
         return logits
+
+    def run_module(self, run: ForwardPass, spec: MaskSpec | None, **kwargs: Any) -> torch.Tensor | None:
+        """Calls what runs in a forward, with the cache, and returns its logits, ``None`` if there are none."""
+        kwargs |= {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
+        with within(self.autocast), obeying(run), at_positions(spec):
+            return getattr(self.module_of(run)(**kwargs), "logits", None)

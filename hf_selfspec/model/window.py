@@ -51,7 +51,7 @@ class Window(Extent):
         self.grain = 1  # of which capacities are multiples
         none = RowNumbers([0] * rows)
         # For each row the slot of the text that is the buffers' first (negative where other rows are longer), in this
-        # forward and after it, that of its last token, and the first of which keys and values are known.
+        # forward and after it, that of its last token, and the first that has keys and values.
         self.bases = self.next_bases = self.roots = self._floors = none
         self.firsts, self.length, self.offset = none, 0, 0  # for each row the first slot that is read, and how many
         # Slots that are there before and after a prompt that does not fit into the buffers, None for other forwards.
@@ -64,28 +64,26 @@ class Window(Extent):
         return self.size + self.history
 
     def seek(self, cursors: RowNumbers, new: int, counts: Sequence[int] | None, before: int, limit: int) -> None:
-        """Makes room for ``new`` tokens from ``cursors`` on, of which ``counts`` are a prompt's if given. The first one
-        is ``before`` slots further back in the text. A buffer of the whole text would have ``limit`` slots."""
-        self.bases, self.passed = self.next_bases, None
+        """Makes room for ``new`` tokens from ``cursors`` on, in a prefill ``counts`` real ones in each row. In the text
+        the first one is ``before`` slots further back. A buffer of the whole text would have ``limit`` slots."""
+        self.bases, self.passed, ends = self.next_bases, None, self.roots
         if counts is not None:  # rows whose prompt is over stay
-            known = zip(cursors, counts, self.roots, strict=True)
-            self.roots = RowNumbers([cursor if count else root for cursor, count, root in known])
-        if (needed := _furthest(cursors, self.bases) + new) > self.capacity:
+            rows = zip(cursors, counts, self.roots, strict=True)
+            self.roots = RowNumbers([cursor if count else root for cursor, count, root in rows])
+            ends = RowNumbers([root + count for root, count in zip(self.roots, counts, strict=True)])
+        if (needed := max(cursors.minus(self.bases)) + new) > self.capacity:
             self.reserve(limit)
         if needed > self.capacity:
             reach = min(self.kept, max(self.roots))
             self.bases = self.roots.ahead(-reach)
-            needed = _furthest(cursors, self.bases) + new
+            needed = max(cursors.minus(self.bases)) + new
             self.capacity = 0  # what a long draft needed is no longer held
             self.reserve(limit)
             if counts is None:
                 self.capacity = max(self.capacity, -(-needed // self.grain) * self.grain)
             elif needed > self.capacity:
-                ends = [root + count for root, count in zip(self.roots, counts, strict=True)]
                 self.passed = reach, min(self.kept, max(ends))
-        self.next_bases, origin = self.bases, self.bases
-        if counts is not None:
-            self.roots = RowNumbers([root + count for root, count in zip(self.roots, counts, strict=True)])
+        self.next_bases, self.roots, origin = self.bases, ends, self.bases
         if self.passed is not None:
             self.next_bases = self.roots.ahead(-self.passed[1])
             origin = cursors.ahead(-self.passed[0])
@@ -98,15 +96,15 @@ class Window(Extent):
         end = max(cursors) + new
         self.offset = self.firsts[0] if self.firsts.are_equal else max(end - self.length, 0) + 1
 
-    def begin(self, roots: Sequence[int], known: int, limit: int) -> None:
-        """Begins with a text before these slots, of which the last ``known`` have keys and values."""
+    def begin(self, roots: Sequence[int], kept: int, limit: int) -> None:
+        """Begins with a text before these slots, of which the last ``kept`` have keys and values."""
         self.roots = RowNumbers.of(roots)
         self.reserve(limit)
         self.bases = self.next_bases = self.roots.ahead(-min(self.kept, max(roots)))
-        self._floors = RowNumbers([max(root - known, 0) for root in roots])
+        self._floors = RowNumbers([max(root - kept, 0) for root in roots])
 
     def reserve(self, limit: int) -> None:
-        """Has room for a window and some tokens, or at most ``limit`` slots."""
+        """Makes the capacity that of a window and some tokens, at most ``limit`` slots."""
         room = max(self.size // _SHARE, _LEAST, self.grain)
         self.capacity = max(self.capacity, min(-(-(self.kept + room) // self.grain) * self.grain, limit))
 
@@ -124,7 +122,3 @@ class Window(Extent):
 def rows_of(numbers: RowNumbers, kept: Sequence[int]) -> RowNumbers:
     """The numbers of these rows."""
     return RowNumbers([numbers[row] for row in kept])
-
-
-def _furthest(cursors: Sequence[int], bases: Sequence[int]) -> int:
-    return max(cursor - base for cursor, base in zip(cursors, bases, strict=True))

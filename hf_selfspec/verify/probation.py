@@ -325,7 +325,7 @@ def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) 
     """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
     settings = Settings(draft=source)
     decoder = lay_out(call, settings, settings._known(call.model), checks_logits=False)
-    decoder.target.keeps_all_rows = decoder.target.cache.is_private = True
+    decoder.target.cache.has_unknown_readers = True
     try:
         with decoder.target.prepared():
             logits: tuple[torch.Tensor, ...] = decoder.output.returned(decoder.run(), None).logits

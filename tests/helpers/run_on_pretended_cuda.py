@@ -250,7 +250,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
-    original_run, original_round, original_compared = Target._run, Decoder._round, GraphRunner._compared
+    original_run, original_round, original_compared = Target.step, Decoder._round, GraphRunner._compared
     forwards, rounds, owned = 0, 0, False
 
     def forward(target: Target, tokens: torch.Tensor, cursors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         for context in (pretended(), FAILURES[failure](), costs, taken, grouped):
             stack.enter_context(context)
         for kind, name, function in (
-            (Target, "_run", forward),
+            (Target, "step", forward),
             (Decoder, "_round", counted),
             (GraphRunner, "_compared", compared),
         ):

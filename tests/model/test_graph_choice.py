@@ -121,17 +121,17 @@ def test_a_choice_that_was_made_under_load_is_mended(graph_wins: bool) -> None:
 
 def test_graphs_that_were_slower_are_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     """By one forward in sixteen, until one of them is faster; then further ones are made, too."""
-    known, graph = Graphs(QUICK, (), "Tiny"), Graph(lambda: 0.0, run=lambda *_: [], what="two numbers")
+    known, graph = Graphs(QUICK, (), "Tiny"), Graph(lambda: 0.0, run=lambda *_: [], name="two numbers")
     known._graphs["one"] = graph
     graph.is_faster, graph.seconds = {1: False, 2: False}, {1: ([2.0], [1.0]), 2: ([2.0], [1.0])}
-    assert not known.rest
+    assert not known.are_left_out()
     known.report()
     assert known.slower
-    assert [known.rest for _ in range(34)].count(False) == 2
+    assert [known.are_left_out() for _ in range(34)].count(False) == 2
     graph.is_faster[2] = True
     known.report()
     assert not known.slower
-    assert not any(known.rest for _ in range(33))
+    assert not any(known.are_left_out() for _ in range(33))
     assert caplog.text.count("no more graphs are made") == 1
 
 

@@ -97,7 +97,7 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
 
 def test_layers_that_are_alike_and_others_have_their_own_keys() -> None:
     """Layers that are expected to be alike share a buffer, whatever their keys then turn out to be."""
-    cache = SpeculativeCache(4, 2, capacity=8, kinds=["one kind"] * 4)
+    cache = SpeculativeCache(4, 2, capacity=8, shapes=["same"] * 4)
     shapes = {0: (2, 4), 1: (2, 4), 2: (1, 4), 3: (2, 6)}
     for cursors, places in (([0, 0], [[0, 1], [0, 1]]), ([2, 1], [[2, 3], [1, 2]])):
         cache.seek(cursors, 2)

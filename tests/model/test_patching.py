@@ -95,7 +95,7 @@ def test_interrupts_at_each_place_of_a_change() -> None:
 
 
 @pytest.mark.usefixtures("linears")
-@pytest.mark.parametrize(("caller", "step"), [("", 23), ("run_eagerly", 3)])
+@pytest.mark.parametrize(("caller", "step"), [("", 23), ("run_module", 3)])
 def test_interrupts_of_calls(caller: str, step: int) -> None:
     model, spec = tiny_llama(layers=4), new_spec()
     plain = model.generate(**ROW, max_new_tokens=4)

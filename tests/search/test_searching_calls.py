@@ -128,8 +128,10 @@ def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> No
     """A set whose logits are no numbers is never right, and the search goes on."""
     original = Target.step
 
-    def overflowing(target: Target, tokens: Any, cursors: Any, run: Any = None, nodes: Any = None, *first: Any) -> Any:
-        step = original(target, tokens, cursors, run, nodes, *first)
+    def overflowing(
+        target: Target, tokens: Any, cursors: Any, run: Any = None, nodes: Any = None, *first: Any, **counts: Any
+    ) -> Any:
+        step = original(target, tokens, cursors, run, nodes, *first, **counts)
         if nodes is not None and nodes.hidden and step.logits is not None:
             step.logits = step.logits * float("nan")
         return step

@@ -140,7 +140,7 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
     generated = generated[: len(rows)]
     slots = prompt.slots(width + max(generated), generated)
     assert slots is not None
-    assert (prompt.width, prompt.own_positions) == (width, False)
+    assert (prompt.width, prompt.has_positions) == (width, False)
     assert prompt.tokens_of_rows() == prompt.ends() == [sum(row) for row in rows]
     aligned = prompt.aligned(ids[:, seen:, None].float())[..., 0]
     for index, row in enumerate(rows):

@@ -18,13 +18,13 @@ from typing import Any
 import torch.nn as nn
 
 from ...errors import UnsupportedModelError
-from ..patching import InstanceForwards, PerThread, SharedChange
+from ..patching import InstanceForwards, PerThread, shared_change
 from .linear_attention import GatedDelta, KimiDelta, StateSpace
 from .recurrence import Recurrence, SelectiveScan
 
-KINDS: tuple[type[Recurrence], ...] = (GatedDelta, KimiDelta, StateSpace, SelectiveScan)
+RECURRENCES: tuple[type[Recurrence], ...] = (GatedDelta, KimiDelta, StateSpace, SelectiveScan)
 
-# Takes the original function and the arguments of a call, and returns what the function would return.
+# Takes the original function and the arguments of a call, and returns what that function would.
 Run = Callable[..., Any]
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -47,7 +47,6 @@ class Turn:
 
 
 _turns = PerThread[Turn]()
-_served = SharedChange()
 
 
 def current_turn() -> Turn:
@@ -75,39 +74,38 @@ class Kernels:
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> Kernels | None:
         """Finds the functions by names and parameters in the file of these layers, ``None`` without convolutions."""
-        names = {base.__module__ for kind in set(map(type, layers)) for base in kind.__mro__}
-        known, first = map(sys.modules.get, sorted(names)), len(_FIRST_OF_CONVOLUTION)
-        files = [file for file in known if _parameters(file, CONVOLUTION)[:first] == _FIRST_OF_CONVOLUTION]
+        names = {base.__module__ for layer_class in set(map(type, layers)) for base in layer_class.__mro__}
+        modules, first = map(sys.modules.get, sorted(names)), len(_FIRST_OF_CONVOLUTION)
+        files = [file for file in modules if _parameters(file, CONVOLUTION)[:first] == _FIRST_OF_CONVOLUTION]
         if len(files) != 1:
             return None
-        kinds = (kind for kind in KINDS if _parameters(files[0], kind.kernel) == kind.parameters)
-        return cls(files[0], next(kinds, None))
+        fitting = (each for each in RECURRENCES if _parameters(files[0], each.kernel) == each.parameters)
+        return cls(files[0], next(fitting, None))
 
     def served(self) -> AbstractContextManager[None]:
         """Returns a context in which calls of the functions are redirected, for all threads that use them."""
-        names = {"convolution": CONVOLUTION}
-        if self.recurrence is not None:
-            names["recurrence"] = self.recurrence.kernel
+        return _redirecting(self.file, self.recurrence)
 
-        def serve(forwards: InstanceForwards) -> None:
-            for kind, name in names.items():
-                forwards.put(self.file.__dict__, name, _redirected(getattr(self.file, name), kind))
 
-        return _served.of(self.file, serve)
+@shared_change
+def _redirecting(forwards: InstanceForwards, file: Any, recurrence: type[Recurrence] | None) -> None:
+    roles = {CONVOLUTION: "convolution"} | ({} if recurrence is None else {recurrence.kernel: "recurrence"})
+    for name, role in roles.items():
+        forwards.put(file.__dict__, name, _redirected(getattr(file, name), role))
 
 
 def _parameters(module: Any, name: str) -> tuple[str, ...]:
-    found = getattr(module, name, None)
-    return () if found is None else tuple(inspect.signature(found).parameters)
+    function = getattr(module, name, None)
+    return () if function is None else tuple(inspect.signature(function).parameters)
 
 
-def _redirected(kernel: Run, kind: str) -> Run:
+def _redirected(kernel: Run, role: str) -> Run:
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
         turn = _turns.now
-        if turn is None or (run := getattr(turn, kind)) is None:
+        if turn is None or (run := getattr(turn, role)) is None:
             return kernel(*args, **kwargs)
-        if kind == "convolution":
+        if role == "convolution":
             turn.convolution = None
         return run(kernel, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Kinds of recurrent states: their interface, convolutions, and Mamba-1's; linear attention has a file of its own."""
+"""Recurrent states: their interface, convolutions, and Mamba-1's; linear attention has a file of its own."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -13,29 +13,30 @@ from ..layout import TreeLayout
 Entries = tuple[torch.Tensor, ...]
 # Maps (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
 Advance = Callable[[torch.Tensor, Entries, torch.Tensor | None], torch.Tensor]
-# The arguments of a call of the model's function, by the names of its parameters.
-Given = dict[str, Any]
+# Those of a call of the model's function, by the names of its parameters.
+Arguments = dict[str, Any]
 # Tokens that a step processes at a time, so that what it computes for pairs of tokens stays small.
 BLOCK = 32
 
 
 class Recurrence:
-    """One kind of recurrence, with the function of transformers that computes it."""
+    """A recurrence, with the function of transformers that computes it."""
 
     kernel: str  # name of the function in the model's own file, for text of any length
     parameters: tuple[str, ...]  # its parameters; functions of other versions with other ones are not supported
     continues = True  # whether it can start from a state
     token_dim = 1  # dimension of the tokens in its first argument
+    prefix: str  # of the names of the arguments that its time steps have beside `dt`, where it has any
 
     @abstractmethod
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
+        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, arguments: Arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the model's own function from a state ``[b, ...]``, ``None`` at the beginning; returns its output, and
         the state after the tokens that count, ``kept`` ``[b, s]`` (``None``: all)."""
 
     @abstractmethod
-    def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
+    def step(self, state: torch.Tensor, nodes: TreeLayout | None, arguments: Arguments) -> tuple[torch.Tensor, Entries]:
         """Returns the same output for a few tokens, and what they feed into the state, which is not changed."""
 
     @abstractmethod
@@ -59,23 +60,23 @@ class Recurrence:
         if nodes is not None:
             return self.outputs(state, inputs, nodes)
         count = inputs[0].shape[2]
-        outputs, found = [], []
+        outputs, of_blocks = [], []
         for start in range(0, count, BLOCK):
             output, entries = self.outputs(state, tuple(x[:, :, start : start + BLOCK] for x in inputs), None)
             outputs.append(output)
-            found.append(entries)
+            of_blocks.append(entries)
             if start + BLOCK < count:
                 state = self.advance(state, entries, None)
         if len(outputs) == 1:
-            return outputs[0], found[0]
-        return torch.cat(outputs, 2), tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
+            return outputs[0], entries
+        return torch.cat(outputs, 2), tuple(torch.cat(parts, 2) for parts in zip(*of_blocks, strict=True))
 
-
-def time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
-    """The ``Δ`` of each token, given what precedes its bias, which has the shape of ``dt``."""
-    if bias is not None:
-        dt = dt + bias.to(dt.dtype)
-    return F.softplus(dt) if softplus else dt
+    def time_steps(self, arguments: Arguments) -> torch.Tensor:
+        """The ``Δ`` of each token."""
+        dt, bias = arguments["dt"], arguments.get(f"{self.prefix}_bias")
+        if bias is not None:
+            dt = dt + (bias if self.token_dim == 1 else bias[:, None]).to(dt.dtype)
+        return F.softplus(dt) if arguments.get(f"{self.prefix}_softplus", False) else dt
 
 
 class Convolution:
@@ -111,28 +112,28 @@ class SelectiveScan(Recurrence):
         "use_mambapy", "use_associative_scan", "kwargs",
     )  # fmt: skip
     continues = False
-    token_dim = 2
+    token_dim, prefix = 2, "delta"
 
     _a: torch.Tensor  # [d, n] that of the last step
 
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, given: Given
+        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, arguments: Arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if kept is not None:  # Δ = 0 leaves the state as it is
-            given |= {"dt": _steps(given) * kept[:, None], "delta_bias": None, "delta_softplus": False}
-        output, state = kernel(**given | {"return_last_state": True})
+            arguments |= {"dt": self.time_steps(arguments) * kept[:, None], "delta_bias": None, "delta_softplus": False}
+        output, state = kernel(**arguments | {"return_last_state": True})
         return output, self.load(state, 0)
 
-    def step(self, state: torch.Tensor, nodes: TreeLayout | None, given: Given) -> tuple[torch.Tensor, Entries]:
+    def step(self, state: torch.Tensor, nodes: TreeLayout | None, arguments: Arguments) -> tuple[torch.Tensor, Entries]:
         # x and Δ [b, d, t], A [d, n], B and C [b, n, t].
-        hidden_states, a, b, c = (given[name] for name in ("hidden_states", "A", "B", "C"))
+        hidden_states, a, b, c = (arguments[name] for name in ("hidden_states", "A", "B", "C"))
         self._a = a.float()
-        dt = _steps(given).float()
+        dt = self.time_steps(arguments).float()
         inputs = (dt, dt * hidden_states.float(), b.float(), c.float())
         output, entries = self.in_blocks(state, inputs, nodes)
-        if (direct := given.get("D")) is not None:
+        if (direct := arguments.get("D")) is not None:
             output = output + hidden_states * direct[:, None]
-        if (z := given.get("z")) is not None:
+        if (z := arguments.get("z")) is not None:
             output = output * F.silu(z)
         return output.to(hidden_states.dtype), entries
 
@@ -157,16 +158,11 @@ class SelectiveScan(Recurrence):
         """The state ``[b, d, n]`` and those after each token, one after another, since a state is small."""
         # [b, d, t, n]: the factor by which each token scales a state, and what it adds.
         left, added = (dt[..., None] * self._a[:, None]).exp(), x[..., None] * b.transpose(1, 2)[:, None]
-        known = [state]
+        states = [state]
         for token in range(dt.shape[2]):
             parents = [token] if nodes is None else [row[token] + 1 for row in nodes.parents]
-            before = known[parents[0]]
+            before = states[parents[0]]
             if min(parents) < max(parents):
-                before = torch.stack([known[parent][row] for row, parent in enumerate(parents)])
-            known.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
-        return known
-
-
-def _steps(given: Given) -> torch.Tensor:
-    bias = given.get("delta_bias")
-    return time_steps(given["dt"], None if bias is None else bias[:, None], given.get("delta_softplus", False))
+                before = torch.stack([states[parent][row] for row, parent in enumerate(parents)])
+            states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
+        return states

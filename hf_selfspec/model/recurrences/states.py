@@ -82,20 +82,20 @@ class StateLog:
         assert _is_before(firsts, self._ends), "the log of a state has a gap"
         if not _is_before(self._latest.slots, firsts):
             self._latest = self.root
-        known = [first - floor for first, floor in zip(firsts, floors, strict=True)]
+        depths = [first - floor for first, floor in zip(firsts, floors, strict=True)]
         skipped = [first - start for first, start in zip(firsts, starts, strict=True)]
         self._ends = [max(start + count, first) for start, first in zip(starts, firsts, strict=True)]
         before = self._entries or tuple(values[:, :, :0] for values in entries)
-        if max(skipped) == 0 and min(known) == max(known):
+        if max(skipped) == 0 and min(depths) == max(depths):
             self._entries = tuple(
-                torch.cat([old[:, :, : known[0]], new], 2) if known[0] else new
+                torch.cat([old[:, :, : depths[0]], new], 2) if depths[0] else new
                 for old, new in zip(before, entries, strict=True)
             )
             return
         size, width = before[0].shape[2], max(end - floor for end, floor in zip(self._ends, floors, strict=True))
         columns = [
-            [t if t < here else min(size + t - here + skip, size + count - 1) for t in range(width)]
-            for here, skip in zip(known, skipped, strict=True)
+            [t if t < depth else min(size + t - depth + skip, size + count - 1) for t in range(width)]
+            for depth, skip in zip(depths, skipped, strict=True)
         ]
         joined = (torch.cat([old, new], 2) for old, new in zip(before, entries, strict=True))
         self._entries = self._picked(tuple(joined), columns)
@@ -104,8 +104,8 @@ class StateLog:
         """Moves entries of the last forward; see :meth:`SpeculativeCache.keep_path`."""
         floors = self.floor.slots
         for values in self._entries:
-            places = self._uploads.of([(row, a - floors[row], z - floors[row]) for row, a, z in moves], values.device)
-            rows, sources, targets = places.unbind(1)
+            numbers = [(row, start - floors[row], end - floors[row]) for row, start, end in moves]
+            rows, sources, targets = self._uploads.of(numbers, values.device).unbind(1)
             values[rows, :, targets] = values[rows, :, sources]
 
     def commit(self, roots: Sequence[int], history: int) -> None:
@@ -141,8 +141,8 @@ class StateLog:
         return tuple(values[rows, :, places].transpose(1, 2) for values in entries)
 
 
-def _is_before(slots: Sequence[int], others: Sequence[int]) -> bool:
-    return all(slot <= other for slot, other in zip(slots, others, strict=True))
+def _is_before(slots: Sequence[int], later: Sequence[int]) -> bool:
+    return all(start <= end for start, end in zip(slots, later, strict=True))
 
 
 @dataclass
@@ -150,12 +150,11 @@ class StateUpdate:
     """The tokens that the running forward feeds into recurrent states: prompts, of which some count, a line, a tree."""
 
     starts: Sequence[int]  # for each row the slot of the first token
-    counts: Sequence[int] | None = None  # for each row how many of a prompt count, None where all may be rolled back
+    counts: RowNumbers | None = None  # for each row how many of a prompt count, None where all may be rolled back
     nodes: TreeLayout | None = None  # the tree that they form, None for a line
     is_scratch: bool = False  # whether nothing of it is kept
 
     def __post_init__(self) -> None:
-        self.counts = None if self.counts is None else RowNumbers.of(self.counts)
         if self.nodes is not None and self.nodes.hidden:
             # A line that is in the text already starts at the slot of its first token.
             self.starts = [start - self.nodes.hidden for start in self.starts]
@@ -165,8 +164,7 @@ class StateUpdate:
         """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
         if self.counts is None or min(self.counts) == length:
             return None
-        counts = RowNumbers.of(self.counts).on(device)
-        return torch.arange(length, device=device) < counts.expand(len(self.counts), 1)
+        return torch.arange(length, device=device) < self.counts.on(device).expand(len(self.counts), 1)
 
     def begin(self, log: StateLog) -> Sequence[int]:
         """For each row the slot of its first token in a log; a row without tokens stays where it is."""
@@ -193,7 +191,6 @@ class StateUpdate:
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Recurrent states of one layer, to be combined with a layer for keys and values."""
 
-    is_compileable = False
     _cache: Any  # whose `state_update` is that of the running forward
 
     def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
@@ -207,7 +204,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._recurrent: dict[int, list[tuple[Recurrence, StateLog]]] = {}
         self._calls = 0  # of the function in the running forward
         self._has_parts = False
-        self._given: dict[int, _Point] = {}  # what was taken over, of states that no forward has read yet
+        self._taken_over: dict[int, _Point] = {}  # what was taken over, of states that no forward has read yet
 
     def logs(self) -> list[StateLog]:
         recurrent = (log for states in self._recurrent.values() for _, log in states)
@@ -223,17 +220,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 self._convolutions[index] = convolution, log
         for index, state in source.recurrent_states.items():
             if state is not None and source.has_previous_state[index]:
-                self._given[index] = _Point(list(slots), state.clone())
+                self._taken_over[index] = _Point(list(slots), state.clone())
 
     def keep_rows(self, kept: list[int]) -> None:
         for log in self.logs():
             log.keep_rows(kept)
-        for point in self._given.values():
+        for point in self._taken_over.values():
             point.keep_rows(kept, self._cache.uploads)
 
     def hand_states(self, target: Any, slots: Sequence[int]) -> None:
         """Fills an empty layer with the states before these slots."""
-        for index, point in self._given.items():
+        for index, point in self._taken_over.items():
             if index not in self._recurrent:  # the prompt's first token was the last
                 target.update_recurrent_state(point.state, state_idx=index)
         for index, (convolution, log) in self._convolutions.items():
@@ -294,16 +291,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         update: StateUpdate = self._cache.state_update
         recurrence, log = self._state(state_idx, self._calls)
         self._calls += 1
-        given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
-        first = given[recurrence.parameters[0]]
+        arguments = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
+        first = arguments[recurrence.parameters[0]]
         length = first.shape[recurrence.token_dim]
         starts, kept = update.begin(log), update.kept(length, first.device)
         state = None if log.is_empty else log.state_at(starts)
         if state is None or (update.counts is not None and recurrence.continues and length > 1):
-            output, state = recurrence.prefill(original, state, kept, given)
+            output, state = recurrence.prefill(original, state, kept, arguments)
             log.restart(update.ends(starts, length), state)
             return output, state
-        output, entries = recurrence.step(state, update.nodes, given)
+        output, entries = recurrence.step(state, update.nodes, arguments)
         update.add(log, starts, entries, kept)
         return output, state
 
@@ -313,8 +310,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             assert self._recurrence is not None
             recurrence = self._recurrence()
             log = StateLog(recurrence.advance, self._cache.uploads)
-            if state_idx in self._given:
-                point = self._given[state_idx]
+            if state_idx in self._taken_over:
+                point = self._taken_over[state_idx]
                 log.restart(point.slots, recurrence.load(point.state, part))
             states.append((recurrence, log))
         return states[part]
