@@ -92,8 +92,9 @@ class GraphRunner:
         finally:
             graphs.report()
             if place is not None:
-                is_large = graphs.config is None and _is_large(place, self.target.model.device)  # captures are quick
-                if graphs.refused or is_large:
+                device = self.target.model.device
+                limit = _KEPT * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+                if graphs.refused or (graphs.config is None and place.bytes > limit):  # captures are quick
                     graphs.forget(lambda key: key[0] is place)
                     cache.place, place = None, Place()
                 graphs.places.append(place)
@@ -274,11 +275,6 @@ def _difference(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 def _needs_addresses(device: torch.device) -> bool:
     """Whether graphs write where they were recorded, as CUDA graphs do."""
     return device.type != "cpu"
-
-
-def _is_large(place: Place, device: torch.device) -> bool:
-    """Whether it would take more of a GPU's memory than may stay with a model after a call."""
-    return device.type == "cuda" and place.bytes > _KEPT * torch.cuda.mem_get_info(device)[1]
 
 
 def _modes(device: torch.device) -> Hashable:

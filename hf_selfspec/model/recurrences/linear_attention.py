@@ -47,7 +47,10 @@ class LinearAttention(Recurrence):
             added = (value - expected) * beta
         if t == 1:
             return read + (query * key).sum(-1, keepdim=True) * added, (key, added, decay)
-        weights = _weights(total, before)
+        if before is None:
+            before = torch.ones(t, t, dtype=torch.bool, device=total.device).tril()
+        # How much of the column's token is left at the row's [b, k, t, t, 1 or n]; 0 unless it comes before that.
+        weights = (total[:, :, :, None] - total[:, :, None]).masked_fill_(~before[..., None], -torch.inf).exp_()
         if beta is not None:
             system = _pairs(key, key, weights).tril(-1) * beta
             added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
@@ -135,14 +138,6 @@ class StateSpace(LinearAttention):
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
         return state.transpose(2, 3).contiguous()
-
-
-def _weights(total: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """How much of the column's token is left at the row's, ``[b, k, t, t, 1 or n]``; 0 unless it comes before that."""
-    t = total.shape[2]
-    if before is None:
-        before = torch.ones(t, t, dtype=torch.bool, device=total.device).tril()
-    return (total[:, :, :, None] - total[:, :, None]).masked_fill_(~before[..., None], -torch.inf).exp_()
 
 
 def _pairs(rows: torch.Tensor, columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
