@@ -212,7 +212,7 @@ def _lay_out(
     compile_config = _compile_config(call, spec.compile)
     on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
-        target.compile(GraphRunner.of(target, compile_config, compares=bool(unseen)))
+        GraphRunner.install(target, compile_config, compares=bool(unseen))
     stateful = (*scorer.stateful, *stopper.stateful)
     loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
     session = Session(

@@ -45,12 +45,11 @@ class SpeculativeCache(Cache, Extent):
     ) -> None:
         """``shapes`` are equal for layers whose keys and values have the same shape and device, ``None`` if unknown."""
         super().__init__(layers=[SpeculativeLayer(self) for _ in range(num_layers)])
-        self._shapes, self._banks = shapes, list[Bank]()
+        self.shapes, self._banks = shapes, list[Bank]()
         self.window = window  # what is kept in layers that see the last tokens alone
         self.capacity = self._text_slots = capacity
         self.write_at([0] * batch_size)
         self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
-        self.is_traced = False  # buffers of layers have to be memory of their own
         self.place: Place | None = None  # where the buffers are, where that matters
         self.owner = ""  # whose they are, where caches share a place
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
@@ -139,9 +138,9 @@ class SpeculativeCache(Cache, Extent):
         for bank in of_layer:
             if bank.fits(states):
                 return bank
-        layers, shape = [layer], self._shapes[layer] if layer < len(self._shapes) else None
-        if shape is not None and not of_layer and not self.is_traced:
-            layers = [later for later in range(layer, len(self._shapes)) if self._shapes[later] == shape][:_TOGETHER]
+        layers, shape = [layer], self.shapes[layer] if layer < len(self.shapes) else None
+        if shape is not None and not of_layer:
+            layers = [later for later in range(layer, len(self.shapes)) if self.shapes[later] == shape][:_TOGETHER]
         self._banks.append(Bank(self, self.layers[layer].extent, name, layers, states))
         return self._banks[-1]
 

@@ -47,15 +47,12 @@ class GraphRunner:
     target: Target
     graphs: Graphs
     compares: bool  # whether each call compares results: unknown code may compute with numbers that change
-    waited_seconds: float = 0.0  # for graphs to be compiled
-    unsettled: int = 0  # forwards so far that were not run as later ones like them will be
     _compared_here: set[Graph] = field(default_factory=set)
-    _is_served: bool = True
 
     @classmethod
-    def of(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> GraphRunner | None:
-        """Returns the graphs for a generation, or ``None`` if its forwards cannot be graphs, with a warning where these
-        were asked for (a ``config``)."""
+    def install(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> None:
+        """Makes forwards of a generation over a few tokens graphs, if they can be; where they cannot and were asked for
+        (a ``config``), that warns."""
         why = why_no_graphs(target.model, target.anatomy)
         if not target.takes_any_rows or target.following.offsets is not None:
             why = why or "its prompts have masked columns, images or other inputs that forwards need"
@@ -65,13 +62,12 @@ class GraphRunner:
                     f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the "
                     "same."
                 )
-            return None
+            return
         graphs = graphs_of(target.model, config)
-        return None if graphs.refused else cls(target, graphs, compares)
-
-    @property
-    def traces(self) -> bool:
-        return self.graphs.config is not None
+        if not graphs.refused:
+            target.graphs, target.cache.has_few_sizes = cls(target, graphs, compares), True
+            if config is not None:
+                target.cache.shapes = ()  # a compiler takes no buffers that share memory
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -81,7 +77,7 @@ class GraphRunner:
             try:
                 place = cache.place = graphs.places.pop()
             except IndexError:
-                self._is_served = False
+                self.target.graphs = None
                 if graphs.config is not None:
                     warn_once(
                         f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same "
@@ -106,15 +102,8 @@ class GraphRunner:
         device, (b, s), substitutes = tokens.device, tokens.shape[:2], run.plan.substitutes
         is_changed = run.calls_functions or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
-        size = size_for(s, self.graphs.cheap_tokens // b)
-        if (
-            size is None
-            or tokens.dim() != 2
-            or is_changed
-            or is_part
-            or not self._is_served
-            or self.graphs.are_left_out()
-        ):
+        size = None if is_changed or is_part else size_for(s, self.graphs.cheap_tokens // b)
+        if size is None or self.graphs.are_left_out():
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)
         inputs = [
@@ -155,7 +144,7 @@ class GraphRunner:
         """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
         these and its buffers, unless ``eager`` over the inputs is faster."""
         is_here = cache.place is not None and cache.place is self.target.cache.place
-        if not is_here or self.traces or not self._is_served or self.graphs.are_left_out():
+        if not is_here or self.graphs.config is not None or self.graphs.are_left_out():
             return eager(*inputs)
         return self._outcome((head,), 0, forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
 
@@ -182,10 +171,11 @@ class GraphRunner:
         key: Hashable = (place, version, addresses, *parts, *modes, *shapes)
         begun = perf_counter()
         graph = self.graphs.find(key, forward, [*inputs, *buffers], name, len(buffers))
-        self.waited_seconds += perf_counter() - begun
+        self.target.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
-            self.unsettled += self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(count, True)
+            is_awaited = self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(count, True)
+            self.target.unsettled += is_awaited
             return eager()
 
         if graph is None:
@@ -208,7 +198,7 @@ class GraphRunner:
         self, graph: Graph, count: int, by_graph: Callable[[], Outcome], by_code: Callable[[], Outcome]
     ) -> Outcome:
         """The outcome of the model's own code; raises an error where that of its graph is another."""
-        self.unsettled += 1
+        self.target.unsettled += 1
         of_graph, of_code = graph.both(count, by_graph, by_code)
         pairs = zip(of_graph, of_code, strict=True)
         differences = [_difference(*pair) for pair in pairs if pair[0] is not None and pair[1] is not None]

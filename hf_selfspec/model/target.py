@@ -60,6 +60,8 @@ class Target:
     active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
+    waited_seconds: float = field(init=False, default=0.0)  # for graphs to be made
+    unsettled: int = field(init=False, default=0)  # forwards so far that were not run as later ones like them will be
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     prefill_observer: Observer | None = field(init=False, default=None)
     # The layers whose entering states it gets (`L` for what leaves the stack), and those that verifications keep.
@@ -93,20 +95,9 @@ class Target:
                 stack.enter_context(self.graphs.running())
             yield self
 
-    def compile(self, graphs: GraphRunner | None) -> None:
-        """Runs forwards over a few tokens as graphs, if the call allows these."""
-        self.graphs = graphs
-        self.cache.has_few_sizes = graphs is not None
-        self.cache.is_traced = graphs is not None and graphs.traces
-
-    @property
-    def unsettled(self) -> int:
-        """How many forwards so far tell nothing of the time of like forwards, since their graph was not there."""
-        return 0 if self.graphs is None else self.graphs.unsettled
-
     def now(self) -> float:
         """Seconds by a clock that stops while graphs are made."""
-        return self.clock() - (0.0 if self.graphs is None else self.graphs.waited_seconds)
+        return self.clock() - self.waited_seconds
 
     def obey(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
