@@ -113,18 +113,18 @@ class Audit:
         ]
         if not self.drafted:
             head.append("nothing was drafted, so this shows little: use more tokens, or another method")
-        test = self.test
-        rest = self._greedy() if self.tests is None or test is None else self._sampled(self.tests, test)
-        return "\n".join([*head, *rest])
+        lines = self._greedy() if self.tests is None else self._sampled(self.tests, sum(self.tests, ChiSquared()))
+        return "\n".join([*head, *lines])
 
     def _greedy(self) -> list[str]:
         rows = []
-        for one in self.partings:
-            tokens = ["(end)" if text is None else repr(text) for text in one.texts]
-            numbers = [f"{one.margin:.2g}", f"{one.tolerance:.2g}", "near tie" if one.is_near_tie else "DIFFERENT"]
-            rows.append([str(one.row + 1), str(one.column + 1), *tokens, *numbers])
+        for parting in self.partings:
+            tokens = ["(end)" if text is None else repr(text) for text in parting.texts]
+            numbers = [f"{parting.margin:.2g}", f"{parting.tolerance:.2g}"]
+            verdict = "near tie" if parting.is_near_tie else "DIFFERENT"
+            rows.append([str(parting.row + 1), str(parting.column + 1), *tokens, *numbers, verdict])
         head = ["prompt", "token", "plain", "ours", "gap", "rounding", "verdict"]
-        wrong = sum(not one.is_near_tie for one in self.partings)
+        wrong = sum(not parting.is_near_tie for parting in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
             ties = "no error found: the others diverge where both tokens' logits are within rounding of the highest"
@@ -135,8 +135,8 @@ class Audit:
 
     def _sampled(self, tests: Sequence[ChiSquared], total: ChiSquared) -> list[str]:
         rows = [
-            [str(name), str(one.draws), f"{one.statistic:.1f}", str(one.degrees_of_freedom), f"{one.p_value:.2g}"]
-            for name, one in [*enumerate(tests, start=1), ("all", total)]
+            [str(name), str(test.draws), f"{test.statistic:.1f}", str(test.degrees_of_freedom), f"{test.p_value:.2g}"]
+            for name, test in [*enumerate(tests, start=1), ("all", total)]
         ]
         verdict = f"consistent with plain generate's distribution (p above {_SIGNIFICANCE:g})"
         if not self.passed:
@@ -182,8 +182,7 @@ def audit(
     inner, prompts = causal_lm(model, "audit"), checked_texts("audit", texts, chats=True, empty=True)
     check_count("audit(max_new_tokens)", max_new_tokens)
     check_count("audit(max_prompt_tokens)", max_prompt_tokens)
-    if spec is None:
-        spec = SelfSpec()
+    spec = SelfSpec() if spec is None else spec
     if not isinstance(spec, SelfSpec):
         raise SettingTypeError(f"audit(spec) must be a SelfSpec or None, got {spec!r}.")
     if sample is not None and not isinstance(sample, SampleTest):
@@ -195,8 +194,8 @@ def audit(
 
     def count() -> None:
         assert spec.stats is not None
-        for one in counts:
-            counts[one] += getattr(spec.stats, one)
+        for count_name in counts:
+            counts[count_name] += getattr(spec.stats, count_name)
         promises[spec.stats.promise] = None
 
     partings: list[Parting] = []
@@ -233,11 +232,11 @@ def _partings(
     plain: Any = model.generate(ids, assistant=False, return_dict_in_generate=True, output_scores=True, **options)
     ours: Any = model.generate(ids, assistant=spec, **options)
     pairs = list(zip_longest(plain.sequences[0].tolist(), ours[0].tolist(), fillvalue=_NOTHING))
-    column = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    column = next((index for index, (expected, token) in enumerate(pairs) if expected != token), None)
     if column is None:
         return []
-    token = column - ids.shape[1]
-    scores = plain.scores[min(token, len(plain.scores) - 1)][0]
-    found = difference_at(prompt, token, *pairs[column], model, plain.sequences[:, :column], scores)
-    expected, got = (None if one == _NOTHING else str(tokenizer.decode([one])) for one in pairs[column])
-    return [replace(found, texts=(expected, got))]
+    position = column - ids.shape[1]
+    scores = plain.scores[min(position, len(plain.scores) - 1)][0]
+    parting = difference_at(prompt, position, *pairs[column], model, plain.sequences[:, :column], scores)
+    plain_text, our_text = (None if token == _NOTHING else str(tokenizer.decode([token])) for token in pairs[column])
+    return [replace(parting, texts=(plain_text, our_text))]

@@ -72,7 +72,7 @@ def first_differences(
             f"first_differences compares row by row, got {expected.shape[0]} and {tokens.shape[0]} rows. Pass the "
             "results of two calls with the same prompts."
         )
-    found = []
+    differences = []
     width = min(expected.shape[1], tokens.shape[1])
     for row in range(expected.shape[0]):
         different = (expected[row, :width] != tokens[row, :width]).nonzero()
@@ -86,8 +86,8 @@ def first_differences(
         column = int(different[0])
         start = 0 if attention_mask is None else int(attention_mask[row].argmax())
         pair = int(expected[row, column]), int(tokens[row, column])
-        found.append(difference_at(row, column, *pair, model, expected[row : row + 1, start:column]))
-    return found
+        differences.append(difference_at(row, column, *pair, model, expected[row : row + 1, start:column]))
+    return differences
 
 
 @torch.no_grad()
@@ -102,12 +102,12 @@ def difference_at(
 ) -> Difference:
     """The difference between two tokens that a model chose after ``text`` ``[1, s]``, from ``scores`` ``[v]`` or from
     its logits."""
-    alone, together = _last_logits(model, text, _STEPS), _last_logits(model, text, 0)
-    likeliest = alone.topk(min(_LIKELIEST, len(alone))).indices
+    stepwise, together = _last_logits(model, text, _STEPS), _last_logits(model, text, 0)
+    likeliest = stepwise.topk(min(_LIKELIEST, len(stepwise))).indices
     # What all logits have in common chooses no other token.
-    noise = float((together.float() - alone.float())[likeliest].std(correction=0))
-    step = torch.finfo(alone.dtype).eps * 2.0 ** (math.frexp(float(alone.max()))[1] - 1)
-    scores = (alone if scores is None else scores).float()
+    noise = float((together.float() - stepwise.float())[likeliest].std(correction=0))
+    step = torch.finfo(stepwise.dtype).eps * 2.0 ** (math.frexp(float(stepwise.max()))[1] - 1)
+    scores = (stepwise if scores is None else scores).float()
     lower = -math.inf if min(expected, token) < 0 else float(scores[[expected, token]].min())
     return Difference(row, column, expected, token, float(scores.max()) - lower, max(_NOISES * noise, step))
 

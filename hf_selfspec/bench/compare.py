@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt as Given
+from ..data.prompts import Prompt as TextOrChat
 from ..data.prompts import checked_texts
 from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
@@ -56,8 +56,8 @@ class Comparison:
     def __str__(self) -> str:
         parts = []
         for condition in self.results["conditions"]:
-            found, table = verdict(condition), main_table(condition).text()
-            parts.append("\n".join([title(condition), "", table, "", found.headline, *found.details]))
+            conclusion, table = verdict(condition), main_table(condition).text()
+            parts.append("\n".join([title(condition), "", table, "", conclusion.headline, *conclusion.details]))
         return "\n\n".join(parts)
 
     def plot(self, path: StrPath | None = None) -> Figure:
@@ -81,26 +81,26 @@ class Comparison:
             SettingError: the folder cannot be written.
         """
         check_folder("the folder of results", folder)
-        place, found = path_of(folder), dict(self.results)
+        directory, content = path_of(folder), dict(self.results)
         try:
-            figures = {f"speed-up-{index}.png": speedups(one) for index, one in enumerate(found["conditions"])}
+            figures = {f"speed-up-{n}.png": speedups(condition) for n, condition in enumerate(content["conditions"])}
         except SettingError:  # there is no matplotlib
             figures = {}
         files = {
-            "results.json": json.dumps(found, indent=1, allow_nan=False) + "\n",
-            "report.md": markdown(found, list(figures)),
+            "results.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
+            "report.md": markdown(content, list(figures)),
         }
-        for name, content in files.items():
-            with reported(place / name), written_whole(place / name) as beside:
-                beside.write_text(content, encoding="utf-8")
+        for name, text in files.items():
+            with reported(directory / name), written_whole(directory / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
         for name, figure in figures.items():
-            saved("Comparison.save", figure, place / name)
+            saved("Comparison.save", figure, directory / name)
 
 
 def compare(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Given],
+    texts: Sequence[TextOrChat],
     methods: Methods | None = None,
     *,
     max_new_tokens: int = 128,
@@ -149,9 +149,8 @@ def compare(
     encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
     stream = list(encoder.prompts(KIND, checked_texts("compare", texts, chats=True)))
     about = {"prompts_left_out": dict(encoder.left_out)}
-    folder = None if out is None else path_of(out)
-    wanted = None if methods is None else methods_of(methods)
-    return measured(inner, tokenizer, stream, settings, wanted, folder, about, progress)
+    folder, chosen = None if out is None else path_of(out), None if methods is None else methods_of(methods)
+    return measured(inner, tokenizer, stream, settings, chosen, folder, about, progress)
 
 
 def measured(
@@ -164,24 +163,23 @@ def measured(
     about: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Comparison:
-    """Measures what ``out`` does not have yet, and writes the report there; ``about`` has further entries of it."""
+    """Measures what ``out`` does not have yet and writes the report there, with ``about`` among its entries."""
     if not prompts:
         raise SettingError("no prompt fits the model. Give shorter ones, or fewer max_new_tokens.")
     if (most := max(settings.batch_sizes)) > len(prompts):
         raise SettingError(f"batch_size={most}: there are fewer prompts than that. Give more, or smaller batches.")
-    known_ids, device = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0), model.device
-    pad = next(token for token in known_ids if token is not None)
+    pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     with evaluating(model), without_cudnn_attention():
-        known, left_out = fitting(model, methods, Batch.of(prompts[:1], pad, device))
-        told = {**_about(model), "prompts": len(prompts), **(about or {})}
+        compared, left_out = fitting(model, methods, Batch.of(prompts[:1], pad, model.device))
+        conditions = {**_about(model), "prompts": len(prompts), **(about or {})}
         tokens = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
-        header = {**told, "tokens of prompts": tokens, **vars(settings)}
-        journal = Journal({**header, **{f"method {method.name}": method.settings for method in known}}, out)
-        stream = Stream(model, settings, prompts, known, pad, journal)
+        header = {**conditions, "tokens of prompts": tokens, **vars(settings)}
+        journal = Journal({**header, **{f"method {method.name}": method.settings for method in compared}}, out)
+        stream = Stream(model, settings, prompts, compared, pad, journal)
         stream.run(progress)
-        alone = device.type == "cpu" and torch.get_num_threads() == 1
-        found = results(stream, settings.clock if settings.clock != "auto" else "cpu" if alone else "wall")
-    comparison = Comparison({**found, "about": told, "left_out": left_out})
+        on_one_core = model.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = settings.clock if settings.clock != "auto" else "cpu" if on_one_core else "wall"
+    comparison = Comparison({**results(stream, clock), "about": conditions, "left_out": left_out})
     if out is not None:
         comparison.save(out)
     return comparison
@@ -199,8 +197,8 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {versions}"
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    name = found[1] if found else platform.processor() or platform.machine()
+    line = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    name = line[1] if line else platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} thread(s), {versions}"
 
 

@@ -86,7 +86,7 @@ _PRESETS = {"SelfSpec(compile=True)": COMPILED_GROUP} | dict.fromkeys(
     ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))"),
     OURS_GROUP,
 )
-KNOWN = {
+METHODS = {
     method.name: method
     for method in (
         Method(PLAIN, PLAIN_GROUP, "(nothing)"),
@@ -107,36 +107,34 @@ SHORT = {
 }
 
 
-def methods_of(given: Methods) -> list[Method]:
-    """Returns plain generate and the given methods."""
-    items = list(given.items()) if isinstance(given, Mapping) else [(None, method) for method in given]
-    found = [one for name, method in items for one in _methods(name, method)]
-    names = [method.name for method in found]
+def methods_of(chosen: Methods) -> list[Method]:
+    """Returns plain generate and the chosen methods."""
+    items = list(chosen.items()) if isinstance(chosen, Mapping) else [(None, method) for method in chosen]
+    methods = [method for name, choice in items for method in _methods(name, choice)]
+    names = [method.name for method in methods]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise SettingError(f"methods: {', '.join(twice)} is given twice. Give each a name of its own: {{name: spec}}.")
-    return list({method.name: method for method in (KNOWN[PLAIN], *found)}.values())
+    return list({method.name: method for method in (METHODS[PLAIN], *methods)}.values())
 
 
-def _methods(name: str | None, given: Any) -> list[Method]:
+def _methods(name: str | None, choice: Any) -> list[Method]:
     """The methods of a name, also a short one, of a text as for ``--spec``, or of a ``SelfSpec``."""
-    if isinstance(given, SelfSpec):
-        group = COMPILED_GROUP if given.compile else OURS_GROUP
-        return [_ours(name or _shown(given), lambda: begun_anew(given), group)]
-    if not isinstance(given, str):
-        raise SettingTypeError(f"methods must be names or SelfSpec objects, got {given!r}.")
-    if given in SHORT:
-        return [KNOWN[one] for one in SHORT[given]]
-    if found := _LOOKUP.fullmatch(given):
-        return [_lookup(int(found[1]), int(found[2] or _LOOKUP_TOKENS))]
-    if given in KNOWN:
-        return [KNOWN[given]]
+    if isinstance(choice, SelfSpec):
+        group = COMPILED_GROUP if choice.compile else OURS_GROUP
+        return [_ours(name or _shown(choice), lambda: begun_anew(choice), group)]
+    if not isinstance(choice, str):
+        raise SettingTypeError(f"methods must be names or SelfSpec objects, got {choice!r}.")
+    if names := SHORT.get(choice, (choice,) if choice in METHODS else ()):
+        return [METHODS[name] for name in names]
+    if numbers := _LOOKUP.fullmatch(choice):
+        return [_lookup(int(numbers[1]), int(numbers[2] or _LOOKUP_TOKENS))]
     try:
-        spec = read_spec(given, "--methods")
+        spec = read_spec(choice, "--methods")
     except SettingError as error:
-        names = ", ".join([PLAIN, "static-compiled", *SHORT])
-        raise SettingError(f"{error} Other methods are {names}.") from error
-    return _methods(name or given, spec)
+        others = ", ".join([PLAIN, "static-compiled", *SHORT])
+        raise SettingError(f"{error} Other methods are {others}.") from error
+    return _methods(name or choice, spec)
 
 
 def _shown(spec: SelfSpec) -> str:
@@ -147,24 +145,26 @@ def _shown(spec: SelfSpec) -> str:
 
 
 def fitting(
-    model: PreTrainedModel, given: Sequence[Method] | None, batch: Batch
+    model: PreTrainedModel, chosen: Sequence[Method] | None, batch: Batch
 ) -> tuple[list[Method], dict[str, str]]:
-    """Returns the methods, or of all known ones those that fit by calls of a few tokens, and others with reasons."""
-    found, left_out = [], dict(_WITH_PARTS) if given is None else {}
-    for method in KNOWN.values() if given is None else given:
-        if given is None and method.group == COMPILED_GROUP and model.device.type == "cpu":
-            why = _ON_CPU
-        elif given is None and method.name == "SelfSpec.mtp()" and attached_mtp(model) is None:
-            why = _ATTACHES
-        else:
-            why = _why_not(model, method, batch)
-        if why and given is not None:
+    """Returns the chosen methods if all fit, as calls of a few tokens show; without a choice all that fit, and reasons
+    against the others."""
+    for method in chosen or ():
+        if why := _why_not(model, method, batch):
             raise SettingError(f"methods: {method.name} does not fit this model: {why}. Leave it out.")
-        if why:
-            left_out[method.name] = why
-        else:
-            found.append(method)
-    return found, left_out
+    if chosen is not None:
+        return list(chosen), {}
+    left_out = dict(_WITH_PARTS)
+    for name, method in METHODS.items():
+        if why := _why_only_by_name(model, method) or _why_not(model, method, batch):
+            left_out[name] = why
+    return [method for name, method in METHODS.items() if name not in left_out], left_out
+
+
+def _why_only_by_name(model: PreTrainedModel, method: Method) -> str:
+    if method.group == COMPILED_GROUP and model.device.type == "cpu":
+        return _ON_CPU
+    return _ATTACHES if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None else ""
 
 
 def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
@@ -173,17 +173,17 @@ def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
     if method.name == LAYERS:
         has_ways = model.device.type == "cpu" and any(is_served(module) for module in model.modules())
         return "" if has_ways else "no linear layer has another way here: only large ones in float32 on a CPU do"
-    given: dict[str, Any] = dict(method.options) if method.make is None else {"assistant": method.make()}
+    call: dict[str, Any] = dict(method.options) if method.make is None else {"assistant": method.make()}
     if method.is_static:
-        given["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
-    ids, mask = batch.ids[:1], batch.mask[:1]
-    sources = getattr(getattr(given.get("assistant"), "draft", None), "sources", ())
+        call["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
+    sources = getattr(getattr(call.get("assistant"), "draft", None), "sources", ())
     # A cascade leaves out silently what does not fit.
     alone = [{"assistant": SelfSpec(source)} for source in sources if not source.is_optional]
     try:
         with muted():
-            for options in (*alone, given):
-                model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **options)
+            for options in (*alone, call):
+                limits = {"max_new_tokens": _TRIED, "do_sample": False}
+                model.generate(batch.ids, attention_mask=batch.mask, **limits, **options)
     except _REFUSALS as error:
         return brief(error).removesuffix(".")
     return ""

@@ -46,12 +46,10 @@ class Table(NamedTuple):
     best: int | None = None
 
     def markdown(self) -> str:
-        rows = [
-            [f"**{cell}**" if index == self.best and cell else cell for cell in row]
-            for index, row in enumerate(self.rows)
-        ]
-        cells = [[cell.replace("|", "/") for cell in row] for row in rows]
-        return as_text(self.head, cells, markdown=True)
+        rows = [[cell.replace("|", "/") for cell in row] for row in self.rows]
+        if self.best is not None:
+            rows[self.best] = [cell and f"**{cell}**" for cell in rows[self.best]]
+        return as_text(self.head, rows, markdown=True)
 
     def text(self) -> str:
         return as_text(self.head, self.rows)
@@ -75,42 +73,44 @@ def verdict(condition: Json) -> Verdict:
     """Returns whether self-speculation pays under a condition."""
     methods = {method["name"]: method for method in condition["methods"]}
     best = methods.pop(condition["best"])
-    plain, found = best["name"] == PLAIN, best["whole"]["ratio_of_means"]
+    is_plain, speedup = best["name"] == PLAIN, best["whole"]["ratio_of_means"]
     lossless = sorted((method for method in methods.values() if method["is_lossless"]), key=_value, reverse=True)
     rivals = {"The fastest SelfSpec": OURS_GROUP, "The best setting of prompt lookup": LOOKUP_GROUP}
     details = []
     for what, group in rivals.items():
-        for first in [method for method in lossless if method["group"] == group != best["group"]][:1]:
-            details.append(f"{what}, {first['name']}, runs at {_value(first):.2f} times the speed of plain generate.")
+        rival = next((method for method in lossless if method["group"] == group != best["group"]), None)
+        if rival is not None:
+            details.append(f"{what}, {rival['name']}, runs at {_value(rival):.2f} times the speed of plain generate.")
     if best["group"] == OURS_GROUP and LAYERS in methods and (layers := _value(methods[LAYERS])):
         alone = f"drafts alone {_value(best) / layers:.2f} and its linear layers, of plain generate too, {layers:.2f}"
         details.append(f"Of that, {alone}.")
-    low = None if plain else found["low"]
-    close = [_told(one) for one in lossless if low is not None and one["name"] != PLAIN and _value(one) >= low]
+    low = None if is_plain else speedup["low"]
+    close = [method for method in lossless if low is not None and method["name"] != PLAIN and _value(method) >= low]
     if close:
-        details.append(f"These prompts do not distinguish its speed from that of {', '.join(close)}.")
-    if best["equal_ids"] is not None and not plain:
-        near = "; where they differ, both tokens' logits are within rounding of the model's highest"
-        near = near if best["equal_ids"]["differences"] else ""
-        details.append(f"The ids of {best['name']} are plain generate's in {_same(best)}{near}.")
-    lossy = [one for one in methods.values() if not one["is_lossless"] and _value(one) > _value(best)]
-    for one in lossy:
-        where = "" if one["equal_ids"] is None else f" (the ids are the same in {_same(one)})"
-        details.append(f"{_told(one)} does not count: it does not write the model's own text{where}.")
+        names = ", ".join(map(_with_value, close))
+        details.append(f"These prompts do not distinguish its speed from that of {names}.")
+    if best["equal_ids"] is not None and not is_plain:
+        near_ties = "; where they differ, both tokens' logits are within rounding of the model's highest"
+        near_ties = near_ties if best["equal_ids"]["differences"] else ""
+        details.append(f"The ids of {best['name']} are plain generate's in {_equal(best)}{near_ties}.")
+    lossy = [method for method in methods.values() if not method["is_lossless"] and _value(method) > _value(best)]
+    for method in lossy:
+        where = "" if method["equal_ids"] is None else f" (the ids are the same in {_equal(method)})"
+        details.append(f"{_with_value(method)} does not count: it does not write the model's own text{where}.")
     count = condition["prompts"]
     if count < FEWEST:
         counted = "1 prompt counts" if count == 1 else f"{count} prompts count"
         details.append(f"Only {counted}, too few for an interval: give more.")
-    fastest = f"the fastest, {best['name']}, runs at {found['value']:.2f} times the speed of plain generate"
-    if plain:
+    fastest = f"the fastest, {best['name']}, runs at {speedup['value']:.2f} times the speed of plain generate"
+    if is_plain:
         which = "No method that writes the model's own text" if lossy else "Nothing that was measured"
         return Verdict(f"{which} is faster than plain generate here.", details, "")
-    if found["low"] is None:
+    if low is None:
         return Verdict(f"Too few prompts to call it a gain: {fastest}.", details, "")
-    if found["low"] <= 1:
-        return Verdict(f"No clear gain: {fastest} ({_interval(found)}).", details, "")
+    if low <= 1:
+        return Verdict(f"No clear gain: {fastest} ({_interval(speedup)}).", details, "")
     speeds = [method["output_token_throughput"]["value"] for method in (best, methods[PLAIN])]
-    interval = f"{found['value']:.2f} times as fast as plain generate (95 % interval {_interval(found)})"
+    interval = f"{speedup['value']:.2f} times as fast as plain generate (95 % interval {_interval(speedup)})"
     headline = f"{best['name']} is {interval}: {speeds[0]:.1f} tokens per second instead of {speeds[1]:.1f}."
     imported = "from hf_selfspec import SelfSpec\n" if "SelfSpec" in best["call"] else ""
     return Verdict(headline, details, f"{imported}model.generate(**inputs, {best['call']})")
@@ -120,16 +120,16 @@ def _value(method: Json) -> float:
     return 0.0 if method["whole"] is None else float(method["whole"]["ratio_of_means"]["value"])
 
 
-def _told(method: Json) -> str:
+def _with_value(method: Json) -> str:
     return f"{method['name']} ({_value(method):.2f})"
 
 
-def _same(method: Json) -> str:
+def _equal(method: Json) -> str:
     return f"{method['equal_ids']['equal']} of {method['equal_ids']['texts']} texts"
 
 
-def _interval(found: Json) -> str:
-    return "" if found["low"] is None else f"{found['low']:.2f} to {found['high']:.2f}"
+def _interval(estimate: Json) -> str:
+    return "" if estimate["low"] is None else f"{estimate['low']:.2f} to {estimate['high']:.2f}"
 
 
 # Columns of tables with a row for each method: where the figure stands in the results, and its format.
@@ -171,16 +171,16 @@ def condition_tables(condition: Json) -> list[Table]:
     """All tables of one condition."""
     methods = condition["methods"]
     drafting = [method for method in methods if method["acceptance"]]
-    found = [
+    tables = [
         main_table(condition),
-        _kinds("Speed-up by kind of prompt", methods, "by_kind"),
-        _kinds("Texts that repeat themselves, and others", methods, "by_looping"),
+        _by_group("Speed-up by kind of prompt", methods, "by_kind"),
+        _by_group("Texts that repeat themselves, and others", methods, "by_looping"),
         _by_method("Drafts", _OF_DRAFTS, drafting, _DRAFTS),
         _by_method("Latency", "Means in milliseconds.", methods, _LATENCY),
         _by_method("First calls", _OF_FIRST, methods, _FIRST),
         _differences(methods),
     ]
-    return [table for table in found if table.rows]
+    return [table for table in tables if table.rows]
 
 
 def main_table(condition: Json) -> Table:
@@ -206,12 +206,12 @@ def _cell(method: Json, path: str, form: str) -> str:
     return _FORMS[form](value) if form in _FORMS else format(value, form)
 
 
-def _kinds(title: str, methods: Sequence[Json], groups: str) -> Table:
+def _by_group(title: str, methods: Sequence[Json], groups: str) -> Table:
     plain, *others = methods
     rows = []
-    for kind, found in plain[groups].items():
-        ratios = [_cell(method[groups][kind], "decode.ratio_of_means.value", ".2f") for method in others]
-        rows.append([kind, str(found["prompts"]), *ratios])
+    for group, figures in plain[groups].items():
+        ratios = [_cell(method[groups][group], "decode.ratio_of_means.value", ".2f") for method in others]
+        rows.append([group, str(figures["prompts"]), *ratios])
     head = ["kind", "prompts", *(method["name"] for method in others)]
     return Table(title, "Decoding, ratio of means.", head, rows)
 
@@ -219,9 +219,10 @@ def _kinds(title: str, methods: Sequence[Json], groups: str) -> Table:
 def _differences(methods: Sequence[Json]) -> Table:
     rows = []
     for method in methods:
-        for one in (method["equal_ids"] or {}).get("differences", ()):
-            place = [str(one[name]) for name in ("prompt", "row", "position")]
-            rows.append([method["name"], *place, f"{one['margin']:.2g}", "yes" if one["near_tie"] else "no"])
+        for difference in (method["equal_ids"] or {}).get("differences", ()):
+            place = [str(difference[name]) for name in ("prompt", "row", "position")]
+            is_near = "yes" if difference["near_tie"] else "no"
+            rows.append([method["name"], *place, f"{difference['margin']:.2g}", is_near])
     note = "Where ids differ from plain generate's, and how far the lower token's logit is below the model's highest."
     head = ["method", "prompt", "row", "new token", "gap to the highest", "within rounding"]
     return Table("Texts that differ", note, head, rows)
@@ -237,7 +238,7 @@ def last_tables(results: Json) -> list[Table]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items()) or _NOTHING
+        return ", ".join(f"{name} {_shown(entry)}" for name, entry in value.items()) or _NOTHING
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value)) or _NOTHING
     return _NOTHING if value is None else str(value)
@@ -247,9 +248,9 @@ def markdown(results: Json, pictures: Sequence[str] = ()) -> str:
     """Returns the whole report as Markdown, with the names of a picture for each condition."""
     parts = [f"# {_TITLE}", _subject(results)]
     for index, condition in enumerate(results["conditions"]):
-        found = verdict(condition)
-        parts += [f"## {title(condition)}", f"**{found.headline}**", *found.details]
-        parts += [f"```python\n{found.call}\n```"] if found.call else []
+        conclusion = verdict(condition)
+        parts += [f"## {title(condition)}", f"**{conclusion.headline}**", *conclusion.details]
+        parts += [f"```python\n{conclusion.call}\n```"] if conclusion.call else []
         parts += [f"![Speed of each method, plain generate = 1]({name})" for name in pictures[index : index + 1]]
         parts += [f"### {table.title}\n\n{table.note}\n\n{table.markdown()}" for table in condition_tables(condition)]
     parts += [f"### {table.title}\n\n{table.markdown()}" for table in last_tables(results)]
@@ -267,24 +268,22 @@ def _subject(results: Json) -> str:
 
 def speedups(condition: Json) -> Figure:
     """Draws a bar for each method with its interval, and a line at plain generate."""
-    known = [method for method in condition["methods"] if method["whole"] is not None]
-    methods = sorted(known, key=lambda method: -method["whole"]["ratio_of_means"]["value"])
+    timed = [method for method in condition["methods"] if method["whole"] is not None]
+    methods = sorted(timed, key=_value, reverse=True)
     figure = new_figure("Comparison.plot", 8, 1.1 + 0.36 * len(methods))
-    axes = figure.subplots()
+    axes, ends = figure.subplots(), [1.0]
     for place, method in enumerate(methods):
-        found = method["whole"]["ratio_of_means"]
-        colour, hatch = _STYLES[method["group"]]
-        axes.barh(place, found["value"], color=colour, hatch=hatch, edgecolor="white", height=0.72)
-        end = found["value"]
-        if found["low"] is not None and method["name"] != PLAIN:
-            errors = [[end - found["low"]], [found["high"] - end]]
-            axes.errorbar(end, place, xerr=errors, color="black", capsize=3, linewidth=1)
-            end = max(end, found["high"])
-        axes.annotate(f"{found['value']:.2f}", (end, place), (6, 0), textcoords="offset points", va="center")
-    ends = [method["whole"]["ratio_of_means"] for method in methods]
+        (colour, hatch), speedup = _STYLES[method["group"]], method["whole"]["ratio_of_means"]
+        end = value = speedup["value"]
+        axes.barh(place, value, color=colour, hatch=hatch, edgecolor="white", height=0.72)
+        if speedup["low"] is not None and method["name"] != PLAIN:
+            errors = [[value - speedup["low"]], [speedup["high"] - value]]
+            axes.errorbar(value, place, xerr=errors, color="black", capsize=3, linewidth=1)
+            end = max(value, speedup["high"])
+        axes.annotate(f"{value:.2f}", (end, place), (6, 0), textcoords="offset points", va="center")
+        ends.append(end)
     axes.set_yticks(range(len(methods)), [shorten(method["name"], _LONGEST, placeholder="…") for method in methods])
-    axes.set(xlim=(0, 1.15 * max(1.0, *(end["high"] or end["value"] for end in ends))))
-    axes.set_xlabel("speed, plain generate = 1 (whiskers: 95 % interval)")
+    axes.set(xlim=(0, 1.15 * max(ends)), xlabel="speed, plain generate = 1 (whiskers: 95 % interval)")
     axes.set_title(title(condition), loc="left", fontsize="medium")
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt as Given
+from ..data.prompts import Prompt as TextOrChat
 from ..data.prompts import as_prompts, read_rows, token_ids
 from ..errors import SettingError
 from ..validation import check_count, check_share
@@ -44,9 +44,9 @@ class Settings:
         for value in self.temperatures:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise SettingError(f"temperature must be a number of at least 0 (0 for greedy), got {value!r}.")
-        drawing = [name for name, usual in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != usual]
-        if drawing and not any(self.temperatures):
-            raise SettingError(f"{drawing[0]} has no effect on greedy decoding: give a temperature, or leave it out.")
+        for name in ("top_p", "top_k"):
+            if getattr(self, name) != getattr(Settings, name) and not any(self.temperatures):
+                raise SettingError(f"{name} has no effect on greedy decoding: give a temperature, or leave it out.")
         if not self.batch_sizes or not self.temperatures:
             raise SettingError("batch_size and temperature need at least one value each.")
         if self.clock not in (clocks := get_args(Clock)):
@@ -60,11 +60,11 @@ class Settings:
 
     def options(self, temperature: float, pad: int) -> dict[str, Any]:
         """Arguments of ``generate`` that are the same for all methods; drawn texts differ, so all get one length."""
-        found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "pad_token_id": pad}
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "pad_token_id": pad}
         if temperature:
-            found |= {"do_sample": True, "temperature": temperature, "top_p": self.top_p, "top_k": self.top_k}
-            found |= {"min_new_tokens": self.max_new_tokens}
-        return found
+            options |= {"do_sample": True, "temperature": temperature, "top_p": self.top_p, "top_k": self.top_k}
+            options |= {"min_new_tokens": self.max_new_tokens}
+        return options
 
 
 # The column of a data file that names the kind of a prompt, and the kind of prompts without one.
@@ -102,32 +102,31 @@ class Encoder:
     chat: bool | None = None  # whether a text is a user's message, by default where there is a chat template
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def prompts(self, kind: str, given: Iterable[Given]) -> Iterator[Prompt]:
+    def prompts(self, kind: str, texts: Iterable[TextOrChat]) -> Iterator[Prompt]:
         """Yields the prompts that are neither too long nor empty; chats need a chat template."""
-        for one in given:
-            (whole,) = as_prompts(self.tokenizer, [one], self.chat)
-            ids = token_ids(self.tokenizer, whole)
+        for text in texts:
+            (prompt,) = as_prompts(self.tokenizer, [text], self.chat)
+            ids = token_ids(self.tokenizer, prompt)
             if 0 < len(ids) <= self.longest:
                 yield Prompt(kind, ids)
             else:
                 self.left_out[kind] += 1
 
 
-def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[Given]]:
+def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[TextOrChat]]:
     """Returns the prompts of data files by kind; ``column`` holds them, by default the first that usually does."""
-    found: dict[str, list[Given]] = {}
+    texts: dict[str, list[TextOrChat]] = {}
     for path in data:
         for row in read_rows(path, column):
-            found.setdefault(str(row.columns.get(_COLUMN) or KIND), []).append(row.prompt(column))
-    return found
+            texts.setdefault(str(row.columns.get(_COLUMN) or KIND), []).append(row.prompt(column))
+    return texts
 
 
-def stream_of(
-    texts: Mapping[str, Sequence[Given]], encoder: Encoder, count: int | None, rng: random.Random
-) -> list[Prompt]:
-    """Returns ``count`` prompts of each kind (``None`` for all), with the kinds in turn."""
-    in_order = {kind: rng.sample(list(of_kind), len(of_kind)) for kind, of_kind in texts.items()}
-    lists = [islice(encoder.prompts(kind, of_kind), count) for kind, of_kind in in_order.items()]
+def stream_of(texts: Mapping[str, Sequence[TextOrChat]], encoder: Encoder, count: int, seed: int) -> list[Prompt]:
+    """Returns ``count`` prompts of each kind, drawn by ``seed``, with the kinds in turn."""
+    draw = random.Random(seed).sample
+    shuffled = {kind: draw(list(of_kind), len(of_kind)) for kind, of_kind in texts.items()}
+    lists = [islice(encoder.prompts(kind, of_kind), count) for kind, of_kind in shuffled.items()]
     return [prompt for together in zip_longest(*lists) for prompt in together if prompt is not None]
 
 

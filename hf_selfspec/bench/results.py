@@ -7,7 +7,7 @@ bootstrap over prompts (Efron and Tibshirani, An Introduction to the Bootstrap, 
 resampled together, so that differences between prompts cancel.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean
@@ -47,9 +47,9 @@ class _Condition:
         self.all = [call for call in stream.journal.calls.values() if call.condition == part.number]
         passes = stream.settings.passes
         last = {(call.method, call.prompt): call for call in self.all if call.turn == passes - 1}
-        warm = list(range(1 if passes == 1 and len(part.batches) > 1 else 0, len(part.batches)))
+        later = range(1 if passes == 1 and len(part.batches) > 1 else 0, len(part.batches))
         cold = {call.prompt for call in last.values() if call.is_first}
-        counted = [prompt for prompt in warm if prompt not in cold] or warm
+        counted = [prompt for prompt in later if prompt not in cold] or later
         self.calls = {method.name: [last[method.name, prompt] for prompt in counted] for method in part.methods}
         self.plain = self.calls[PLAIN]
 
@@ -66,17 +66,16 @@ class _Condition:
         }
 
     def _method(self, method: Method) -> Json:
-        name, clock = method.name, self.clock
-        calls = self.calls[name]
+        name, clock, calls = method.name, self.clock, self.calls[method.name]
         decoded = [(len(call.ids), *call.decoding(clock)) for call in calls]
         between = [rows * seconds / tokens for rows, tokens, seconds in decoded if tokens]
         equal = None if self.part.temperature else self._equal(calls)
+        differences = equal["differences"] if equal else ()
         return {
             "name": name,
             "group": method.group,
             "call": method.call,
-            "whole": ratios(self.plain, calls, Call.whole, clock),
-            "decode": ratios(self.plain, calls, Call.decoding, clock),
+            **_ratios(self.plain, calls, clock),
             "by_kind": self._by(calls, lambda call: call.kind),
             "by_looping": self._by(calls, lambda call: "texts that loop" if call.looping > LOOPS else "other texts"),
             # Throughput and latencies under AIPerf's names.
@@ -87,7 +86,7 @@ class _Condition:
             "output_sequence_length": mean(len(row) for call in calls for row in call.ids),
             "acceptance": acceptance(calls),
             "equal_ids": equal,
-            "is_lossless": method.is_lossless and all(one["near_tie"] for one in (equal or {}).get("differences", ())),
+            "is_lossless": method.is_lossless and all(difference["near_tie"] for difference in differences),
             "first_call": self._first_call(name),
             "compiled_graphs": sum(call.graphs for call in self.all if call.method == name),
             "left_to_generate": sum(bool(call.left_to_generate) for call in calls),
@@ -96,45 +95,52 @@ class _Condition:
 
     def _by(self, calls: Sequence[Call], group_of: Callable[[Call], str]) -> Json:
         """Ratios by group of plain generate's calls; empty if there is only one group, the whole stream."""
-        groups = [group_of(call) for call in self.plain]
-        found: Json = {}
-        for group in dict.fromkeys(groups) if len(set(groups)) > 1 else ():
-            plain, mine = ([c for c, its in zip(of, groups, strict=True) if its == group] for of in (self.plain, calls))
-            found[group] = {"prompts": len(plain), "whole": ratios(plain, mine, Call.whole, self.clock)}
-            found[group]["decode"] = ratios(plain, mine, Call.decoding, self.clock)
-        return found
+        groups = defaultdict[str, list[tuple[Call, Call]]](list)
+        for plain, call in zip(self.plain, calls, strict=True):
+            groups[group_of(plain)].append((plain, call))
+        figures: Json = {}
+        for group, pairs in groups.items() if len(groups) > 1 else ():
+            plains, others = zip(*pairs, strict=True)
+            figures[group] = {"prompts": len(pairs), **_ratios(plains, others, self.clock)}
+        return figures
 
     def _equal(self, calls: Sequence[Call]) -> Json:
         """Share of texts with plain generate's ids, and where others differ."""
-        pairs = list(zip(self.plain, calls, strict=True))
-        rows = [same for plain, call in pairs for same in map(list.__eq__, plain.ids, call.ids)]
+        equal: list[bool] = []
         differences = []
-        for plain, call in pairs:
+        for plain, call in zip(self.plain, calls, strict=True):
+            equal += map(list.__eq__, plain.ids, call.ids)
             width = self.part.batches[call.prompt].ids.shape[1]
-            for one in self.stream.differences(self.part, plain, call):
-                place = {"prompt": call.prompt, "row": one.row, "position": one.column - width}
-                differences.append({**place, "margin": one.margin, "near_tie": one.is_near_tie})
-        return {"texts": len(rows), "equal": sum(rows), "share": sum(rows) / len(rows), "differences": differences}
+            for difference in self.stream.differences(self.part, plain, call):
+                place = {"prompt": call.prompt, "row": difference.row, "position": difference.column - width}
+                differences.append({**place, "margin": difference.margin, "near_tie": difference.is_near_tie})
+        return {"texts": len(equal), "equal": sum(equal), "share": sum(equal) / len(equal), "differences": differences}
 
     def _first_call(self, name: str) -> Json:
         """The first call beside plain generate's, which the main figures leave out if there was one pass."""
-        found = {call.method: call for call in self.all if call.turn == call.prompt == 0}
-        (tokens, seconds), (others, others_seconds) = (found[one].whole(self.clock) for one in (name, PLAIN))
-        ratio = others_seconds / max(others, 1) / (seconds / max(tokens, 1))
-        return {"request_latency": seconds, "plain_request_latency": others_seconds, "ratio": ratio}
+        first = {call.method: call.whole(self.clock) for call in self.all if call.turn == call.prompt == 0}
+        (tokens, seconds), (plain_tokens, plain_seconds) = first[name], first[PLAIN]
+        ratio = plain_seconds / max(plain_tokens, 1) / (seconds / max(tokens, 1))
+        return {"request_latency": seconds, "plain_request_latency": plain_seconds, "ratio": ratio}
 
 
 def fastest(methods: Sequence[Json]) -> str:
     """The method whose whole calls are fastest, of those that users can call and that write the model's own text."""
-    known = [one for one in methods if one["whole"] is not None and one["is_lossless"] and one["name"] != LAYERS]
-    return str(max(known, key=lambda method: method["whole"]["ratio_of_means"]["value"])["name"])
+    lossless = [method for method in methods if method["is_lossless"] and method["name"] != LAYERS]
+    timed = [method for method in lossless if method["whole"] is not None]
+    return str(max(timed, key=lambda method: method["whole"]["ratio_of_means"]["value"])["name"])
+
+
+def _ratios(plain: Sequence[Call], calls: Sequence[Call], clock: str) -> Json:
+    measures: dict[str, Measure] = {"whole": Call.whole, "decode": Call.decoding}
+    return {name: ratios(plain, calls, measure, clock) for name, measure in measures.items()}
 
 
 def ratios(plain: Sequence[Call], calls: Sequence[Call], measure: Measure, clock: str) -> Json | None:
     """How much faster calls are than plain generate's; ``None`` if no prompt has tokens on both sides."""
     rows = [(*measure(a, clock), *measure(b, clock)) for a, b in zip(plain, calls, strict=True)]
-    found = {"ratio_of_means": _estimate(rows, _of_means), "ratio_of_totals": _estimate(rows, _of_totals)}
-    return None if None in found.values() else found
+    estimates = {"ratio_of_means": _estimate(rows, _of_means), "ratio_of_totals": _estimate(rows, _of_totals)}
+    return None if None in estimates.values() else estimates
 
 
 def _mean_speed(tokens: Any, seconds: Any, axis: int = -1) -> Any:
@@ -157,25 +163,26 @@ def _estimate(rows: Sequence[tuple[float, ...]], statistic: Callable[..., Any]) 
     data = data[(data > 0).all(1)].T
     if not data.size:
         return None
-    found: Json = {"value": float(statistic(*data)), "low": None, "high": None}
+    estimate: Json = {"value": float(statistic(*data)), "low": None, "high": None}
     if data.shape[1] >= FEWEST:
-        given: dict[str, Any] = {"n_resamples": _DRAWS, "method": "percentile", "random_state": _SEED}
-        interval = bootstrap(tuple(data), statistic, paired=True, vectorized=True, **given).confidence_interval
-        found |= {"low": float(interval.low), "high": float(interval.high)}
-    return found
+        options: dict[str, Any] = {"n_resamples": _DRAWS, "method": "percentile", "random_state": _SEED}
+        interval = bootstrap(tuple(data), statistic, paired=True, vectorized=True, **options).confidence_interval
+        estimate |= {"low": float(interval.low), "high": float(interval.high)}
+    return estimate
 
 
 def acceptance(calls: Sequence[Call]) -> Json | None:
     """Acceptance over calls under vLLM's and AIPerf's names, ``None`` without rounds; ``conditional_acceptance`` is, by
     place, how often a token was kept if those before were, an ended draft's never."""
-    known = [call.rounds for call in calls if call.rounds is not None and call.rounds["rounds"]]
-    if not known:
+    counts = [call.rounds for call in calls if call.rounds is not None and call.rounds["rounds"]]
+    if not counts:
         return None
-    rounds, accepted = (sum(one[name] for one in known) for name in ("rounds", "accepted"))
-    drafted = None if any(one["drafted"] is None for one in known) else sum(one["drafted"] for one in known)
+    rounds, accepted = (sum(of_call[name] for of_call in counts) for name in ("rounds", "accepted"))
+    drafts = [of_call["drafted"] for of_call in counts]
+    drafted = None if None in drafts else sum(drafts)
     kept: Counter[int] = Counter()
-    for one in known:
-        kept.update({int(length): count for length, count in one["histogram"].items()})
+    for of_call in counts:
+        kept.update({int(length): count for length, count in of_call["histogram"].items()})
     reached = [sum(kept[length] for length in kept if length >= place) for place in range(_POSITIONS + 1)]
     return {
         "num_rounds": rounds,

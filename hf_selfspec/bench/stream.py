@@ -75,16 +75,14 @@ class _Arrivals(BaseStreamer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.sizes: list[int] = []
-        self.first: dict[str, float] | None = None
+        self.first: dict[str, float] = {}
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        if self.first is None:
-            self.first = _now(self.device)
-        self.sizes.append(value.shape[-1] if value.dim() > 1 else 1)  # ``[b]`` holds a token of each row
+        if self._has_prompt:
+            self.first = self.first or _now(self.device)
+            self.sizes.append(value.shape[-1] if value.dim() > 1 else 1)  # ``[b]`` holds a token of each row
+        self._has_prompt = True
 
     def end(self) -> None:
         pass
@@ -126,13 +124,13 @@ def timed(
 
 def repetitions(ids: Sequence[int]) -> int:
     """Number of tokens that are in repetitions of ``_REPETITION`` or more earlier tokens of ``ids``."""
-    seen: set[tuple[int, ...]] = set()
+    earlier: set[tuple[int, ...]] = set()
     repeats: set[int] = set()
     for end in range(_REPETITION, len(ids) + 1):
         piece = tuple(ids[end - _REPETITION : end])
-        if piece in seen:
+        if piece in earlier:
             repeats.update(range(end - _REPETITION, end))
-        seen.add(piece)
+        earlier.add(piece)
     return len(repeats)
 
 
@@ -140,13 +138,13 @@ def _rounds(method: Method, stats: GenerationStats | None, sizes: Sequence[int])
     """The rounds by statistics, or of transformers' loop, which streams the tokens of each, not what it drafted."""
     if stats is not None and not stats.left_to_generate:
         lengths = stats.accepted_lengths
-        found: dict[str, Any] = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
+        counts: dict[str, Any] = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
     elif stats is None and method.group == LOOKUP_GROUP:
         lengths = Counter(size - 1 for size in sizes[1:])
-        found = {"rounds": lengths.total(), "drafted": None, "accepted": sum(lengths.elements())}
+        counts = {"rounds": lengths.total(), "drafted": None, "accepted": sum(lengths.elements())}
     else:
         return None
-    return found | {"histogram": {str(length): lengths[length] for length in sorted(lengths)}}
+    return counts | {"histogram": {str(length): lengths[length] for length in sorted(lengths)}}
 
 
 def _now(device: torch.device) -> dict[str, float]:
@@ -191,17 +189,17 @@ class Journal:
             text = read_text(path)
             whole = text[: text.rfind("\n") + 1]  # without a line that was cut short when its process ended
             written, *lines = map(json.loads, whole.splitlines())
-            other = [f"{name}: {written.get(name)!r}, now {value!r}" for name, value in header.items()
-                     if written.get(name) != value]  # fmt: skip
+            changed = [name for name, value in header.items() if written.get(name) != value]
             calls = [Call(**line) for line in lines]
         except (ValueError, TypeError, AttributeError) as error:
             raise SettingError(
                 f"{path} is not a file of measured calls ({error}). Move it away, or give another folder."
             ) from error
-        if other:
+        if changed:
+            other = "; ".join(f"{name}: {written.get(name)!r}, now {header[name]!r}" for name in changed)
             raise SettingError(
-                f"{path} was measured with other settings ({'; '.join(other)}), which cannot be combined with "
-                "these. Give another folder, or the settings from before."
+                f"{path} was measured with other settings ({other}), which cannot be combined with these. Give another "
+                "folder, or the settings from before."
             )
         if whole != text:
             path.write_text(whole, encoding="utf-8")
@@ -236,8 +234,9 @@ class Stream:
         for index, (temperature, size) in enumerate(settings.conditions):
             starts = range(0, len(prompts) - size + 1, size)
             batches = [Batch.of(prompts[start : start + size], pad, model.device) for start in starts]
-            fitting = [one for one in methods if size == 1 or "prompt_lookup_num_tokens" not in one.options]
-            self.parts.append(Part(index, temperature, size, batches, fitting))
+            # transformers' prompt lookup takes no batches
+            usable = [method for method in methods if size == 1 or "prompt_lookup_num_tokens" not in method.options]
+            self.parts.append(Part(index, temperature, size, batches, usable))
         self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
         self._called: set[str] = set()
         self._warm: set[tuple[int, str]] = set()
@@ -245,8 +244,8 @@ class Stream:
     def run(self, progress: bool) -> None:
         total = sum(self.settings.passes * len(part.batches) * len(part.methods) for part in self.parts)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-        text, console = TextColumn("{task.description}"), Console(stderr=True)
-        with Progress(*columns, text, console=console, disable=not progress) as bar:
+        text = TextColumn("{task.description}")
+        with Progress(*columns, text, console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("", total=total, completed=len(self.journal.calls))
             for part in self.parts:
                 for turn in range(self.settings.passes):
@@ -257,8 +256,7 @@ class Stream:
         specs = {method.name: method.make() for method in part.methods if method.make is not None}
         for prompt in range(len(part.batches)):
             first = prompt % len(part.methods)
-            in_turn = [*part.methods[first:], *part.methods[:first]]
-            for method in in_turn:
+            for method in (*part.methods[first:], *part.methods[:first]):
                 place = method.name, part.number, turn, prompt
                 if place not in self.journal.calls:
                     yield self._call(part, method, place, specs.get(method.name))

@@ -19,7 +19,7 @@ __all__ = ["main"]
 PROGRAM = "hf-selfspec"
 
 # Exit codes. 1 is for a bad result, such as that of a failed audit.
-_WRONG, _STOPPED = 2, 130
+_MISTAKE, _STOPPED = 2, 130
 # The base class of all errors in a command line, of which typer exports only some subclasses.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -38,19 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             # Without the lines of code that they come from.
-            warnings.showwarning = lambda message, *_, **__: _tell(message)
+            warnings.showwarning = lambda message, *_, **__: _print_error(message)
             code = command.main(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
     except _UsageError as error:
         where = PROGRAM if error.ctx is None else error.ctx.command_path
-        _tell(f"{error.format_message().strip().removesuffix('.')}. See `{where} --help`.")
-        return _WRONG
+        _print_error(f"{error.format_message().strip().removesuffix('.')}. See `{where} --help`.")
+        return _MISTAKE
     except _mistakes() as error:
-        _tell(error)
-        return _WRONG
+        _print_error(error)
+        return _MISTAKE
     if code == _STOPPED:
-        _tell("stopped.")
+        _print_error("stopped.")
     return int(code)
 
 
@@ -63,6 +63,6 @@ def _mistakes() -> tuple[type[Exception], ...]:
     return SelfSpecError, torch.OutOfMemoryError, MemoryError
 
 
-def _tell(message: object) -> None:
+def _print_error(message: object) -> None:
     """Prints a message as one line on stderr."""
     print(f"{PROGRAM}: {' '.join(str(message).split())}", file=sys.stderr)

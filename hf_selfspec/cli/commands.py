@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -90,24 +89,24 @@ def audit(
     from ..data.prompts import as_prompts, read_prompts
     from .spec_text import read_spec, split
 
-    given = {"temperature": temperature, "top_p": top_p, "draws": draws}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if settings and not sample:
-        which = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        raise SettingError(f"{which} has no effect without --sample: add that, or leave it out.")
-    test = SampleTest(**settings) if sample else None
+    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "draws": draws}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and not sample:
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+        raise SettingError(f"{words} has no effect without --sample: add that, or leave it out.")
+    settings: dict[str, Any] = {"sample": SampleTest(**options) if sample else None}
+    settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
     specs = {name: read_spec(name, "--methods") for name in split(methods or ["selfspec"])}
     texts, place, named = read_prompts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
-    asked = as_prompts(tokenizer, texts, chat)
+    chats = as_prompts(tokenizer, texts, chat)
     network = named.model(dtype, place)
     torch.manual_seed(seed)
     all_passed = True
     for name, spec in specs.items():
-        limits = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
-        found = audit(network, tokenizer, asked, spec, sample=test, name=name, **limits)
-        print(f"{found}\n")
-        all_passed &= found.passed
+        report = audit(network, tokenizer, chats, spec, name=name, **settings)
+        print(f"{report}\n")
+        all_passed &= report.passed
     if not all_passed:
         raise typer.Exit(1)
 
@@ -166,7 +165,7 @@ def bench(
     temperatures, batch_sizes = tuple(temperature or (0.0,)), tuple(batch_size or (1,))
     settings = Settings(max_new_tokens, temperatures, batch_sizes, top_p, top_k, seed, clock, passes)
     check_folder("--out", out)
-    wanted = methods_of(named_methods) if (named_methods := split(methods or ())) else None
+    compared = methods_of(names) if (names := split(methods or ())) else None
     texts = texts_of(data, field)  # before the model, so that errors in files are reported at once
     chosen = split(kinds or ()) or list(texts)
     unknown = [kind for kind in chosen if kind not in texts]
@@ -177,12 +176,12 @@ def bench(
     chat = has_chats(tokenizer) and not raw
     encoder = Encoder(tokenizer, min(longest, max_prompt_tokens or longest), chat)
     count = prompts or (_OF_ONE_KIND if len(chosen) == 1 else _OF_EACH_KIND)
-    stream = stream_of({kind: texts[kind] for kind in chosen}, encoder, count, random.Random(seed))
+    stream = stream_of({kind: texts[kind] for kind in chosen}, encoder, count, seed)
     if repeat:
         stream = repeated(stream)
     about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
-    found = measured(named.model(dtype, place), tokenizer, stream, settings, wanted, path_of(out), about)
-    print(f"{found}\n\nThe whole report is {out}/report.md.")
+    comparison = measured(named.model(dtype, place), tokenizer, stream, settings, compared, path_of(out), about)
+    print(f"{comparison}\n\nThe whole report is {out}/report.md.")
 
 
 def exit_report(
@@ -201,9 +200,9 @@ def exit_report(
     from ..data.loading import NamedModel, set_up
     from ..data.prompts import texts
 
-    given, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
+    rows, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
-    report = exit_report(named.model(dtype, place), tokenizer, given, max_length=max_length)
+    report = exit_report(named.model(dtype, place), tokenizer, rows, max_length=max_length)
     print(report)
     if plot is not None:
         report.plot(plot)
@@ -241,12 +240,12 @@ def generate(
     sampling("generate", temperature, top_p)
     if prompt is not None and file is not None:
         raise SettingError("--prompt and --file are both given: give one of the two.")
-    given = prompt if file is None else content("--file", file)
-    if given is None and not sys.stdin.isatty():
-        given = sys.stdin.read()
+    prompt = prompt if file is None else content("--file", file)
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
     drafts, place, named = read_spec(spec), set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
-    is_chat = given is None or (has_chats(tokenizer) if chat is None else chat)
+    is_chat = prompt is None or (has_chats(tokenizer) if chat is None else chat)
     if is_chat:
         check_chats(tokenizer)
     network, console = named.model(dtype, place), Console(highlight=False)
@@ -260,11 +259,11 @@ def generate(
 
     torch.manual_seed(seed)
     messages: list[dict[str, Any]] = []
-    wanted: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    for text in _asked() if given is None else [given]:
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    for text in _typed_lines() if prompt is None else [prompt]:
         messages.append({"role": "user", "content": text})
         try:
-            answer = stream(network, tokenizer, messages if is_chat else text, write, spec=drafts, **wanted)
+            answer = stream(network, tokenizer, messages if is_chat else text, write, spec=drafts, **options)
         except KeyboardInterrupt:
             print(flush=True)  # the message about it gets a line of its own
             raise
@@ -278,7 +277,7 @@ def generate(
         messages.append({"role": "assistant", "content": answer})
 
 
-def _asked() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     """Yields what the user types, until the end of the input."""
     while True:
         try:
@@ -322,10 +321,10 @@ def tune(
     from ..learned.saving import FILE_NAME
 
     check_folder("--out", out, [FILE_NAME])
-    given, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
+    rows, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
     tokenizer = named.tokenizer()
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
-    search, network = OfflineSearch(max_steps=steps, seed=seed), named.model(dtype, place)
-    spec = tune(network, tokenizer, given, search=search, folder=out, **limits)
+    settings: dict[str, Any] = {"search": OfflineSearch(max_steps=steps, seed=seed), "folder": out}
+    settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    spec = tune(named.model(dtype, place), tokenizer, rows, **settings)
     print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
     print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({out!r}))")

@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 import typer
@@ -23,7 +22,7 @@ _OF_TRAINING = {"--batch": ("per_device_train_batch_size", int), "--epochs": ("n
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
+def parser_of(name: str, settings_class: type[Fit[Any]]) -> Any:
     """The options of a command: the model and the text, the fit's settings, and what its ``Trainer`` takes."""
     import torch
     from transformers import HfArgumentParser, TrainingArguments
@@ -36,28 +35,28 @@ def parser_of(name: str, kind: type[Fit[Any]]) -> Any:
         def error(self, message: str) -> NoReturn:
             raise SettingError(f"{message}. See `{self.prog} --help`.")
 
-    hints, own = get_type_hints(kind), argparse.ArgumentParser(add_help=False)
-    own.add_argument("--model", required=True, help=commands.MODEL)
-    own.add_argument("--data", required="prompts" not in hints, help=commands.DATA)
-    own.add_argument("--out", required=True, help="Folder for the fitted module.")
-    own.add_argument("--field", help=commands.FIELD)
-    own.add_argument("--dtype", choices=commands.DTYPES, default="auto", help=commands.DTYPE)
-    for setting in fields(kind):
+    hints, options = get_type_hints(settings_class), argparse.ArgumentParser(add_help=False)
+    options.add_argument("--model", required=True, help=commands.MODEL)
+    options.add_argument("--data", required="prompts" not in hints, help=commands.DATA)
+    options.add_argument("--out", required=True, help="Folder for the fitted module.")
+    options.add_argument("--field", help=commands.FIELD)
+    options.add_argument("--dtype", choices=commands.DTYPES, default="auto", help=commands.DTYPE)
+    for setting in fields(settings_class):
         if setting.name != "output_dir" and (how := _read_as(setting.name, hints[setting.name])):
             how |= {"required": True} if setting.default is MISSING else {"default": setting.default}
             names = {f"--{setting.name.replace('_', '-')}", _SHORT.get(setting.name, f"--{setting.name}")}
-            own.add_argument(*sorted(names), dest=setting.name, help="see above", **how)
-    about, shared = str(kind.__doc__).partition("    Returns:")[0], str(AdapterFit.__doc__)
-    if "args" in hints and kind is not AdapterFit:  # whose documentation the others refer to
+            options.add_argument(*sorted(names), dest=setting.name, help="see above", **how)
+    is_training = "args" in hints
+    if is_training:
+        options.add_argument("--cache-gib", dest="cache_bytes", type=_gib, help="cache_bytes in GiB")
+    about, shared = str(settings_class.__doc__).partition("    Returns:")[0], str(AdapterFit.__doc__)
+    if is_training and settings_class is not AdapterFit:  # whose documentation the others refer to
         about += shared[shared.index("        block_size:") : shared.index("        output_dir:")]
     layout = {"usage": "%(prog)s [options]", "formatter_class": argparse.RawDescriptionHelpFormatter}
-    make = partial(
-        Parser, prog=f"hf-selfspec fit {name}", description=about, parents=[own], allow_abbrev=False, **layout
-    )
-    if "args" not in hints:
-        return make()
-    own.add_argument("--cache-gib", dest="cache_bytes", type=_gib, help="cache_bytes in GiB")
-    parser = make(TrainingArguments)
+    texts = {"prog": f"hf-selfspec fit {name}", "description": about, **layout}
+    parser = Parser(*[TrainingArguments] * is_training, parents=[options], allow_abbrev=False, **texts)
+    if not is_training:
+        return parser
     for short, (sets, read) in _OF_TRAINING.items():
         parser.add_argument(short, dest=sets, type=read, default=argparse.SUPPRESS, help=sets)
     has_none = torch.accelerator.current_accelerator() is None
@@ -79,11 +78,11 @@ def _read_as(name: str, hint: Any) -> dict[str, Any]:
     return {}
 
 
-def _list_of(kind: type) -> Callable[[str], list[Any]]:
+def _list_of(item_type: type) -> Callable[[str], list[Any]]:
     def read(text: str) -> list[Any]:
-        return [kind(item.strip()) for item in text.split(",") if item.strip()]
+        return [item_type(item.strip()) for item in text.split(",") if item.strip()]
 
-    read.__name__ = f"list of {kind.__name__}, separated by commas,"  # which messages name
+    read.__name__ = f"list of {item_type.__name__}, separated by commas,"  # which messages name
     return read
 
 
@@ -97,18 +96,18 @@ def fit(context: typer.Context) -> None:
     """Fit a small module to a frozen model."""
     from .. import SettingError
 
-    kinds = fits()
+    classes = fits()
     name, *words = context.args or [""]
     if name == "--help":
-        told = "\n".join(f"  {name:<10} {str(kind.__doc__).partition(chr(10))[0]}" for name, kind in kinds.items())
-        print(
-            f"usage: hf-selfspec fit COMMAND [options]\n\n{told}\n\nhf-selfspec fit COMMAND --help shows the options."
-        )
-        return
-    if name not in kinds:
-        what = f"No such command {name!r}" if name else "Missing command"
-        raise SettingError(f"{what}. See `hf-selfspec fit --help`.")
-    _fit(name, kinds[name], words)
+        print("usage: hf-selfspec fit COMMAND [options]\n")
+        for command, settings_class in classes.items():
+            print(f"  {command:<10} {str(settings_class.__doc__).splitlines()[0]}")
+        print("\nhf-selfspec fit COMMAND --help shows the options.")
+    elif name not in classes:
+        mistake = f"No such command {name!r}" if name else "Missing command"
+        raise SettingError(f"{mistake}. See `hf-selfspec fit --help`.")
+    else:
+        _fit(name, classes[name], words)
 
 
 def fits() -> dict[str, type[Fit[Any]]]:
@@ -119,7 +118,7 @@ def fits() -> dict[str, type[Fit[Any]]]:
     return {vars(function)["fit_class"].command: vars(function)["fit_class"] for function in functions}
 
 
-def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
+def _fit(name: str, settings_class: type[Fit[Any]], words: list[str]) -> None:
     """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
     import torch
 
@@ -132,28 +131,30 @@ def _fit(name: str, kind: type[Fit[Any]], words: list[str]) -> None:
     from ..train.mtp import read_prompts_file
 
     try:
-        *training, given = parser_of(name, kind).parse_args_into_dataclasses(words, look_for_args_file=False)
+        parser = parser_of(name, settings_class)
+        *training, options = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     except SystemExit as end:  # of --help
         raise typer.Exit(int(end.code or 0)) from end
     except (ValueError, ImportError) as error:  # of TrainingArguments
         raise SettingError(str(error)) from error
     for args in training:
-        args.output_dir = args.output_dir or checkpoints_of(given.out)
-    chosen = {one.name: getattr(given, one.name) for one in fields(kind) if hasattr(given, one.name)}
+        args.output_dir = args.output_dir or checkpoints_of(options.out)
+    names = [setting.name for setting in fields(settings_class) if hasattr(options, setting.name)]
+    chosen = {name: getattr(options, name) for name in names} | dict(zip(["args"], training, strict=False))
     if chosen.get("prompts") is not None:
-        chosen["prompts"] = read_prompts_file(given.prompts)
-    settings: Any = kind(**chosen, output_dir=given.out, **dict(zip(["args"], training, strict=False)))
+        chosen["prompts"] = read_prompts_file(options.prompts)
+    settings: Any = settings_class(**chosen, output_dir=options.out)
     settings.check()
-    check_folder("--out", given.out, FILES)
+    check_folder("--out", options.out, FILES)
     if chosen.get("cache_dir") is not None:
-        check_folder("--cache", given.cache_dir)
-    dataset, named = [] if given.data is None else texts(given.data, given.field), NamedModel(given.model)
+        check_folder("--cache", options.cache_dir)
+    dataset, named = [] if options.data is None else texts(options.data, options.field), NamedModel(options.model)
     config = named.config.get_text_config(decoder=True)
     if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
         settings.check_config(config)
     text = settings.read(named.tokenizer(), dataset)
     device = next((args.device for args in training), torch.device("cpu"))
-    module = settings.fit(named.model(given.dtype, device), text)
+    module = settings.fit(named.model(options.dtype, device), text)
     for about, value in {**module.about["recipe"], **module.about["figures"]}.items():
         print(f"{about:<32} {value}")
-    print(f"{module.kind} of {module.num_parameters:,} parameters in {given.out}")
+    print(f"{module.kind} of {module.num_parameters:,} parameters in {options.out}")

@@ -63,16 +63,17 @@ def _of_folder(folder: str) -> SelfSpec:
         settings = json.loads((path_of(folder) / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}
+    settings = settings if isinstance(settings, dict) else {}
     for setting, preset in _PARTS.items():
-        if isinstance(settings, dict) and setting in settings:
+        if setting in settings:
             return preset(folder)
-    if isinstance(settings, dict) and "vocabulary" in settings and "size" in settings:
+    if "vocabulary" in settings and "size" in settings:
         raise SettingError(
             f"this folder holds a reduced head, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with "
             "the exit layer that is meant."
         )
     raise SettingError(
-        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads, an MTP head or a probe. {_what()}"
+        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads, an MTP head or a probe. {_advice()}"
     )
 
 
@@ -80,13 +81,13 @@ def _of_expression(text: str) -> SelfSpec:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise SettingError(f"there is no such folder or preset. {_what()}") from error
+        raise SettingError(f"there is no such folder or preset. {_advice()}") from error
     if isinstance(tree, (ast.Name, ast.Attribute)):
-        raise SettingError(f"there is no such folder or preset. {_what()}")
-    found = _value(tree)
-    if not isinstance(found, SelfSpec):
-        raise SettingError(f"this is not a SelfSpec but {type(found).__name__}. {_what()}")
-    return found
+        raise SettingError(f"there is no such folder or preset. {_advice()}")
+    spec = _value(tree)
+    if not isinstance(spec, SelfSpec):
+        raise SettingError(f"this is not a SelfSpec but {type(spec).__name__}. {_advice()}")
+    return spec
 
 
 def _value(node: ast.expr) -> Any:
@@ -112,10 +113,10 @@ def _called(function: ast.expr, args: list[Any], keywords: dict[str, Any]) -> An
     match function:
         case ast.Name(id="SelfSpec"):
             make = SelfSpec
-        case ast.Name(id=known):
-            make = class_named(known)
-        case ast.Attribute(value=ast.Name(id="SelfSpec"), attr=known) if known in _CONSTRUCTORS:
-            make = getattr(SelfSpec, known)
+        case ast.Name(id=class_name):
+            make = class_named(class_name)
+        case ast.Attribute(value=ast.Name(id="SelfSpec"), attr=method) if method in _CONSTRUCTORS:
+            make = getattr(SelfSpec, method)
     if make is None:
         raise SettingError(
             f"`{name}` cannot be called in it: only SelfSpec, SelfSpec.{', SelfSpec.'.join(_CONSTRUCTORS)} and classes "
@@ -129,7 +130,7 @@ def _called(function: ast.expr, args: list[Any], keywords: dict[str, Any]) -> An
         raise SettingError(f"`{name}` does not take that ({brief(error)}).") from error
 
 
-def _what() -> str:
+def _advice() -> str:
     return (
         f"Give one of {', '.join(sorted(PRESETS))}, a folder that save_pretrained has written, or an expression such "
         'as "SelfSpec.layerskip(8)".'

@@ -54,10 +54,9 @@ class NamedModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self._load("tokenizer", AutoTokenizer.from_pretrained)
 
-    def model(self, dtype: str = "auto", device: torch.device | None = None) -> PreTrainedModel:
-        """The model with its weights, in evaluation mode; in the file's dtype for ``auto``, by default on the CPU."""
-        found: PreTrainedModel = self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype)
-        return found if device is None else nn.Module.to(found, device)
+    def model(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+        """The model with its weights, in evaluation mode; in the file's dtype for ``auto``."""
+        return nn.Module.to(self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype), device)
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
         try:
@@ -65,9 +64,8 @@ class NamedModel:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # errors for damaged files come from many libraries and share no other base class
-            raise SettingError(
-                f"--model {self.name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}"
-            ) from error
+            message = f"--model {self.name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}"
+            raise SettingError(message) from error
 
 
 def set_up(device: str | None, threads: int | None) -> torch.device:
@@ -80,12 +78,13 @@ def set_up(device: str | None, threads: int | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device is None:
         return accelerator
-    known = ["cpu"] if accelerator.type == "cpu" else ["cpu", accelerator.type]
+    types = list(dict.fromkeys(["cpu", accelerator.type]))
+    advice = f"Give one of {', '.join(types)}."
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError as error:
-        raise SettingError(f"--device {device}: there is no such device. Give one of {', '.join(known)}.") from error
-    count = 1 if found.type == "cpu" else torch.accelerator.device_count()
-    if found.type not in known or (found.index or 0) >= count:
-        raise SettingError(f"--device {device}: this machine has none. Give one of {', '.join(known)}.")
-    return found
+        raise SettingError(f"--device {device}: there is no such device. {advice}") from error
+    count = 1 if chosen.type == "cpu" else torch.accelerator.device_count()
+    if chosen.type not in types or (chosen.index or 0) >= count:
+        raise SettingError(f"--device {device}: this machine has none. {advice}")
+    return chosen

@@ -26,10 +26,10 @@ _SHOWN_OF_ROW = 60
 _EXAMPLE = 'e.g. {"text": "..."}.'
 
 
-def is_chat(given: Any) -> bool:
-    """Returns whether something is a list of messages."""
-    is_list = isinstance(given, Sequence) and not isinstance(given, str) and bool(given)
-    return is_list and all(isinstance(message, Mapping) for message in given)
+def is_chat(value: Any) -> bool:
+    """Returns whether a value is a list of messages."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+    return is_list and all(isinstance(message, Mapping) for message in value)
 
 
 def has_chats(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -46,27 +46,27 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def as_prompts(tokenizer: PreTrainedTokenizerBase, given: Iterable[Prompt], chat: bool | None = None) -> list[Prompt]:
+def as_prompts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Prompt], chat: bool | None = None) -> list[Prompt]:
     """Turns each text into the first message of a chat, by default if the tokenizer has a chat template."""
     chat = has_chats(tokenizer) if chat is None else chat
-    found = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in given]
-    if not all(isinstance(prompt, str) for prompt in found):
+    prompts = [[{"role": "user", "content": text}] if chat and isinstance(text, str) else text for text in texts]
+    if not all(isinstance(prompt, str) for prompt in prompts):
         check_chats(tokenizer)
-    return found
+    return prompts
 
 
 def checked_texts(
     function: str, texts: object, chats: bool = False, empty: bool = False, name: str = "texts"
 ) -> list[Any]:
     """Returns the texts that a function was given, at least one, and chats and empty texts only if it takes them."""
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
-    if not given or not all((isinstance(one, str) and (one or empty)) or (chats and is_chat(one)) for one in given):
-        kinds = "strings or chats (lists of messages)" if chats else "strings"
+    items = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
+    if not items or not all((isinstance(item, str) and (item or empty)) or (chats and is_chat(item)) for item in items):
+        types = "strings or chats (lists of messages)" if chats else "strings"
         raise SettingTypeError(
-            f"{function}({name}) must be a list of {kinds}, at least one{'' if empty else ' and none of them empty'}, "
+            f"{function}({name}) must be a list of {types}, at least one{'' if empty else ' and none of them empty'}, "
             f"got {repr(texts)[:_SHOWN]}."
         )
-    return given
+    return items
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answered: bool = True) -> list[int]:
@@ -79,16 +79,16 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answered: bool
             '[{"role": "user", "content": "..."}].'
         )
     check_chats(tokenizer)
-    found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=answered, return_dict=True)
-    return list(found["input_ids"])
+    encoding = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=answered, return_dict=True)
+    return list(encoding["input_ids"])
 
 
 def encoded(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device, longest: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns the inputs of ``generate``, tensors ``[1, s]``; a text, not a chat, is cut after ``longest`` tokens."""
-    found = token_ids(tokenizer, prompt)
-    ids = torch.tensor([found[:longest] if isinstance(prompt, str) else found], device=device)
+    tokens = token_ids(tokenizer, prompt)
+    ids = torch.tensor([tokens[:longest] if isinstance(prompt, str) else tokens], device=device)
     if not ids.numel():
         raise SettingError("the prompt is empty. Give at least one token to continue from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -102,46 +102,47 @@ class Row(NamedTuple):
 
     def prompt(self, field: str | None = None) -> Prompt:
         """Returns the text or the chat in a column, by default in the first one of ``COLUMNS`` that exists."""
-        found: Any = next(filter(None, map(self.columns.get, COLUMNS if field is None else (field,))), None)
+        content: Any = next(filter(None, map(self.columns.get, COLUMNS if field is None else (field,))), None)
         where = f"any of the columns {', '.join(COLUMNS)}" if field is None else f"the column {field!r}"
-        return found if is_chat(found) else self._text(found, f"{where}, and no chat")
+        return content if is_chat(content) else self._text(content, f"{where}, and no chat")
 
     def text(self, field: str) -> str:
         return self._text(self.columns.get(field), f"the column {field!r}")
 
-    def _text(self, found: Any, where: str) -> str:
+    def _text(self, content: Any, where: str) -> str:
         """The text, unless it contains half of a surrogate pair, which no tokenizer accepts."""
-        if not isinstance(found, str):
+        if not isinstance(content, str):
             raise SettingError(
                 f"{self.place}: there is no text in {where}. Name one of the columns "
                 f"{sorted(map(str, self.columns))} with --field."
             )
         try:
-            found.encode()
+            content.encode()
         except UnicodeEncodeError as error:
             raise SettingError(
                 f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Drop that character."
             ) from error
-        return found
+        return content
 
 
 def texts(data: str, field: str | None = None) -> list[str]:
     """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
-    found = [row.text(field or "text") for row in read_rows(data, field, is_one=True)]
-    return _some(found, data, any(text.strip() for text in found))
+    texts = [row.text(field or "text") for row in read_rows(data, field, is_whole=True)]
+    return _unless_empty(texts, data, any(text.strip() for text in texts))
 
 
-def read_rows(data: str, field: str | None = None, is_one: bool = False) -> list[Row]:
-    """All rows, at least one, of a file (lines of a ``.txt``, unless it ``is_one``; ``.jsonl``) or a Hub dataset."""
+def read_rows(data: str, field: str | None = None, is_whole: bool = False) -> list[Row]:
+    """All rows, at least one, of a ``.jsonl`` file or a dataset of the Hub; of a ``.txt`` file its lines, or if
+    ``is_whole`` its text."""
     if Path(data).suffix != _WHOLE:
-        found = _rows(data)
+        rows = _rows(data)
     elif field is not None:
-        why = "is one text" if is_one else "has a prompt in each line"
+        why = "is one text" if is_whole else "has a prompt in each line"
         raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
     else:
-        parts = [(1, content("--data", data))] if is_one else _lines(data)
-        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in parts]
-    return _some(found, data, bool(found))
+        lines = [(1, content("--data", data))] if is_whole else _lines(data)
+        rows = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in lines]
+    return _unless_empty(rows, data, bool(rows))
 
 
 def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
@@ -159,10 +160,10 @@ def content(option: str, file: str) -> str:
         raise SettingError(f"{option} {file} cannot be read as text in UTF-8 ({error}).") from error
 
 
-def _some(found: list[Any], data: str, is_any: bool) -> list[Any]:
-    if not is_any:
+def _unless_empty(rows: list[Any], data: str, has_text: bool) -> list[Any]:
+    if not has_text:
         raise SettingError(f"--data {data}: the dataset is empty. Give texts that the model is used for.")
-    return found
+    return rows
 
 
 def _rows(data: str) -> list[Row]:
@@ -171,9 +172,9 @@ def _rows(data: str) -> list[Row]:
         places = [(f"--data {data}, line {number}", line) for number, line in _lines(data)]
         return [Row(place, _object(place, line)) for place, line in places]
     if os.path.exists(data):
-        kind = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
+        what = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
         raise SettingError(
-            f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
+            f"--data {data} is {what}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
         )
     return [Row(f"--data {data}, row {number}", row) for number, row in enumerate(_rows_of_hub(data), start=1)]
 
@@ -187,12 +188,12 @@ def _lines(data: str) -> Iterator[tuple[int, str]]:
 
 def _object(place: str, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        columns = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise SettingError(f"{place}: this is not JSON ({error}). Each line is one object, {_EXAMPLE}") from error
-    if not isinstance(found, dict):
-        raise SettingError(f"{place}: {repr(found)[:_SHOWN_OF_ROW]} is not an object with a text, {_EXAMPLE}")
-    return found
+    if not isinstance(columns, dict):
+        raise SettingError(f"{place}: {repr(columns)[:_SHOWN_OF_ROW]} is not an object with a text, {_EXAMPLE}")
+    return columns
 
 
 def _rows_of_hub(data: str) -> Sequence[Any]:

@@ -125,13 +125,13 @@ def exit_report(
         )
     inner = causal_lm(model, "exit_report")
     exits = Exits(inner)
-    given, length = checked_texts("exit_report", texts, empty=True), _length(max_length, exits.anatomy.max_positions)
+    texts, length = checked_texts("exit_report", texts, empty=True), _length(max_length, exits.anatomy.max_positions)
     # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
-    rows = [token_ids(tokenizer, text)[:length] for text in given]
+    rows = [token_ids(tokenizer, text)[:length] for text in texts]
     for index, row in enumerate(rows):
         if len(row) < 2:
             raise SettingError(
-                f"exit_report(texts): text {index} is {given[index]!r}, of {len(row)} tokens, but it takes at least 2 "
+                f"exit_report(texts): text {index} is {texts[index]!r}, of {len(row)} tokens, but it takes at least 2 "
                 "to predict a next one. Leave it out or make it longer."
             )
     embeddings = inner.get_input_embeddings().weight
@@ -181,9 +181,9 @@ def _length(max_length: int | None, positions: int | None) -> int:
     if max_length is None:
         return positions or _DEFAULT_LENGTH
     check_count("exit_report(max_length)", max_length)
-    if max_length < 2:
+    if max_length == 1:
         raise SettingError(
-            f"exit_report(max_length={max_length}): a text of one token has no next token to predict; give at least 2."
+            "exit_report(max_length=1): a text of one token has no next token to predict; give at least 2."
         )
     if positions is not None and max_length > positions:
         raise SettingError(

@@ -107,14 +107,18 @@ class Inspection:
     def _abilities(self) -> list[tuple[str, str]]:
         if self.refused:
             return [("SelfSpec", f"not possible: {self.refused}")]
-        own_pace = "each row advances at its own pace"
-        return [
-            *([("not seen before", self.unseen)] if self.unseen else []),
+        pace = "each row advances at its own pace" if self.ragged else "all rows advance by the shortest acceptance"
+        held = ""
+        if self.held_bytes is not None:
+            ours, plain = (f"{size / _MIB:,.1f}" for size in self.held_bytes)
+            held = f"{ours} MiB, with plain generate {plain}, since some layers see a window"
+        lines = [
+            ("not seen before", self.unseen),
             ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
             ("blocks to skip", self.no_skips or self._skips()),
             ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),
-            ("batches", own_pace if self.ragged else "all rows advance by the shortest acceptance"),
+            ("batches", pace),
             ("sampling", "exact, with trees as well" if self.tree else "exact"),
             ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
             ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
@@ -122,12 +126,9 @@ class Inspection:
             ("drafts in four bits", self._in_four_bits()),
             ("positions", self._positions()),
             ("cache of a token", "unknown" if self.cache_bytes is None else f"{self.cache_bytes / 1024:,.1f} KiB"),
-            *([] if self.held_bytes is None else [("cache of such a text", self._held(*self.held_bytes))]),
+            ("cache of such a text", held),
         ]
-
-    @staticmethod
-    def _held(ours: int, plain: int) -> str:
-        return f"{ours / _MIB:,.1f} MiB, with plain generate {plain / _MIB:,.1f}, since some layers see a window"
+        return [(name, ability) for name, ability in lines if ability]
 
     def _skips(self) -> str:
         blocks = sum(map(len, self.skippable))
@@ -179,10 +180,10 @@ def inspect_model(model: Any) -> Inspection:
     except SelfSpecError as error:
         return Inspection(**names, refused=str(error), shares=_shares(inner, ()))
     skippable, no_skips = _skippable(anatomy)
-    same = ("num_layers", "tree", "ragged", "replay", "exits", "is_recurrent", "max_positions")
+    copied = ("num_layers", "tree", "ragged", "replay", "exits", "is_recurrent", "max_positions")
     return Inspection(
         **names,
-        **{name: getattr(anatomy, name) for name in same},
+        **{name: getattr(anatomy, name) for name in copied},
         refused="",
         shares=_shares(inner, anatomy.layers),
         attention=sum(block is not None for block in anatomy.attention),
@@ -199,7 +200,7 @@ def inspect_model(model: Any) -> Inspection:
 
 
 def _unseen(model: PreTrainedModel) -> str:
-    """What of a model was not seen, and what is known of it."""
+    """What of a model the tests have not seen, and what comparing it has shown."""
     if why := why_plain(model):
         return f"left to plain generate: {why}"
     if not (unseen := Unseen.of(model)):
@@ -227,9 +228,8 @@ def _skippable(anatomy: Anatomy) -> tuple[tuple[tuple[str, ...], ...], str]:
 
 def _shares(model: PreTrainedModel, layers: Iterable[nn.Module]) -> tuple[Share, ...]:
     """The parts of a model; a parameter belongs to the first part that has it."""
-    seen: set[int] = set()
-    head = model.get_output_embeddings()
-    embeddings = model.get_input_embeddings()
+    counted: set[int] = set()
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and embeddings is not None and getattr(head, "weight", 0) is embeddings.weight
     parts = (
         ("embeddings, head" if tied else "embeddings", [embeddings]),
@@ -239,10 +239,10 @@ def _shares(model: PreTrainedModel, layers: Iterable[nn.Module]) -> tuple[Share,
     )
     shares = []
     for name, modules in parts:
-        own = {id(one): one for module in modules if module is not None for one in module.parameters()}
-        new = [parameter for key, parameter in own.items() if key not in seen]
-        seen |= own.keys()
-        shares.append(Share(name, sum(one.numel() for one in new), sum(one.nbytes for one in new)))
+        weights = {id(weight): weight for module in modules if module is not None for weight in module.parameters()}
+        new = [weight for key, weight in weights.items() if key not in counted]
+        counted |= weights.keys()
+        shares.append(Share(name, sum(weight.numel() for weight in new), sum(weight.nbytes for weight in new)))
     return tuple(share for share in shares if share.parameters)
 
 
@@ -252,9 +252,9 @@ def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
     width = getattr(config, "head_dim", None)
     if width is None and heads and getattr(config, "hidden_size", None):
         width = config.hidden_size // config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or []
-    plain = all(str(kind).endswith("attention") and not str(kind).startswith("linear") for kind in kinds)
-    if not (isinstance(heads, int) and isinstance(width, int) and plain) or hasattr(config, "kv_lora_rank"):
+    types = [str(layer_type) for layer_type in getattr(config, "layer_types", None) or []]
+    by_head = all(name.endswith("attention") and not name.startswith("linear") for name in types)
+    if not (isinstance(heads, int) and isinstance(width, int) and by_head) or hasattr(config, "kv_lora_rank"):
         return None
     size = torch.empty((), dtype=dtype, device="meta").element_size()
     return 2 * int(config.num_hidden_layers) * heads * width * size

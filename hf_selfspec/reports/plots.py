@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MODULES = ("prefill", "draft", "verify", "search", "other")
+_PHASES = ("prefill", "draft", "verify", "search", "other")
 # Tokens over which speed is averaged.
 _SPAN = 64
 _DPI = 120
@@ -101,9 +101,9 @@ def _speed(axes: Axes, calls: Sequence[GenerationStats], search: SkipSearch | No
 
 
 def _time(axes: Axes, calls: Sequence[GenerationStats]) -> None:
-    spent = [sum(getattr(call, f"{name}_seconds") for call in calls) for name in _MODULES]
+    spent = [sum(getattr(call, f"{name}_seconds") for call in calls) for name in _PHASES]
     total = sum(spent) or 1.0
-    bars = axes.barh(range(len(spent)), [part / total for part in spent], tick_label=list(_MODULES))
+    bars = axes.barh(range(len(spent)), [part / total for part in spent], tick_label=list(_PHASES))
     axes.bar_label(bars, [f"{part / total:.1%}" for part in spent], padding=3, fontsize="small")
     axes.set(xlabel="share of time", xlim=(0, 1.15))
     axes.invert_yaxis()

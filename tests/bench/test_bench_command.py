@@ -1,7 +1,6 @@
 """``hf-selfspec bench``: streams of prompts, the whole way on a tiny model, and one line for what is wrong."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,14 @@ def bench(model: Path, data: Path, out: Path, *words: str) -> int:
 def test_stream_has_as_many_of_each_kind_in_turn(data: Path, model: Path) -> None:
     texts = texts_of([str(data)])
     encoder = Encoder(AutoTokenizer.from_pretrained(model), 10_000)
-    stream = stream_of(texts, encoder, 2, random.Random(0))
+    stream = stream_of(texts, encoder, 2, 0)
     assert [prompt.kind for prompt in stream] == 2 * [*KINDS, "text"]
-    assert stream == stream_of(texts, encoder, 2, random.Random(0))
+    assert stream == stream_of(texts, encoder, 2, 0)
     assert [prompt.ids for prompt in repeated(stream)] == 2 * [prompt.ids for prompt in stream]
-    assert len(stream_of(texts, encoder, None, random.Random(0))) == 11
+    assert len(stream_of(texts, encoder, 99, 0)) == 11
     assert texts["text"] == ["def read(path):", [{"role": "user", "content": "import os"}]]
     short = Encoder(encoder.tokenizer, 3)
-    assert [prompt.kind for prompt in stream_of(texts, short, 3, random.Random(0))] == ["text"]
+    assert [prompt.kind for prompt in stream_of(texts, short, 3, 0)] == ["text"]
     assert short.left_out["code"] == 3
 
 
@@ -113,7 +112,7 @@ def test_drawn_batches_of_texts(data: Path, model: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_compiled_methods(data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = methods.KNOWN["static-compiled"].options
+    options = methods.METHODS["static-compiled"].options
     monkeypatch.setattr(options["compile_config"], "backend", "eager")  # dynamo alone
     words = ["--prompts", "2", "--kinds", "rag", "--max-new-tokens", "8", "--passes", "3"]
     assert bench(model, data, tmp_path, *words, "--methods", "static-compiled") == 0
