@@ -33,7 +33,6 @@ COMMANDS = {
     "chat": f"{_CHAT} selfspec,prompt-lookup,plain-linears --threads 1 --dtype float32 --out DIR",
     "chat, bfloat16": f"{_CHAT} selfspec,prompt-lookup,plain-linears --threads 1 --dtype bfloat16 --out DIR",
     "batches": f"{_BENCH} both.jsonl --batch-size 8 --max-new-tokens 96 --max-prompt-tokens 200 --methods selfspec",
-    "exactness": f"{_SCRIPT}exactness.py",
     "grammar": f"{_SCRIPT}grammar.py --model SMOLLM2",
     "compiled bench": f"{_BENCH} code.jsonl --prompts 2 --max-new-tokens 96 --passes 3 --threads 1 --dtype float32 "
     "--methods selfspec,selfspec-compiled,static-compiled",
@@ -88,9 +87,9 @@ def main() -> None:
         if "TWIN" in command and args.twin is None:
             continue
         folder = shlex.quote(str(args.out / name.replace(" ", "-")))
-        given = f"{command.removesuffix(' --out DIR')} --out {folder}" if " bench " in command else command
+        with_folder = f"{command.removesuffix(' --out DIR')} --out {folder}" if " bench " in command else command
         print(f"{name}: {command}", flush=True)
-        if not run(given, args.out / f"{name}.md"):
+        if not run(with_folder, args.out / f"{name}.md"):
             failed.append(name)
     if failed:
         raise SystemExit(f"these commands failed, and run again with the next call: {', '.join(failed)}")

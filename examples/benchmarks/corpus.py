@@ -6,6 +6,7 @@ import hashlib
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,7 @@ class Corpus:
 
 def corpus_files(library: Path) -> Iterator[Path]:
     """Yields the standard library's hand-written sources as paths relative to ``library``, in a fixed order."""
-    relative_paths = (path.relative_to(library) for path in library.rglob("*.py"))
-    for path in sorted(relative_paths, key=lambda path: path.as_posix()):
+    for path in sorted((path.relative_to(library) for path in library.rglob("*.py")), key=Path.as_posix):
         if _SKIPPED_FOLDERS.isdisjoint(path.parts) and not any(path.match(pattern) for pattern in _SKIPPED_FILES):
             yield path
 
@@ -49,14 +49,10 @@ def read_corpus(library: Path) -> Corpus:
     held_out: list[str] = []
     digest = hashlib.sha256()
     for path in corpus_files(library):
-        try:
-            text = (library / path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if not text.strip():
-            continue
-        (held_out if is_held_out(path) else training).append(text)
-        digest.update(f"{path.as_posix()}\0{text}\0".encode())
+        with suppress(UnicodeDecodeError):
+            if (text := (library / path).read_text(encoding="utf-8")).strip():
+                (held_out if is_held_out(path) else training).append(text)
+                digest.update(f"{path.as_posix()}\0{text}\0".encode())
     return Corpus(training, held_out, digest.hexdigest())
 
 

@@ -7,7 +7,6 @@ timed ones. ``--plot`` draws speed and acceptance by exit layer instead.
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
@@ -16,21 +15,21 @@ from corpus import held_out_texts
 from timing import (
     PROMPT,
     Speed,
+    Table,
     Way,
     add_trained,
-    best_early_exit,
     compare,
-    early_exit,
     load,
+    parsed,
+    parser_with,
     print_head,
-    print_row,
-    print_table_head,
     prompts_of,
 )
 from transformers import PreTrainedModel
 
 from hf_selfspec import SelfSpec
 from hf_selfspec.data.prompts import read_prompts
+from hf_selfspec.reports.plots import new_figure
 
 CHOOSING = 8
 MODES: dict[str, dict[str, Any]] = {
@@ -39,16 +38,33 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def probed(model: PreTrainedModel, spec: SelfSpec, prompts: list[torch.Tensor], options: dict[str, Any]) -> SelfSpec:
-    """The ``SelfSpec`` after it has probed the model on ``prompts``."""
-    for ids in prompts:
-        model.generate(ids, attention_mask=torch.ones_like(ids), assistant=spec, **options)
-    return spec
+def early_exit(model: PreTrainedModel, layer: int, num_draft: int, options: dict[str, Any]) -> Way:
+    """Transformers' ``assistant_early_exit`` with drafts of one length."""
+    config: Any = model.generation_config
+    config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = "constant", 0.0
+
+    def run(ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+        config.num_assistant_tokens = num_draft
+        return model.generate(ids, attention_mask=torch.ones_like(ids), assistant_early_exit=layer, **options), None
+
+    return run
 
 
-def table(model: PreTrainedModel, prompts: list[torch.Tensor], options: dict[str, Any], repeats: int) -> None:
+def best_early_exit(model: PreTrainedModel, prompts: list[torch.Tensor], options: dict[str, Any]) -> tuple[int, int]:
+    """The exit and the draft length with which transformers' early exit is fastest on two prompts."""
+    layers = model.config.num_hidden_layers
+    exits = sorted({min(3, layers - 1), min(4, layers - 1), -(-layers // 4), -(-layers // 3)})
+    grid = {f"{layer} {length}": (layer, length) for layer in exits for length in (1, 2, 4)}
+    ways = {name: early_exit(model, *case, options) for name, case in grid.items()}
+    speeds = compare(model, ways, prompts[:2], options)
+    return grid[min(grid, key=lambda name: speeds[name].ms)]
+
+
+def print_ways(model: PreTrainedModel, prompts: list[torch.Tensor], options: dict[str, Any], repeats: int) -> None:
     choosing, timed = prompts[:CHOOSING], prompts[CHOOSING:]
-    spec = probed(model, SelfSpec.layerskip(), choosing, options)
+    spec = SelfSpec.layerskip()
+    for ids in choosing:  # on which the spec probes the model
+        model.generate(ids, attention_mask=torch.ones_like(ids), assistant=spec, **options)
     choice = spec.choice(model)
     layer = choice.layer or model.config.num_hidden_layers // 4
     exit_layer, length = best_early_exit(model, choosing, options)
@@ -60,41 +76,34 @@ def table(model: PreTrainedModel, prompts: list[torch.Tensor], options: dict[str
         f"early exit only, E = {layer}": SelfSpec.early_exit_only(layer),
     }
     speeds = compare(model, ways, timed, options, repeats)
-    print_table_head("way", "ms per token", "speed-up", "α", "M", "same ids")
+    table = Table("way", "ms per token", "speed-up", "α", "M", "same ids")
     plain = speeds["plain generate"].ms
     for name, speed in speeds.items():
         rates = (f"{speed.alpha:.2f}", f"{speed.length:.2f}") if speed.runs else ("", "")
-        print_row(name, f"{speed.ms:.2f}", f"{plain / speed.ms:.2f}", *rates, f"{sum(speed.same)}/{len(timed)}")
+        table.row(name, f"{speed.ms:.2f}", f"{plain / speed.ms:.2f}", *rates, f"{sum(speed.same)}/{len(timed)}")
     print(f"\nThe probe promised {choice.expected_speedup or 1:.2f} on the prompts before.", flush=True)
 
 
 def by_exit(model: PreTrainedModel, prompts: list[torch.Tensor], exits: list[int], tokens: int) -> dict[str, Speed]:
     """The speed of plain generate, and of each exit with the draft length that a probe finds."""
     options = {"max_new_tokens": tokens, "do_sample": False}
-    specs = {str(layer): SelfSpec.layerskip(layer) for layer in exits}
-    for spec in specs.values():
-        probed(model, spec, prompts[:CHOOSING], options)
-    return compare(model, {"plain": {}, **specs}, prompts[CHOOSING:], options)
+    ways: dict[str, Way] = {"plain": {}, **{str(layer): SelfSpec.layerskip(layer) for layer in exits}}
+    return compare(model, ways, prompts[CHOOSING:], options, warm_up=prompts[:CHOOSING])
 
 
-def plot(found: dict[str, dict[str, Speed]], exits: list[int], path: str) -> None:
+def plot(speeds_of: dict[str, dict[str, Speed]], exits: list[int], path: str) -> None:
     """Draws tokens per second and acceptance rate by exit layer; no α where the probe found that no draft pays."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (speed, rate) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for name, speeds in found.items():
+    figure = new_figure("exits.py", 9, 3.5)
+    speed_axes, rate_axes = figure.subplots(1, 2)
+    for name, speeds in speeds_of.items():
         plain, *others = speeds.values()
-        (line,) = speed.plot(exits, [1e3 / one.ms for one in others], marker="o", label=name)
-        speed.axhline(1e3 / plain.ms, color=line.get_color(), linestyle=":", label=f"{name}, plain generate")
-        drafted = [any(run.drafted for run in one.runs) for one in others]
-        rates = [one.alpha if drafts else math.nan for one, drafts in zip(others, drafted, strict=True)]
-        rate.plot(exits, rates, marker="o", label=name)
-    speed.set(xlabel="exit layer", ylabel="tokens per second", ylim=(0, None))
-    rate.set(xlabel="exit layer", ylabel="acceptance rate α", ylim=(0, 1))
-    for axes in (speed, rate):
+        (line,) = speed_axes.plot(exits, [1e3 / speed.ms for speed in others], marker="o", label=name)
+        speed_axes.axhline(1e3 / plain.ms, color=line.get_color(), linestyle=":", label=f"{name}, plain generate")
+        rates = [speed.alpha if any(run.drafted for run in speed.runs) else math.nan for speed in others]
+        rate_axes.plot(exits, rates, marker="o", label=name)
+    speed_axes.set(xlabel="exit layer", ylabel="tokens per second", ylim=(0, None))
+    rate_axes.set(xlabel="exit layer", ylabel="acceptance rate α", ylim=(0, 1))
+    for axes in (speed_axes, rate_axes):
         axes.set_xticks(exits)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
@@ -102,13 +111,11 @@ def plot(found: dict[str, dict[str, Speed]], exits: list[int], path: str) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_with(__doc__, repeats=3)
     add_trained(parser, 20)
     parser.add_argument("--twin", help="a second model to compare with in the plot")
     parser.add_argument("--plot", help="file for a plot of speed by exit layer, instead of the tables")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = parsed(parser)
     model, tokenizer = load(args.model)
     texts = {path: read_prompts(path) for path in args.data} | {"standard library": held_out_texts()}
     prompts = {name: prompts_of(of_kind, tokenizer, CHOOSING + args.prompts) for name, of_kind in texts.items()}
@@ -118,14 +125,15 @@ def main() -> None:
         for name, of_kind in prompts.items():
             for mode, options in MODES.items():
                 print(f"\n### {name}, {mode}\n")
-                table(model, of_kind, {"max_new_tokens": args.tokens, **options}, args.repeats)
+                print_ways(model, of_kind, {"max_new_tokens": args.tokens, **options}, args.repeats)
         return
     layers = model.config.num_hidden_layers
-    some = {1, 2, 3, 4, layers // 4, layers // 3, layers // 2, 2 * layers // 3, 5 * layers // 6}
-    exits = sorted(layer for layer in some if 1 <= layer < layers)
+    depths = {1, 2, 3, 4, layers // 4, layers // 3, layers // 2, 2 * layers // 3, 5 * layers // 6}
+    exits = sorted(layer for layer in depths if 1 <= layer < layers)
     models = {"LayerSkip": model} | ({} if args.twin is None else {"twin": load(args.twin)[0]})
     library = prompts["standard library"]
-    plot({name: by_exit(one, library, exits, args.tokens) for name, one in models.items()}, exits, args.plot)
+    speeds = {name: by_exit(network, library, exits, args.tokens) for name, network in models.items()}
+    plot(speeds, exits, args.plot)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,20 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import torch
 from corpus import held_out_texts, standard_library
-from timing import add_trained, compare, load, print_head, print_row, print_table_head, prompts_of
+from timing import Table, Way, add_numbers, add_trained, compare, load, parsed, print_head, prompts_of
 from transformers import TrainingArguments
 
 from hf_selfspec import SelfSpec
 from hf_selfspec.data.prompts import read_prompts
 
-COLUMNS = ("method", "speed-up", "mean over prompts, 95 %", "α", "M", "mean exit layer", "discarded", "agreement")
+COLUMNS = ("method", "speed-up", "mean over prompts, 95 %", "α", "M", "mean exit layer", "discarded", "same ids")
+
+
+def trainer_arguments(out: Path, batch_size: int, **options: Any) -> TrainingArguments:
+    """Of a fit on the CPU that saves and prints nothing but its part."""
+    options |= {"lr_scheduler_type": "cosine", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return TrainingArguments(f"{out}-trainer", per_device_train_batch_size=batch_size, use_cpu=True, **options)
 
 
 class Experiment:
@@ -31,64 +36,43 @@ class Experiment:
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         add_trained(parser, 10)
-        parser.add_argument("--exit-layer", type=int, default=3)
-        parser.add_argument("--repeats", type=int, default=3)
-        parser.add_argument("--top-p", type=float, help="sample with this top-p")
+        add_numbers(parser, exit_layer=3, repeats=3)
         parser.add_argument("--files", type=int, default=250, help="number of files to fit on")
         parser.add_argument("--learning-rate", type=float, default=3e-3)
         parser.add_argument("--out", type=Path, default=Path("fitted"), help="folder for the fitted parts")
-        self.args = args = parser.parse_args()
-        torch.set_num_threads(args.threads)
+        self.args = args = parsed(parser)
         self.model, self.tokenizer = load(args.model)
-        kinds = [*map(read_prompts, args.data), held_out_texts()]
-        prompts = [prompts_of(texts, self.tokenizer, args.prompts) for texts in kinds]
+        sources = [*map(read_prompts, args.data), held_out_texts()]
+        prompts = [prompts_of(texts, self.tokenizer, args.prompts) for texts in sources]
         self.prompts = list(chain(*zip(*prompts, strict=True)))
-        self.options: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": args.top_p is not None}
-        if args.top_p is not None:
-            self.options |= {"top_p": args.top_p, "top_k": 0}
+        self.options: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": False}
         print_head("cpu", "float32", f"{len(self.prompts)} prompts", f"{args.tokens} new tokens")
 
-    def fitted(self, fit: Callable[..., Any], kind: Any, name: str, **options: Any) -> Any:
+    def fitted(self, fit: Callable[..., Any], part_class: Any, name: str, **options: Any) -> Any:
         """Returns the part of that name, fitted now or in an earlier run, and prints its recipe and figures."""
         out = self.args.out / name
         if not (out / "model.safetensors").exists():
-            arguments = TrainingArguments(
-                output_dir=str(out),
-                per_device_train_batch_size=8,
-                num_train_epochs=1,
-                learning_rate=self.args.learning_rate,
-                lr_scheduler_type="cosine",
-                warmup_steps=20,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                use_cpu=True,
-            )
+            rate = self.args.learning_rate
+            arguments = trainer_arguments(out, 8, num_train_epochs=1, learning_rate=rate, warmup_steps=20)
             texts = standard_library().training[: self.args.files]
             fit(self.model, self.tokenizer, texts, args=arguments, output_dir=out, **options)
-        part = kind.load(out)
-        known = {**part.about["recipe"], **part.about["figures"]}
-        print(f"{name}: {part.num_parameters:,} parameters; " + ", ".join(f"{k} {v}" for k, v in known.items()))
+        part = part_class.load(out)
+        about = {**part.about["recipe"], **part.about["figures"]}
+        print(f"{name}: {part.num_parameters:,} parameters; " + ", ".join(f"{k} {v}" for k, v in about.items()))
         return part
 
     def table(self, specs: dict[str, SelfSpec]) -> None:
-        """Times the methods beside plain generate and prints a row for each.
-
-        The mean exit layer is over drafted tokens, and for methods that only exit early over all tokens.
-        """
-        found = compare(self.model, {"plain": {}, **specs}, self.prompts, self.options, self.args.repeats)
-        plain, layers = found["plain"], self.model.config.num_hidden_layers
+        """Times the methods beside plain generate and prints a row for each."""
+        ways: dict[str, Way] = {"plain": {}, **specs}
+        speeds = compare(self.model, ways, self.prompts, self.options, self.args.repeats)
+        plain = speeds.pop("plain")
         print()
-        print_table_head(*COLUMNS)
-        for name, spec in specs.items():
-            speed = found[name]
+        table = Table(*COLUMNS)
+        for name, speed in speeds.items():
             ratios = [p / s for p, s in zip(plain.seconds, speed.seconds, strict=True)]
             spread = 1.96 * stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
             taken = [(layer, count) for run in speed.runs for layer, count in run.exit_layers.items()]
-            if not getattr(spec.draft, "lossless", True):
-                taken.append((layers, sum(run.tokens - run.accepted for run in speed.runs)))
             depth = sum(layer * count for layer, count in taken) / max(sum(count for _, count in taken), 1)
-            same = [float((a == b).float().mean()) for a, b in zip(speed.ids, plain.ids, strict=True)]
             cells = [f"{plain.ms / speed.ms:.3f}", f"{mean(ratios):.3f} ± {spread:.3f}", f"{speed.alpha:.2f}"]
             cells += [f"{speed.length:.2f}", f"{depth:.1f}", str(sum(run.drafted - run.accepted for run in speed.runs))]
-            print_row(name, *cells, f"{mean(same):.3f}")
+            table.row(name, *cells, f"{sum(speed.same)}/{len(speed.same)}")

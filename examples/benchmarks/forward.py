@@ -3,55 +3,51 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from synthetic import add_random_models, shapes
-from timing import print_head, print_row, print_table_head
+from synthetic import add_random_models, random_prompt, shapes
+from timing import Table, medians, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.cache import cache_for
 from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.costs import seconds_of
 
 COUNTS = (1, 2, 3, 4, 8, 16, 32)
 
 
-@torch.inference_mode()
-def forward_seconds(model: PreTrainedModel, context: int, repeats: int) -> dict[str, dict[int, float]]:
-    """Median seconds by number of tokens of forwards that continue the same random tokens, in turn."""
-    shape = 1, context + max(COUNTS)
-    generator = torch.Generator("cpu").manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(model.device)
-    found: dict[str, dict[int, list[float]]] = {
-        whose: {count: [] for count in COUNTS} for whose in ("transformers", "ours")
-    }
-    cache = DynamicCache(config=model.config)
+@torch.no_grad()
+def forward_seconds(model: PreTrainedModel, context: int, repeats: int) -> dict[tuple[str, int], float]:
+    """Median seconds, by whose and over how many tokens, of forwards that continue the same random tokens, in turn."""
+    ids, tokens = random_prompt(model, 1, context + COUNTS[-1])["input_ids"].split([context, COUNTS[-1]], dim=1)
+    anatomy, cache = Anatomy.of(model), DynamicCache(config=model.config)
     past: dict[str, Any] = {"use_cache": True, cache_name(model): cache}
-    model(ids[:, :context], logits_to_keep=1, **past)
-    anatomy = Anatomy.of(model)
-    target = Target(model, anatomy, cache_for(model, anatomy, 1, ids.shape[1]))
+    model(ids, logits_to_keep=1, **past)
+    target = Target(model, anatomy, cache_for(model, anatomy, 1, context + COUNTS[-1]))
     with target.prepared():
-        target.prefill(ids[:, :context], [0], [context])
-    for _ in range(1 + repeats):
-        for count in COUNTS:
-            tokens = ids[:, context : context + count]
-            plain = seconds_of(lambda: model(tokens, **past), ids.device)  # noqa: B023
-            found["transformers"][count].append(plain)
-            cache.crop(-count)
-            with target.prepared():
-                found["ours"][count].append(seconds_of(lambda: target.step(tokens, [context]), ids.device))  # noqa: B023
-    return {whose: {count: statistics.median(times[1:]) for count, times in of.items()} for whose, of in found.items()}
+        target.prefill(ids, [0], [context])
+
+    def plain(count: int) -> None:
+        model(tokens[:, :count], **past)
+        cache.crop(-count)
+
+    def ours(count: int) -> None:
+        target.step(tokens[:, :count], [context])
+
+    # Each in its context, plain ones as plain ``generate`` runs them.
+    whose = {"transformers": (plain, without_cudnn_attention), "ours": (ours, target.prepared)}
+    runs = {(name, count): partial(run, count) for name, (run, _) in whose.items() for count in COUNTS}
+    return medians(runs, repeats, model.device, lambda name: whose[name[0]][1]())
 
 
 def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel]]:
     if args.model is None:
-        for name, shape in shapes(args):
-            yield name, shape.model()
+        yield from ((name, shape.model()) for name, shape in shapes(args))
         return
     for dtype in args.dtype:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype)).eval()
@@ -59,19 +55,17 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_with(__doc__, prompt=300, repeats=7)
     add_random_models(parser)
     parser.add_argument("--model", help="folder or name of the model; random models by default")
-    parser.add_argument("--prompt", type=int, default=300, help="number of tokens before")
-    parser.add_argument("--repeats", type=int, default=7)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = parsed(parser)
     print_head(args.device, f"{args.prompt} tokens before", f"medians of {args.repeats}")
-    print_table_head("forward, in transformers' over one token", *map(str, COUNTS))
+    table = Table("forward, in transformers' over one token", *map(str, COUNTS))
     for name, model in models(args):
-        found = forward_seconds(model, args.prompt, args.repeats)
-        for whose, seconds in found.items():
-            print_row(f"{name}, {whose}", *(f"{seconds[count] / found['transformers'][1]:.2f}" for count in COUNTS))
+        seconds = forward_seconds(model, args.prompt, args.repeats)
+        for whose in ("transformers", "ours"):
+            shares = (seconds[whose, count] / seconds["transformers", 1] for count in COUNTS)
+            table.row(f"{name}, {whose}", *(f"{share:.2f}" for share in shares))
 
 
 if __name__ == "__main__":

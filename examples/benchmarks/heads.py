@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fitting import Experiment
-from timing import print_row, print_table_head
+from timing import Table
 
 from hf_selfspec import ExitHeads, SelfSpec, fit_exit_heads
 
@@ -15,21 +15,16 @@ METRICS = ("entropy", "probability", "margin")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, help="rank of the heads")
     parser.add_argument("--copied", action="store_true", help="heads start as copies of the model's own")
     experiment = Experiment(parser)
-    rank, copied = experiment.args.rank, experiment.args.copied
-    name = "heads-copied" if copied else "heads" if rank is None else f"heads-{rank}"
-    heads = experiment.fitted(fit_exit_heads, ExitHeads, name, rank=rank, copied=copied)
+    copied = experiment.args.copied
+    heads = experiment.fitted(fit_exit_heads, ExitHeads, f"heads{'-copied' * copied}", copied=copied)
     print()
-    print_table_head("ROC AUC", *(f"layer {layer}" for layer in heads.layers))
+    table = Table("ROC AUC", *(f"layer {layer}" for layer in heads.layers))
     for metric, values in heads.about["calibration"]["auc"].items():
-        print_row(metric, *("-" if value is None else f"{value:.3f}" for value in values))
+        table.row(metric, *("-" if value is None else f"{value:.3f}" for value in values))
     drafts = {f"DSSD, ε = {epsilon}": SelfSpec.dssd(heads, epsilon) for epsilon in EPSILONS}
     experiment.table(drafts | {f"DSSD, ε = 0.9, by {metric}": SelfSpec.dssd(heads, 0.9, metric) for metric in METRICS})
-    print("\nEarly exits alone (not the model's own text):")
-    alone = {f"ε = {epsilon}": SelfSpec.early_exit_only(heads=heads, epsilon=epsilon) for epsilon in EPSILONS}
-    experiment.table(alone)
 
 
 if __name__ == "__main__":

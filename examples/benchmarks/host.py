@@ -3,7 +3,6 @@ rows are taken to cost as much as one."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from corpus import held_out_texts
-from timing import add_trained, load, print_head, print_row, print_table_head, prompts_of
+from timing import Table, add_trained, load, parsed, parser_with, print_head, prompts_of
 
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.control.controller import FREE, Controller
@@ -33,31 +32,24 @@ def drafts_are_free(rows: int) -> Iterator[None]:
 
 
 def cells(runs: list[GenerationStats], rows: int) -> list[str]:
-    found = []
+    by_run = []
     for run in runs:
-        judged = run.verify_seconds + run.prefill_seconds - run.forward_seconds  # in the verification, not its forward
-        parts = (
-            run.total_seconds - run.forward_seconds,
-            run.draft_seconds,
-            judged,
-            run.search_seconds,
-            run.other_seconds,
-        )
-        found.append([1e3 * part / run.verify_passes for part in parts])
-        found[-1] += [count / run.verify_passes / rows for count in (run.drafted, run.accepted)]
-    return [f"{statistics.median(values):.2f}" for values in zip(*found, strict=True)]
+        outside = run.total_seconds - run.forward_seconds
+        judging = run.verify_seconds + run.prefill_seconds - run.forward_seconds  # in the verification, not its forward
+        parts = outside, run.draft_seconds, judging, run.search_seconds, run.other_seconds
+        counts = run.drafted / rows, run.accepted / rows
+        by_run.append([figure / run.verify_passes for figure in (*(1e3 * part for part in parts), *counts)])
+    return [f"{statistics.median(values):.2f}" for values in zip(*by_run, strict=True)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_with(__doc__, rows=[1, 4, 16, 32])
     add_trained(parser, prompts=4)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32], help="batch sizes")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = parsed(parser)
     model, tokenizer = load(args.model)
     texts = [text for path in args.data for text in read_prompts(path)] or held_out_texts()
     print_head("cpu", f"{args.prompts} batches, {args.tokens} new tokens, greedy; medians, milliseconds a round")
-    print_table_head("rows", "all", "draft", "verify", "learn", "commit", "drafted a row", "accepted")
+    table = Table("rows", "all", "draft", "verify", "learn", "commit", "drafted a row", "accepted")
     for rows in args.rows:
         spec, runs = SelfSpec(), []
         for batch in torch.cat(prompts_of(texts, tokenizer, rows * args.prompts)).split(rows):
@@ -65,7 +57,7 @@ def main() -> None:
             with drafts_are_free(rows):
                 model.generate(batch, attention_mask=torch.ones_like(batch), **options, assistant=spec)
             runs.append(spec.stats)
-        print_row(str(rows), *cells(runs[1:] or runs, rows))
+        table.row(str(rows), *cells(runs[1:] or runs, rows))
 
 
 if __name__ == "__main__":

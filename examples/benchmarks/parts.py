@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from itertools import accumulate
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import torch
-from timing import print_head, print_row, print_table_head
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from fitting import trainer_arguments
+from timing import Table, Way, compare, parsed, parser_with, print_head
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_selfspec
 from hf_selfspec import MTP, Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SelfSpec, SettingError
 from hf_selfspec.data.prompts import as_prompts, encoded, read_prompts
 
-SETTINGS = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 10}
+SETTINGS = {"num_train_epochs": 2, "learning_rate": 1e-3, "warmup_steps": 10}
 
 
 def fitted(model: PreTrainedModel, texts: list[Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -40,10 +40,7 @@ def fitted(model: PreTrainedModel, texts: list[Any], args: argparse.Namespace) -
     for name, (fit, options, draft) in fits.items():
         at = args.out / name
         if not (at / "model.safetensors").exists():
-            trainer = TrainingArguments(
-                f"{at}-trainer", lr_scheduler_type="cosine", save_strategy="no", report_to="none", use_cpu=True,
-                disable_tqdm=True, bf16=not name.startswith("mtp"), **SETTINGS,
-            )  # fmt: skip
+            trainer = trainer_arguments(at, 4, bf16=not name.startswith("mtp"), **SETTINGS)
             getattr(hf_selfspec, fit)(
                 model, None, texts, args=trainer, block_size=args.block_size, output_dir=at, **options
             )
@@ -57,54 +54,37 @@ def fitted(model: PreTrainedModel, texts: list[Any], args: argparse.Namespace) -
 
 def speeds(model: PreTrainedModel, drafts: dict[str, Any], prompts: list[Any], options: dict[str, Any]) -> None:
     """Prints a row for each draft: alone, in one cascade with free drafts, and how often its tokens were accepted."""
-    alone = {name: SelfSpec(draft) for name, draft in drafts.items()}
-    both = {name: SelfSpec(Cascade((Lookup(), draft))) for name, draft in drafts.items()}
-    ways: dict[Any, Any] = {"plain": False, "free": SelfSpec.lookup()}
-    ways |= {(name, 0): spec for name, spec in alone.items()} | {(name, 1): spec for name, spec in both.items()}
-    found: dict[Any, list[float]] = {way: [] for way in ways}
-    counts = {name: [0, 0] for name in drafts}
-    for number, inputs in enumerate(prompts):  # the first one warms up
-        for way, spec in ways.items():
-            torch.manual_seed(number)
-            begun = time.process_time()
-            ids = model.generate(**inputs, **options, assistant=spec)
-            found[way].append((time.process_time() - begun) / (ids.shape[1] - inputs["input_ids"].shape[1]))
-            if isinstance(way, tuple) and not way[1] and (stats := spec.stats) is not None:
-                counts[way[0]][0] += stats.accepted
-                counts[way[0]][1] += stats.drafted
-    ratio = {
-        way: geometric_mean(plain / own for plain, own in zip(found["plain"][1:], seconds[1:], strict=True))
-        for way, seconds in found.items()
-    }
-    print_table_head("draft", "alone", "with free drafts", "accepted")
-    print_row("free drafts", "", f"{ratio['free']:.2f}", "")
-    for name, (accepted, drafted) in counts.items():
-        print_row(name, f"{ratio[name, 0]:.2f}", f"{ratio[name, 1]:.2f}", f"{accepted / max(drafted, 1):.2f}")
+    ways: dict[tuple[str, str], Way] = {("plain", ""): {}, ("free drafts", ""): SelfSpec.lookup()}
+    for name, draft in drafts.items():
+        ways[name, "alone"], ways[name, "beside"] = SelfSpec(draft), SelfSpec(Cascade((Lookup(), draft)))
+    timed = compare(model, ways, prompts[1:], options, warm_up=prompts[:1])
+    plain, *others = (
+        [seconds / ids.shape[1] for seconds, ids in zip(speed.seconds, speed.ids, strict=True)]
+        for speed in timed.values()
+    )
+    ratios = (geometric_mean(p / s for p, s in zip(plain, seconds, strict=True)) for seconds in others)
+    free, *pairs = (f"{ratio:.2f}" for ratio in ratios)
+    table = Table("draft", "alone", "with free drafts", "accepted")
+    table.row("free drafts", "", free, "")
+    for name, alone, beside in zip(drafts, pairs[::2], pairs[1::2], strict=True):
+        table.row(name, alone, beside, f"{timed[name, 'alone'].alpha:.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    numbers = {"tokens_of_text": 75_000, "prompts": 12, "tokens": 64, "exit_layer": 7, "block_size": 512}
+    parser = parser_with(__doc__, threads=1, **numbers)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True, type=Path)
-    parser.add_argument("--tokens-of-text", type=int, default=75_000)
     parser.add_argument("--data", required=True, help="a .jsonl file of prompts")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--exit-layer", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs=2, default=(59, 84), help="of the LoRA and of the exit head")
-    parser.add_argument("--block-size", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("fitted"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = parsed(parser)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = json.loads(args.text.read_text())["texts"]
-    texts = [
-        {"input_ids": row}
-        for row, total in zip(rows, accumulate(map(len, rows)), strict=True)
-        if total <= args.tokens_of_text
-    ]
+    totals = accumulate(map(len, rows))
+    texts = [{"input_ids": row} for row, total in zip(rows, totals, strict=True) if total <= args.tokens_of_text]
     chosen = as_prompts(tokenizer, read_prompts(args.data)[: args.prompts + 1])
-    prompts = [encoded(tokenizer, prompt, torch.device("cpu"), 400) for prompt in chosen]
+    prompts = [encoded(tokenizer, prompt, torch.device("cpu"), 400)["input_ids"] for prompt in chosen]
     drafts: dict[str, Any] = {}
     for dtype in ("bfloat16", "float32"):
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()

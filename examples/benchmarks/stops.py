@@ -26,9 +26,7 @@ def main() -> None:
     parser.add_argument("--product", type=float, nargs="+", default=[0.05, 0.1, 0.3, 0.5], help="thresholds")
     experiment = Experiment(parser)
     args = experiment.args
-    drawn = {"exit_layer": args.exit_layer, "do_sample": args.top_p is not None, "top_p": args.top_p}
-    name = f"probe-{args.exit_layer}-{'greedy' if args.top_p is None else 'drawn'}"
-    probe = experiment.fitted(fit_probe, LinearProbe, name, **drawn)
+    probe = experiment.fitted(fit_probe, LinearProbe, f"probe-{args.exit_layer}", exit_layer=args.exit_layer)
     rules = {
         **{f"fixed, {length}": FixedLength(length) for length in LENGTHS},
         **{f"confidence, {threshold}": ConfidenceThreshold(threshold) for threshold in args.confidence},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from timing import add_numbers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers
@@ -75,9 +76,9 @@ def known_skips_llama(
     """
     model = shape.model()
     space = SkipSpace.of(Anatomy.of(model))
-    known = space.random(np.random.default_rng(shape.seed), ratio)
-    draft = SkipLayers(tuple(known.skipped_attention), tuple(known.skipped_mlp))
-    places = [space.blocks[place] for place in space.places(known)]
+    plan = space.random(np.random.default_rng(shape.seed), ratio)
+    draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
+    places = [space.blocks[place] for place in space.places(plan)]
     _damped(model, places, SelfSpec(draft=draft, stop=FixedLength(num_draft)), agreement)
     return model, draft
 
@@ -85,12 +86,6 @@ def known_skips_llama(
 def exit_blocks(layers: int, exit_layer: int) -> list[tuple[int, str]]:
     """All blocks after an exit, in a model with ``layers`` layers."""
     return [(layer, block) for layer in range(exit_layer, layers) for block in ("attention", "mlp")]
-
-
-def acceptance(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 96) -> float:
-    """Acceptance rate of ``spec`` after the prompt of the measurements."""
-    model.generate(**random_prompt(model, 1, 64), max_new_tokens=tokens, do_sample=False, assistant=spec)
-    return spec.stats.acceptance_rate
 
 
 def random_prompt(model: LlamaForCausalLM, rows: int, length: int, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -102,13 +97,10 @@ def random_prompt(model: LlamaForCausalLM, rows: int, length: int, seed: int = 1
 
 def add_random_models(parser: argparse.ArgumentParser) -> None:
     """Options of random models."""
-    parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
+    add_numbers(parser, width=[256, 1024], layers=12, vocabulary=4096, threads=1)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
-    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--intermediate", type=int, help="MLP width, 8/3 of the hidden size by default")
-    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
 
 
 def shapes(args: argparse.Namespace) -> Iterator[tuple[str, LlamaShape]]:
@@ -122,11 +114,8 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, LlamaShape]]:
 
 def _ends(model: LlamaForCausalLM, places: list[tuple[int, str]]) -> list[torch.nn.Parameter]:
     """The last weights of blocks."""
-    decoder = model.model.layers
-    return [
-        (decoder[layer].self_attn.o_proj if block == "attention" else decoder[layer].mlp.down_proj).weight
-        for layer, block in places
-    ]
+    names = {"attention": "self_attn.o_proj.weight", "mlp": "mlp.down_proj.weight"}
+    return [model.model.layers[layer].get_parameter(names[block]) for layer, block in places]
 
 
 def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSpec, agreement: float) -> float:
@@ -140,9 +129,10 @@ def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSp
         for _ in range(_HALVINGS):
             factor = (low * high) ** 0.5
             _damp(weights, factor, full)
-            found = acceptance(model, spec)
-            best = min(best, (abs(found - agreement), factor))
-            low, high = (factor, high) if found > agreement else (low, factor)
+            model.generate(**random_prompt(model, 1, 64), max_new_tokens=96, do_sample=False, assistant=spec)
+            acceptance = spec.stats.acceptance_rate
+            best = min(best, (abs(acceptance - agreement), factor))
+            low, high = (factor, high) if acceptance > agreement else (low, factor)
     _damp(weights, best[1], full)
     return best[1]
 

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: variants timed in turn, prompts, peak memory, Markdown tables."""
+"""What the scripts of this folder share: options, prompts, calls timed in turn, peak memory, Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,16 +27,72 @@ from hf_selfspec.model.transfer import wait_for
 DEMO = str(Path(__file__).parent.parent / "demo_model")
 # Tokens of a text that are the prompt of a trained model.
 PROMPT = 64
+# What the numbers that several scripts take stand for.
+HELP = {"tokens": "new tokens", "prompt": "tokens of a prompt", "rows": "batch size", "repeats": "timings of each way"}
+Name = TypeVar("Name", bound=Hashable)
+
+
+def parser_with(description: str | None, **numbers: int | list[int]) -> argparse.ArgumentParser:
+    """A parser with an option for each number, whose default it is; for a list the option takes several."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_numbers(parser, **numbers)
+    return parser
+
+
+def add_numbers(parser: argparse.ArgumentParser, **numbers: int | list[int]) -> None:
+    for name, number in numbers.items():
+        several: dict[str, Any] = {"nargs": "+"} if isinstance(number, list) else {}
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=number, help=HELP.get(name), **several)
+
+
+def add_trained(parser: argparse.ArgumentParser, prompts: int) -> None:
+    """Options of figures on a trained model."""
+    parser.add_argument("--model", default=DEMO, help="folder or name of the model")
+    parser.add_argument("--data", nargs="*", default=[], help=".jsonl or .txt files of prompts, each a kind")
+    parser.add_argument("--prompts", type=int, default=prompts, help="prompts of each kind")
+    add_numbers(parser, tokens=128, threads=1)
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line's options; from here on torch has the number of threads that they say."""
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    return args
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done its work: CPU time of one thread on a CPU, otherwise wall time."""
+    wait_for(device)
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if is_alone else time.perf_counter()
+
+
+def medians(
+    runs: Mapping[Name, Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    context: Callable[[Name], AbstractContextManager[object]] = lambda name: nullcontext(),
+) -> dict[Name, float]:
+    """Median seconds of functions that are called in turn, each in its context; the first of all turns warms up."""
+    seconds: dict[Name, list[float]] = {name: [] for name in runs}
+    for _ in range(1 + repeats):
+        for name, run in runs.items():
+            with context(name):
+                begun = now(device)
+                run()
+                seconds[name].append(now(device) - begun)
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 @dataclass
 class Sample:
-    """One timed generation: seconds to the first token, seconds from it to the last, and tokens of a row after it."""
+    """One timed generation: seconds from the first token to the last, tokens of a row after the first, and the rest."""
 
-    prefill: float
     decode: float
     steps: int
-    result: Any = None
+    ids: torch.Tensor
+    stats: GenerationStats | None = None
 
     @property
     def per_token(self) -> float:
@@ -44,20 +101,13 @@ class Sample:
 
 @dataclass
 class Timings:
-    """The samples of one variant."""
+    """The samples of one way."""
 
     samples: list[Sample] = field(default_factory=list)
 
-    def median(self, what: Callable[[Sample], float] = lambda sample: sample.per_token) -> float:
-        return statistics.median(map(what, self.samples))
-
-    def spread(self) -> float:
-        """Half the range between the quartiles of the seconds per token, as a share of the median."""
-        values = sorted(sample.per_token for sample in self.samples)
-        if len(values) < 4:
-            return (values[-1] - values[0]) / 2 / self.median()
-        low, _, high = statistics.quantiles(values, n=4)
-        return (high - low) / 2 / self.median()
+    def median(self) -> float:
+        """Seconds a token."""
+        return statistics.median(sample.per_token for sample in self.samples)
 
 
 class _Clock(BaseStreamer):
@@ -67,44 +117,36 @@ class _Clock(BaseStreamer):
         self.device, self.times = device, []
 
     def put(self, value: torch.Tensor) -> None:
-        wait_for(self.device)
-        self.times.append(time.perf_counter())
+        self.times.append(now(self.device))
 
     def end(self) -> None:
         pass
 
 
-def timed_generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Sample:
-    """Runs ``generate`` once and times its two phases."""
+def timed_generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Sample:
+    """Calls ``generate`` once and times what follows the first token."""
     clock = _Clock(model.device)
-    wait_for(model.device)
-    start = time.perf_counter()
     with without_cudnn_attention():
-        model.generate(**inputs, streamer=clock, **kwargs)
-    wait_for(model.device)
-    end = time.perf_counter()
+        ids = model.generate(**inputs, streamer=clock, **options)
     # The first call of `put` is for the prompt.
-    first = clock.times[1]
-    return Sample(first - start, end - first, len(clock.times) - 2)
+    spec = options.get("assistant")
+    return Sample(now(model.device) - clock.times[1], len(clock.times) - 2, ids, spec.stats if spec else None)
 
 
-def interleave(variants: dict[str, Callable[[], Sample]], repeats: int, warmup: int = 1) -> dict[str, Timings]:
-    """Runs the variants in turn, ``repeats`` times each, after ``warmup`` runs that do not count."""
-    timings = {name: Timings() for name in variants}
+def interleave(ways: dict[str, Callable[[], Sample]], repeats: int, warmup: int = 1) -> dict[str, Timings]:
+    """Calls the functions in turn, ``repeats`` times each, after ``warmup`` calls that do not count."""
+    timings = {name: Timings() for name in ways}
     for turn in range(warmup + repeats):
-        for name, run in variants.items():
+        for name, run in ways.items():
             sample = run()
             if turn >= warmup:
                 timings[name].samples.append(sample)
     return timings
 
 
-# Whole calls on trained models ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Speed:
-    """One method over many prompts: medians of seconds, new tokens, statistics, and whether ids are the first's."""
+    """One way over many prompts: medians of seconds, new tokens, statistics, and whether ids are the first way's."""
 
     seconds: list[float] = field(default_factory=list)
     ids: list[torch.Tensor] = field(default_factory=list)
@@ -112,9 +154,13 @@ class Speed:
     same: list[bool] = field(default_factory=list)
 
     @property
+    def tokens(self) -> int:
+        return sum(ids.shape[1] for ids in self.ids)
+
+    @property
     def ms(self) -> float:
         """Milliseconds per token over all prompts."""
-        return 1e3 * sum(self.seconds) / sum(ids.shape[1] for ids in self.ids)
+        return 1e3 * sum(self.seconds) / self.tokens
 
     @property
     def alpha(self) -> float:
@@ -128,80 +174,50 @@ class Speed:
         return sum(run.tokens - len(run.from_draft) for run in self.runs) / rounds if rounds else 1.0
 
 
-Way = Callable[[torch.Tensor], torch.Tensor] | SelfSpec | dict[str, Any]
+Way = Callable[[torch.Tensor], tuple[torch.Tensor, GenerationStats | None]] | SelfSpec | dict[str, Any]
 
 
 def compare(
     model: PreTrainedModel,
-    ways: dict[str, Way],
+    ways: Mapping[Name, Way],
     prompts: Sequence[torch.Tensor],
     options: dict[str, Any],
     repeats: int = 1,
-    warm_up: bool = True,
-) -> dict[str, Speed]:
-    """Times all ways on all prompts ``[1, s]``, in turn, each prompt ``repeats`` times.
+    warm_up: Sequence[torch.Tensor] | None = None,
+) -> dict[Name, Speed]:
+    """Times all ways on all prompts ``[1, s]``, in rotating order, each prompt ``repeats`` times.
 
-    A way is a ``SelfSpec``, further arguments of ``generate`` (none for plain), or a function of a prompt. Without
-    ``warm_up`` only the first one runs once before, so that the others learn in the stream.
+    A way is a ``SelfSpec``, further arguments of ``generate`` (none for plain), or a function of a prompt. Prompts of
+    ``warm_up``, by default the first one, come before and do not count.
     """
-    found = {name: Speed() for name in ways}
+    names, speeds = list(ways), {name: Speed() for name in ways}
 
-    def run(way: Way, ids: torch.Tensor) -> torch.Tensor:
+    def run(way: Way, ids: torch.Tensor) -> tuple[torch.Tensor, GenerationStats | None]:
         if callable(way) and not isinstance(way, SelfSpec):
             return way(ids)
-        given = {"assistant": way} if isinstance(way, SelfSpec) else way
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options, **given)
+        further = {"assistant": way} if isinstance(way, SelfSpec) else way
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **further)
+        return output, way.stats if isinstance(way, SelfSpec) else None
 
-    for way in list(ways.values())[: None if warm_up else 1]:
-        run(way, prompts[0])
-    for ids in prompts:
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        results = {}
+    for ids in prompts[:1] if warm_up is None else warm_up:
+        for way in ways.values():
+            run(way, ids)
+    for number, ids in enumerate(prompts):
+        seconds: dict[Name, list[float]] = {name: [] for name in ways}
         for turn in range(repeats):
-            for name, way in ways.items():
+            first = (number + turn) % len(names)
+            for name in (*names[first:], *names[:first]):
                 torch.manual_seed(turn)
-                begun = time.perf_counter()
-                results[name] = run(way, ids)
-                wait_for(ids.device)
-                seconds[name].append(time.perf_counter() - begun)
-        for name, speed in found.items():
-            way = ways[name]
+                begun = now(ids.device)
+                output, stats = run(ways[name], ids)
+                seconds[name].append(now(ids.device) - begun)
+                if turn == repeats - 1:
+                    speeds[name].ids.append(output[:, ids.shape[1] :])
+                    speeds[name].runs += [] if stats is None else [stats]
+        for name, speed in speeds.items():
             speed.seconds.append(statistics.median(seconds[name]))
-            speed.ids.append(results[name][:, ids.shape[1] :])
-            speed.same.append(torch.equal(results[name], results[next(iter(ways))]))
-            if isinstance(way, SelfSpec) and way.stats is not None:
-                speed.runs.append(way.stats)
-    return found
-
-
-def early_exit(model: PreTrainedModel, layer: int, num_draft: int, options: dict[str, Any]) -> Way:
-    """Transformers' ``assistant_early_exit`` with drafts of one length."""
-    config: Any = model.generation_config
-    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-
-    def run(ids: torch.Tensor) -> torch.Tensor:
-        kept = {name: getattr(config, name) for name in names}
-        for name, value in zip(names, (num_draft, "constant", 0.0), strict=True):
-            setattr(config, name, value)
-        try:
-            return model.generate(ids, attention_mask=torch.ones_like(ids), assistant_early_exit=layer, **options)
-        finally:
-            for name, value in kept.items():
-                setattr(config, name, value)
-
-    return run
-
-
-def best_early_exit(
-    model: PreTrainedModel, prompts: Sequence[torch.Tensor], options: dict[str, Any]
-) -> tuple[int, int]:
-    """The exit and the draft length with which transformers' early exit is fastest on two prompts."""
-    layers = model.config.num_hidden_layers
-    exits = sorted({min(3, layers - 1), min(4, layers - 1), -(-layers // 4), -(-layers // 3)})
-    grid = {f"{layer} {length}": (layer, length) for layer in exits for length in (1, 2, 4)}
-    ways = {name: early_exit(model, *case, options) for name, case in grid.items()}
-    speeds = compare(model, ways, prompts[:2], options)
-    return grid[min(grid, key=lambda name: speeds[name].ms)]
+            speed.same.append(torch.equal(speed.ids[-1], speeds[names[0]].ids[-1]))
+    return speeds
 
 
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -214,24 +230,10 @@ def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[torch.Tensor]:
     """The first 64 tokens, ``[1, 64]``, of ``count`` texts that have at least as many."""
     encoded = (tokenizer(text, add_special_tokens=False)["input_ids"][:PROMPT] for text in texts)
-    found = [torch.tensor([ids]) for ids in islice((ids for ids in encoded if len(ids) == PROMPT), count)]
-    if len(found) < count:
-        sys.exit(
-            f"{count} prompts of {PROMPT} tokens are needed, but the texts have {len(found)}. Give fewer --prompts."
-        )
-    return found
-
-
-def add_trained(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Options of figures on a trained model."""
-    parser.add_argument("--model", default=DEMO, help="folder or name of the model")
-    parser.add_argument("--data", nargs="*", default=[], help=".jsonl or .txt files of prompts, each a kind")
-    parser.add_argument("--prompts", type=int, default=prompts, help="prompts of each kind")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens")
-    parser.add_argument("--threads", type=int, default=1)
-
-
-# Tables --------------------------------------------------------------------------------------------------------------
+    prompts = [torch.tensor([ids]) for ids in islice((ids for ids in encoded if len(ids) == PROMPT), count)]
+    if len(prompts) < count:
+        sys.exit(f"{count} prompts of {PROMPT} tokens are needed, but texts have {len(prompts)}. Give fewer --prompts.")
+    return prompts
 
 
 def print_head(device: str = "cpu", *about: str) -> None:
@@ -240,15 +242,15 @@ def print_head(device: str = "cpu", *about: str) -> None:
     print(f"\n`python {' '.join(sys.argv)}`\n", flush=True)
 
 
-def print_table_head(*names: str) -> None:
-    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
+class Table:
+    """A Markdown table that is printed row by row."""
 
+    def __init__(self, *columns: str) -> None:
+        self.row(*columns)
+        print("|---" * len(columns) + "|", flush=True)
 
-def print_row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
-
-
-# Peak memory ---------------------------------------------------------------------------------------------------------
+    def row(self, *cells: str) -> None:
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def peak_mib(device: torch.device) -> float:
@@ -257,9 +259,9 @@ def peak_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     # ``ru_maxrss`` starts with the size of the parent process on Linux, so the kernel's status file is read there.
     status = Path("/proc/self/status")
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.exists() else None
-    if found is not None:
-        return int(found[1]) / 2**10
+    line = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.exists() else None
+    if line is not None:
+        return int(line[1]) / 2**10
     import resource  # not all systems have it
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

@@ -34,7 +34,6 @@ EQUAL = "Self-speculative tokens equal plain generation's: yes, for all"
 # For each case a script, its words, and what it has to print.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine": (f"{RANDOM} --exit-layer 2 --tokens 12 --repeats 1", ("| width 64, float32, batch 1, prompt 64 |",)),
-    "exactness": ("--shapes tiny", ("| tiny | 2 layers, exact |",)),
     "fewer_bits": ("--width 64 --layers 2 --vocabulary 97 --repeats 1", ("| Quantized(bits=8",)),
     "forward": (f"{RANDOM} --repeats 1 --prompt 20", ("| width 64, float32, ours |",)),
     "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", ("| 2 |",)),
@@ -45,7 +44,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "humaneval {humaneval} spec-bench {spec_bench}",
         ('"kind": "code"', "rename the function add to my_add", '{"kind": "summary", "prompt": "Summarize: a text."}'),
     ),
-    "suites, raw": ("--raw humaneval {humaneval}", ('{"kind": "code", "prompt": "def add(x):\\n"}',)),
     "suites, editing": ("editing {wiki}", ("change Paris to Arden", "Paris-on-Sea, had walls.")),
     "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
     "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
@@ -57,11 +55,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "--block-size 32 --out {folder}/fitted",
         ("| mtp3 |",),
     ),
-    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", ("| ε = 0.9 |",)),
+    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", ("| DSSD, ε = 0.9 |",)),
     "windows": ("--kinds mistral gpt_oss --prompts 200 --repeats 1 --tokens 4", ("| mistral | 200 |", "equal |")),
     "gpu": (
-        "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
-        ("| generate tiny 1 | verification |",),
+        "--device cpu --shapes tiny --rows 1 --prompts 64 --tokens 6 --repeats 1 --out {folder}/gpu.json",
+        ("| generate tiny 1 64 | SelfSpec() |",),
     ),
     "pictures": ("--out {folder}/pictures", ("how-dark.svg", "kinds-light.svg")),
     "quickstart": ("--model {model} --tokens 12 --no-color", ("tokens equal to plain generate: yes", "‹")),
