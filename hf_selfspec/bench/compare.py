@@ -110,6 +110,7 @@ def compare(
     top_k: int = 0,
     seed: int = 0,
     clock: Clock = "auto",
+    passes: int = 1,
     out: StrPath | None = None,
     progress: bool = True,
 ) -> Comparison:
@@ -133,6 +134,7 @@ def compare(
         top_p, top_k: settings of sampling.
         seed: seed of sampling.
         clock: ``wall``, ``cpu`` or ``auto``: the CPU time of the process with one thread on a CPU, otherwise wall time.
+        passes: runs of the stream, each with a new ``SelfSpec``; the last one counts (3 where graphs are compiled).
         out: folder for the report, and for what was measured so far: the same call resumes where it was interrupted,
             with ``SelfSpec``s that have learned nothing yet.
         progress: whether stderr shows a bar with the time left.
@@ -145,7 +147,7 @@ def compare(
             figures of other settings.
     """
     inner = causal_lm(model, "compare")
-    settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock)
+    settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock, passes)
     encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
     stream = list(encoder.prompts(KIND, checked_texts("compare", texts, chats=True)))
     about = {"prompts_left_out": dict(encoder.left_out)}

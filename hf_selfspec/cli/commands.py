@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
 # Options that several commands take.
 MODEL = "Folder of the model, or its name on the Hub."
 Model = Annotated[str, typer.Option(help=MODEL)]
-DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+REVISION = "Branch, tag or commit of the model on the Hub."
+Revision = Annotated[str | None, typer.Option(help=REVISION)]
+_Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+DTYPES = get_args(_Dtype)
 DTYPE = "Data type of the model's weights."
-Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32", "float64"], typer.Option(help=DTYPE)]
-Device = Annotated[
-    str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")]
+ATTENTION = "Attention of transformers, e.g. sdpa or flash_attention_2."
 DATA = "A .jsonl or .txt file, or a dataset of the Hub."
 Data = Annotated[str, typer.Option(help=DATA)]
 FIELD = "Column of the text, `text` by default."
@@ -56,12 +56,48 @@ _DRAFTED = "green"
 _ASK = "> "
 
 
-def audit(
+def _named_model(
     model: Model,
+    revision: Revision = None,
+    dtype: Annotated[_Dtype, typer.Option(help=DTYPE)] = "auto",
+    attn_implementation: Annotated[str | None, typer.Option(help=ATTENTION)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
+    ] = None,
+    device_map: Annotated[
+        str | None, typer.Option(help="How to spread the model over devices instead, e.g. auto or balanced.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")] = None,
+) -> Any:
+    """Sets up the process of a command; returns its model, of which nothing is loaded yet."""
+    from .. import SettingError
+    from ..data.loading import NamedModel, set_up
+
+    if device is not None and device_map is not None:
+        raise SettingError("--device and --device-map are both given: give one of the two.")
+    place = set_up(device, threads)
+    weights = {"dtype": dtype, "attn_implementation": attn_implementation, "device_map": device_map}
+    return NamedModel(model, place if device_map is None else None, revision, **weights)
+
+
+def _on_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of :func:`_named_model` in the place of its first argument, the model."""
+    loading = signature(_named_model, eval_str=True).parameters
+    _, *others = signature(command, eval_str=True).parameters.values()
+
+    def run(**options: Any) -> None:
+        command(_named_model(**{name: options.pop(name) for name in loading}), **options)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    parameters = [option.replace(kind=option.KEYWORD_ONLY) for option in (*loading.values(), *others)]
+    vars(run)["__signature__"] = Signature(parameters)  # of which typer makes the options
+    return run
+
+
+@_on_model
+def audit(
+    named: Any,
     data: Annotated[str, typer.Option(help=f"{PROMPT_DATA}.")],
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
     field: PromptField = None,
     prompts: Prompts = 8,
     chat: Chat = None,
@@ -85,7 +121,6 @@ def audit(
     import torch
 
     from .. import SampleTest, SettingError, audit
-    from ..data.loading import NamedModel, set_up
     from ..data.prompts import as_prompts, read_prompts
     from .spec_text import read_spec, split
 
@@ -97,10 +132,8 @@ def audit(
     settings: dict[str, Any] = {"sample": SampleTest(**options) if sample else None}
     settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
     specs = {name: read_spec(name, "--methods") for name in split(methods or ["selfspec"])}
-    texts, place, named = read_prompts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
-    tokenizer = named.tokenizer()
-    chats = as_prompts(tokenizer, texts, chat)
-    network = named.model(dtype, place)
+    texts, tokenizer = read_prompts(data, field)[:prompts], named.tokenizer()
+    chats, network = as_prompts(tokenizer, texts, chat), named.model()
     torch.manual_seed(seed)
     all_passed = True
     for name, spec in specs.items():
@@ -111,15 +144,13 @@ def audit(
         raise typer.Exit(1)
 
 
+@_on_model
 def bench(
-    model: Model,
+    named: Any,
     data: Annotated[
         list[str], typer.Option(help=f"{PROMPT_DATA}; repeat it for more. A column `kind` groups prompts.")
     ],
     out: Annotated[str, typer.Option(help="Folder for the report. The same command resumes from it.")],
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
     field: PromptField = None,
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, separated by commas.")] = None,
     prompts: Annotated[
@@ -157,7 +188,6 @@ def bench(
     from ..bench.compare import longest_prompt, measured
     from ..bench.methods import methods_of
     from ..bench.request import Encoder, Settings, repeated, stream_of, texts_of
-    from ..data.loading import NamedModel, set_up
     from ..data.prompts import has_chats
     from ..learned.files import check_folder, path_of
     from .spec_text import split
@@ -171,7 +201,6 @@ def bench(
     unknown = [kind for kind in chosen if kind not in texts]
     if unknown:
         raise SettingError(f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts)}.")
-    place, named = set_up(device, threads), NamedModel(model)
     tokenizer, longest = named.tokenizer(), longest_prompt(named.config, settings)
     chat = has_chats(tokenizer) and not raw
     encoder = Encoder(tokenizer, min(longest, max_prompt_tokens or longest), chat)
@@ -180,16 +209,14 @@ def bench(
     if repeat:
         stream = repeated(stream)
     about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
-    comparison = measured(named.model(dtype, place), tokenizer, stream, settings, compared, path_of(out), about)
+    comparison = measured(named.model(), tokenizer, stream, settings, compared, path_of(out), about)
     print(f"{comparison}\n\nThe whole report is {out}/report.md.")
 
 
+@_on_model
 def exit_report(
-    model: Model,
+    named: Any,
     data: Data,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
     field: Field = None,
     prompts: Prompts = 8,
     max_length: Annotated[int, typer.Option(min=2, help="The most tokens of a text; the rest is cut off.")] = 512,
@@ -197,24 +224,20 @@ def exit_report(
 ) -> None:
     """Show how well each layer of a model predicts the next token."""
     from .. import exit_report
-    from ..data.loading import NamedModel, set_up
     from ..data.prompts import texts
 
-    rows, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
-    tokenizer = named.tokenizer()
-    report = exit_report(named.model(dtype, place), tokenizer, rows, max_length=max_length)
+    rows, tokenizer = texts(data, field)[:prompts], named.tokenizer()
+    report = exit_report(named.model(), tokenizer, rows, max_length=max_length)
     print(report)
     if plot is not None:
         report.plot(plot)
 
 
+@_on_model
 def generate(
-    model: Model,
+    named: Any,
     prompt: Annotated[str | None, typer.Option(help="The prompt to answer or to continue.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file with the prompt.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
     chat: Chat = None,
     spec: Annotated[
         str,
@@ -232,7 +255,6 @@ def generate(
     import torch
 
     from .. import SettingError, stream
-    from ..data.loading import NamedModel, set_up
     from ..data.prompts import check_chats, content, has_chats
     from ..streaming import sampling
     from .spec_text import read_spec
@@ -243,12 +265,11 @@ def generate(
     prompt = prompt if file is None else content("--file", file)
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
-    drafts, place, named = read_spec(spec), set_up(device, threads), NamedModel(model)
-    tokenizer = named.tokenizer()
+    drafts, tokenizer = read_spec(spec), named.tokenizer()
     is_chat = prompt is None or (has_chats(tokenizer) if chat is None else chat)
     if is_chat:
         check_chats(tokenizer)
-    network, console = named.model(dtype, place), Console(highlight=False)
+    network, console = named.model(), Console(highlight=False)
 
     def write(piece: Piece) -> None:
         if console.is_terminal:
@@ -289,23 +310,21 @@ def _typed_lines() -> Iterator[str]:
             yield text
 
 
-def inspect(model: Model) -> None:
+def inspect(model: Model, revision: Revision = None) -> None:
     """Show what a model is made of and what is supported with it; no weights are loaded."""
     from .. import inspect_model
     from ..data.loading import NamedModel
 
-    print(inspect_model(NamedModel(model).config))
+    print(inspect_model(NamedModel(model, revision=revision).config))
 
 
+@_on_model
 def tune(
-    model: Model,
+    named: Any,
     data: Data,
     out: Annotated[
         str, typer.Option(help="Folder for the result, and for the steps from which a stopped search resumes.")
     ],
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
     field: Field = None,
     prompts: Prompts = 8,
     max_prompt_tokens: MaxPromptTokens = 256,
@@ -315,16 +334,14 @@ def tune(
 ) -> None:
     """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from .. import OfflineSearch, tune
-    from ..data.loading import NamedModel, set_up
     from ..data.prompts import texts
     from ..learned.files import check_folder
     from ..learned.saving import FILE_NAME
 
     check_folder("--out", out, [FILE_NAME])
-    rows, place, named = texts(data, field)[:prompts], set_up(device, threads), NamedModel(model)
-    tokenizer = named.tokenizer()
+    rows, tokenizer = texts(data, field)[:prompts], named.tokenizer()
     settings: dict[str, Any] = {"search": OfflineSearch(max_steps=steps, seed=seed), "folder": out}
     settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
-    spec = tune(named.model(dtype, place), tokenizer, rows, **settings)
+    spec = tune(named.model(), tokenizer, rows, **settings)
     print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
     print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({out!r}))")

@@ -41,6 +41,8 @@ def parser_of(name: str, settings_class: type[Fit[Any]]) -> Any:
     options.add_argument("--out", required=True, help="Folder for the fitted module.")
     options.add_argument("--field", help=commands.FIELD)
     options.add_argument("--dtype", choices=commands.DTYPES, default="auto", help=commands.DTYPE)
+    options.add_argument("--revision", help=commands.REVISION)
+    options.add_argument("--attn-implementation", help=commands.ATTENTION)
     for setting in fields(settings_class):
         if setting.name != "output_dir" and (how := _read_as(setting.name, hints[setting.name])):
             how |= {"required": True} if setting.default is MISSING else {"default": setting.default}
@@ -148,13 +150,15 @@ def _fit(name: str, settings_class: type[Fit[Any]], words: list[str]) -> None:
     check_folder("--out", options.out, FILES)
     if chosen.get("cache_dir") is not None:
         check_folder("--cache", options.cache_dir)
-    dataset, named = [] if options.data is None else texts(options.data, options.field), NamedModel(options.model)
+    dataset = [] if options.data is None else texts(options.data, options.field)
+    device = next((args.device for args in training), torch.device("cpu"))
+    weights = {"dtype": options.dtype, "attn_implementation": options.attn_implementation}
+    named = NamedModel(options.model, device, options.revision, **weights)
     config = named.config.get_text_config(decoder=True)
     if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
         settings.check_config(config)
     text = settings.read(named.tokenizer(), dataset)
-    device = next((args.device for args in training), torch.device("cpu"))
-    module = settings.fit(named.model(options.dtype, device), text)
+    module = settings.fit(named.model(), text)
     for about, value in {**module.about["recipe"], **module.about["figures"]}.items():
         print(f"{about:<32} {value}")
     print(f"{module.kind} of {module.num_parameters:,} parameters in {options.out}")

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,29 +39,46 @@ def hub_error(ask: Callable[..., object], name: str) -> str:
 
 
 class NamedModel:
-    """A causal LM of which only the config is loaded yet; it is a folder, on the Hub, or in the cache of downloads."""
+    """A causal LM in a folder, on the Hub, or in the cache of downloads; each part is loaded when it is asked for."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._options: dict[str, Any] = {"trust_remote_code": False}  # code from its repository is not run
-        if not os.path.isdir(name) and (why := hub_error(HfApi().model_info, name)):
-            if not is_name(name) or not isinstance(try_to_load_from_cache(name, _CONFIG), str):
+    def __init__(
+        self, name: str, device: torch.device | str | None = None, revision: str | None = None, **weights: str | None
+    ) -> None:
+        """``weights`` are arguments of ``from_pretrained`` for the model, which then moves to ``device``, if any."""
+        self.name, self._device, self._revision = name, device, revision
+        self._weights = {option: value for option, value in weights.items() if value is not None}
+
+    @cached_property
+    def _source(self) -> dict[str, Any]:
+        """The arguments of ``from_pretrained`` that say where it is."""
+        source: dict[str, Any] = {"trust_remote_code": False}  # code from its repository is not run
+        if self._revision is not None:
+            source["revision"] = self._revision
+        if not os.path.isdir(self.name) and (why := hub_error(HfApi().model_info, self.name)):
+            if not is_name(self.name) or not isinstance(try_to_load_from_cache(self.name, _CONFIG), str):
                 raise SettingError(
-                    f"--model {name}: there is no such folder, and the Hub has no such model ({why}). {_GIVE_MODEL}"
+                    f"--model {self.name}: there is no such folder, and the Hub has no such model ({why}). "
+                    f"{_GIVE_MODEL}"
                 )
-            self._options["local_files_only"] = True
-        self.config = self._load("config", AutoConfig.from_pretrained)
+            source["local_files_only"] = True
+        return source
+
+    @cached_property
+    def config(self) -> Any:
+        return self._load("config", AutoConfig.from_pretrained)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._load("tokenizer", AutoTokenizer.from_pretrained)
+        return self._load("tokenizer", AutoTokenizer.from_pretrained, config=self.config)
 
-    def model(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-        """The model with its weights, in evaluation mode; in the file's dtype for ``auto``."""
-        return nn.Module.to(self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype), device)
+    def model(self) -> PreTrainedModel:
+        """The model with its weights, in evaluation mode."""
+        model = self._load("model", AutoModelForCausalLM.from_pretrained, config=self.config, **self._weights)
+        return model if self._device is None else nn.Module.to(model, self._device)
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
+        source = self._source
         try:
-            return load(self.name, **self._options, **options)
+            return load(self.name, **source, **options)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # errors for damaged files come from many libraries and share no other base class

@@ -13,10 +13,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MambaConfig, MambaForC
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, compare
-from hf_selfspec.bench.compare import measured
 from hf_selfspec.bench.methods import LAYERS, OURS_GROUP, PLAIN, Method, methods_of
 from hf_selfspec.bench.report import verdict
-from hf_selfspec.bench.request import Prompt, Settings
 from hf_selfspec.bench.results import acceptance, fastest, ratios
 from hf_selfspec.bench.stream import Call, repetitions
 from hf_selfspec.draft import Drafter, Session
@@ -217,9 +215,8 @@ def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """A ``SelfSpec`` drafts nearly all of the answer that it has given before, in the same pass."""
-    prompts = [Prompt("a", tokenizer(TEXTS[0])["input_ids"])] * 2
-    settings = Settings(max_new_tokens=24, passes=2)
-    found = measured(model, tokenizer, prompts, settings, methods_of(OURS), tmp_path, progress=False)
+    options = {"max_new_tokens": 24, "passes": 2, "out": tmp_path, "progress": False}
+    found = compare(model, tokenizer, [TEXTS[0]] * 2, OURS, **options)
     names, calls = ["plain", *OURS], made(tmp_path)
     assert [call.method for call in calls[:6]] == [*names, *names[1:], names[0]]
     assert found.results["conditions"][0]["prompts"] == 2, "of two passes the second counts, with all its prompts"

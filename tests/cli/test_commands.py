@@ -140,11 +140,27 @@ def generated(*words: str) -> int:
 @pytest.fixture(scope="module")
 def plain() -> str:
     """What plain generate writes after the prompt, with the end of the line."""
-    named = NamedModel(str(DEMO_MODEL))
+    named = NamedModel(str(DEMO_MODEL), dtype="float32")
     tokenizer = named.tokenizer()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    tokens = named.model("float32").generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    tokens = named.model().generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     return f"{tokenizer.decode(tokens, skip_special_tokens=True)}\n"
+
+
+def test_how_a_model_is_loaded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, calls = AutoModelForCausalLM.from_pretrained, []
+
+    def recorded(name: str, **options: Any) -> Any:
+        calls.append((options.get("revision"), options.get("device_map"), network := load(name, **options)))
+        return network
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+    words = ["--dtype", "bfloat16", "--attn-implementation", "eager", "--prompt", "a", "--max-new-tokens", "1"]
+    for options in (["--device-map", "cpu"], ["--device", "cpu", "--revision", "main"]):
+        assert main(["generate", "--model", model, *words, *options]) == 0
+    assert [call[:2] for call in calls] == [(None, "cpu"), ("main", None)]
+    for *_, network in calls:
+        assert (network.dtype, network.config._attn_implementation) == (torch.bfloat16, "eager")
 
 
 def test_generate_prints_the_text_and_one_line_beside_it(
@@ -243,6 +259,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "damaged config": (["--model", "{}/damaged"], "--model {}/damaged: its config cannot be loaded"),
     "bad dtype": (["--dtype", "foat32"], "'foat32'"),
     "bad device": (["--device", "toaster"], "--device toaster: there is no such device. Give one of cpu"),
+    "two devices": (["--device-map", "auto", "--device", "cpu"], "--device and --device-map are both given"),
     "absent device": (["--device", "cuda:7"], "--device cuda:7: this machine has none. Give one of cpu"),
     "missing data": (["--data", "{}/none.jsonl"], "--data {}/none.jsonl: there is no such file"),
     "binary data": (["--data", "{}/binary.txt"], "cannot be read as text in UTF-8"),
@@ -308,7 +325,7 @@ def test_what_is_raised_on_the_way_is_told_in_one_line(
         (MemoryError("no memory"), 2, "no memory"),
     ):
 
-        def find(name: str, error: BaseException = error) -> None:
+        def find(*_: Any, error: BaseException = error, **__: Any) -> None:
             raise error
 
         monkeypatch.setattr(loading, "NamedModel", find)
@@ -317,7 +334,7 @@ def test_what_is_raised_on_the_way_is_told_in_one_line(
 
 
 def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(name: str) -> None:
+    def find(*_: Any, **__: Any) -> None:
         raise AssertionError("a bug")
 
     monkeypatch.setattr(loading, "NamedModel", find)
