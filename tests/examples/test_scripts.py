@@ -58,7 +58,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", ("| DSSD, ε = 0.9 |",)),
     "windows": ("--kinds mistral gpt_oss --prompts 200 --repeats 1 --tokens 4", ("| mistral | 200 |", "equal |")),
     "gpu": (
-        "--device cpu --shapes tiny --rows 1 --prompts 64 --tokens 6 --repeats 1 --out {folder}/gpu.json",
+        "--device cpu --shapes tiny --rows 1 --prompts 64 --tokens 6 --repeats 1 --dtype float32 "
+        "--out {folder}/gpu.json",
         ("| generate tiny 1 64 | SelfSpec() |",),
     ),
     "pictures": ("--out {folder}/pictures", ("how-dark.svg", "kinds-light.svg")),
@@ -123,7 +124,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     (tmp_path / "text.json").write_text(json.dumps({"texts": [list(range(2, 302))]}))
     (tmp_path / "wiki.txt").write_text(f"In {'old ' * 80}the town of Paris @-@ on @-@ Sea , <unk> had walls .\n= T =\n")
     (tmp_path / "sources").mkdir()
-    for number in range(60):
+    for number in range(64):
         header = f"class A:\n    def shared{number % 20}(self, size=0):\n        def own{number}(x, *y): pass\n"
         (tmp_path / "sources" / f"file{number}.py").write_text(header + "    def longer(self):\n        pass\n" * 40)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "sources")})
