@@ -31,7 +31,7 @@ def fitted(model: PreTrainedModel, texts: list[Any], args: argparse.Namespace) -
     layer, depth = args.exit_layer, model.config.num_hidden_layers
     fits: dict[str, tuple[str, dict[str, Any], Any]] = {
         "mtp": ("fit_mtp", {}, MTP),
-        "mtp3": ("fit_mtp", {"state_layers": [layer + 1, 2 * depth // 3 - 1, depth]}, MTP),
+        "mtp3": ("fit_mtp", {"state_layers": sorted({layer + 1, 2 * depth // 3 - 1, depth})}, MTP),
         "adapter": ("fit_adapter", {"exit_layer": layer, "blocks": ("attention", "mlp")}, EarlyExitAdapter),
         "heads": ("fit_exit_heads", {"layers": [layer], "rank": args.ranks[1]}, lambda at: SelfSpec.dssd(at).draft),
         "lora": ("fit_draft_lora", {"exit_layer": layer, "rank": args.ranks[0]}, EarlyExitLora),

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "--block-size 32 --out {folder}/fitted",
         ("| mtp3 |",),
     ),
-    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", ("| DSSD, ε = 0.9 |",)),
+    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 16 --out {folder}/fitted", ("| DSSD, ε = 0.9 |",)),
     "windows": ("--kinds mistral gpt_oss --prompts 200 --repeats 1 --tokens 4", ("| mistral | 200 |", "equal |")),
     "gpu": (
         "--device cpu --shapes tiny --rows 1 --prompts 64 --tokens 6 --repeats 1 --dtype float32 "
@@ -121,7 +121,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     }
     for name, of_file in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_file)))
-    (tmp_path / "text.json").write_text(json.dumps({"texts": [list(range(2, 302))]}))
+    (tmp_path / "text.json").write_text(json.dumps({"texts": [list(range(2, 802))]}))
     (tmp_path / "wiki.txt").write_text(f"In {'old ' * 80}the town of Paris @-@ on @-@ Sea , <unk> had walls .\n= T =\n")
     (tmp_path / "sources").mkdir()
     for number in range(64):
