@@ -215,7 +215,7 @@ class GraphRunner:
     ) -> Outcome:
         """The outcome of the model's own code; raises an error where that of its graph is another."""
         self.unsettled += 1
-        ours, theirs = graph.both(count, by_graph, by_code)
+        ours, theirs = graph.results(count, by_graph, by_code)
         pairs = zip(ours[0], theirs[0], strict=True)
         apart = [_apart(mine, other) for mine, other in pairs if mine is not None and other is not None]
         if max(read(torch.stack(apart))[0]) > 1:
