@@ -139,7 +139,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         rows = HeadRows(frozen.model, self._tokens)
-        head, size = _as_head(frozen, rows.of_tokens), rows.size
+        head, size = _as_head(frozen, rows.of_tokens), len(rows.tokens)
         found = [
             _DECAY**step * frozen.per_token(cross_entropy, head, drafted, {"final": final}, head, size).mean()
             for step, (drafted, final) in enumerate(self._steps(module, frozen, states))
