@@ -137,7 +137,7 @@ def _check_adapters(model: PreTrainedModel) -> None:
         )
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters) and any(
-        "alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks_of(all_modules(model))
+        "alora_offsets" in getattr(hook, "keywords", ()) for _, hook in hooks_of(all_modules(model))
     ):
         raise UnsupportedOptionError(
             "PEFT's aLoRA (alora_invocation_tokens) adapts a number of tokens at the end of each forward, but a "

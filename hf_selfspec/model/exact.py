@@ -8,8 +8,9 @@ each as they are alone. Other modules with matrices, such as experts, take one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeGuard
 
 import torch
@@ -28,9 +29,6 @@ _COMPARED = 2**15
 
 # A part of the cache's slots, and the mask of the keys in them.
 View = tuple[slice | torch.Tensor, torch.Tensor | None]
-
-
-# Attention ----------------------------------------------------------------------------------------------------------
 
 
 def views_of(
@@ -82,8 +80,6 @@ def attention_of_each(
     return torch.cat(outputs, dim=1), None
 
 
-# Matrices -----------------------------------------------------------------------------------------------------------
-
 # What multiplies the matrices of a device, by torch's names.
 _LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn", "xpu": "mkldnn"}
 _FULL = "none", "ieee"
@@ -132,15 +128,13 @@ class ExactForward:
         if tokens == 1 or (_is_linear(module) and are_alike(first, dim, module)):
             return self._original(*args, **kwargs)
 
-        def part(value: Any, start: int, length: int) -> Any:
+        def parts_of(value: Any) -> Iterable[Any]:
             is_each = isinstance(value, torch.Tensor) and value.dim() > dim and value.shape[dim] == tokens
-            return value.narrow(dim, start, length) if is_each else value
+            return value.split(size, dim) if is_each else repeat(value)
 
-        size = -(-tokens // 2) if _is_linear(module) else 1
-        results = []
-        for start in range(0, tokens, size):
-            take = partial(part, start=start, length=min(size, tokens - start))
-            results.append(self(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
+        size, count = -(-tokens // 2) if _is_linear(module) else 1, len(args)
+        calls = zip(*map(parts_of, (*args, *kwargs.values())), strict=False)
+        results = [self(*call[:count], **dict(zip(kwargs, call[count:], strict=True))) for call in calls]
         return _joined(results, dim)
 
 

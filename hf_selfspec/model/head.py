@@ -20,8 +20,8 @@ from .linear import FewTokenLinear
 NOTHING = -3e4
 
 
-# For each head the tokens whose rows were copied last, what changes when its numbers do, and these rows.
-_kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, list[tuple[Any, ...]], FewTokenLinear]]()
+# For each head what changes when its numbers or tokens do, the tokens whose rows were copied last, and these rows.
+_kept = WeakKeyDictionary[nn.Module, tuple[list[tuple[Any, ...]], torch.Tensor, FewTokenLinear]]()
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -89,8 +89,8 @@ class HeadRows:
             for part in (weight, bias, self._chosen)
             if part is not None
         ]
-        chosen, before, kept = _kept.get(self._head, (None, None, None))
-        if kept is not None and chosen is self._chosen and before == state:
+        before, _, kept = _kept.get(self._head, (None, None, None))
+        if kept is not None and before == state:
             return kept
         with torch.device("meta"):
             rows = FewTokenLinear(weight.shape[1], len(self.tokens), bias=bias is not None)
@@ -98,5 +98,5 @@ class HeadRows:
             rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
             if bias is not None:
                 rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
-        _kept[self._head] = self._chosen, state, rows
+        _kept[self._head] = state, self._chosen, rows
         return rows

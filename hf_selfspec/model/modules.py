@@ -77,17 +77,18 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
     """Returns whether hooks, other than those of some libraries, see or change what goes through a model's modules."""
     return nn.modules.module._has_any_global_hook() or any(
-        not set(but_of).issuperset(libraries_of(hook)) for hook in hooks_of(all_modules(model))
+        not set(but_of).issuperset(libraries_of(hook)) for _, hook in hooks_of(all_modules(model))
     )
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> Iterator[object]:
-    """The hooks around the forwards of modules, accelerate's included, which are attributes of modules."""
+def hooks_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
+    """The hooks around the forwards of modules, each with its module; accelerate's are attributes of modules."""
     for module in modules:
         if module._forward_pre_hooks or module._forward_hooks:  # which others may change meanwhile
-            yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if (hook := module.__dict__.get(ACCELERATE_HOOK)) is not None:  # an attribute that is missing takes torch 6 µs
-            yield from getattr(hook, "hooks", (hook,))
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                yield module, hook
+        if (whole := module.__dict__.get(ACCELERATE_HOOK)) is not None:  # an attribute that is missing takes torch 6 µs
+            yield from ((module, hook) for hook in getattr(whole, "hooks", (whole,)))
 
 
 def global_hooks() -> list[Any]:

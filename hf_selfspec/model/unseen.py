@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import attention_functions, is_usual_attention
 from .contents import contents_of
-from .internals import ACCELERATE_HOOK, STEP_METHODS, attention_implementation, loop_of, why_unusable
+from .internals import STEP_METHODS, attention_implementation, loop_of, why_unusable
 from .modules import (
     ROW_BLIND,
     all_modules,
@@ -99,15 +99,9 @@ class Unseen:
         foreign = {each for each in classes if _is_foreign(each)}
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
             note(f"modules of class {type(module).__name__}", module)
-        hooked, weights = list[nn.Module](), dict[type, Any]()
+        weights: dict[type, Any] = {}
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes = module.__dict__
-            if (
-                attributes.get("_forward_hooks")
-                or attributes.get("_forward_pre_hooks")
-                or ACCELERATE_HOOK in attributes
-            ):
-                hooked.append(module)
             if parameters := attributes.get("_parameters"):
                 weights |= {type(weight): weight for weight in parameters.values()}
             type_: Any = type(module)
@@ -130,10 +124,9 @@ class Unseen:
             for function in _foreign_functions(place):
                 users = [module for module in modules if isinstance(place, type) and isinstance(module, place)]
                 note(f"{_name_of(function)} in {place.__name__}", function, *users)
-        hooks: list[tuple[Any, list[nn.Module]]] = [(hook, [owner]) for owner in hooked for hook in hooks_of([owner])]
-        for hook, owners in (*hooks, *((hook, []) for hook in global_hooks())):
+        for *owner, hook in (*hooks_of(modules), *((hook,) for hook in global_hooks())):
             if not ROW_BLIND.issuperset(libraries_of(hook)):
-                note(f"the hook {_name_of(hook)}", hook, *owners)
+                note(f"the hook {_name_of(hook)}", hook, *owner)
         implementation = attention_implementation(model.config.get_text_config(decoder=True))
         functions = attention_functions(implementation)
         if not all(map(is_usual_attention, functions)):
