@@ -36,7 +36,7 @@ from .model.handover import empty
 from .model.inputs import Inputs
 from .model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
 from .model.linear import are_faster
-from .model.modules import all_modules, is_tensor_parallel, one_look, others_are_unfinished
+from .model.modules import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
@@ -119,7 +119,7 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
             lay_out = partial(_lay_out, spec=spec, knowledge=knowledge, checks_logits=not default_of, unseen=unseen)
             decoder = lay_out(call)
             if unseen and spec._source.lossless:
-                with one_look(False):
+                with listing_once(False):
                     drafted, why = _on_probation(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = lay_out(drafted)
@@ -311,7 +311,7 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
 def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: DraftSource) -> Any:
     cache = call.past if decoder.target.plan is None else None
     try:
-        with decoder.target.prepared(), one_look(False):
+        with decoder.target.prepared(), listing_once(False):
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
@@ -333,7 +333,7 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     options |= options.pop("model_kwargs")
     del options["anatomy"]
     begun = perf_counter()
-    with without_checkpointing(call.model), one_look(False):
+    with without_checkpointing(call.model), listing_once(False):
         output = sample(**options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):

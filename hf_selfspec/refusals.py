@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
-from .model.attention import implementation_of, served_attention
+from .model.attention import served_attention
 from .model.exact import reduced_precision
 from .model.inputs import Inputs
 from .model.internals import attention_implementation
@@ -57,7 +57,7 @@ def check_call(
     """Checks what is known of a call, besides its options, before its prompts are laid out."""
     _check_adapters(model)
     check_cache(given_cache(model_kwargs), anatomy)
-    implementation = implementation_of(model)
+    implementation = attention_implementation(model.config.get_text_config(decoder=True))
     if implementation and implementation not in served_attention():
         raise UnsupportedOptionError(
             f"the attention implementation {implementation!r} cannot be combined with self-speculative decoding. Load "
@@ -137,7 +137,7 @@ def _check_adapters(model: PreTrainedModel) -> None:
         )
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters) and any(
-        "alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks_of(all_modules(model))
+        "alora_offsets" in getattr(hook, "keywords", ()) for _, hook in hooks_of(all_modules(model))
     ):
         raise UnsupportedOptionError(
             "PEFT's aLoRA (alora_invocation_tokens) adapts a number of tokens at the end of each forward, but a "

@@ -166,7 +166,7 @@ class Decoder:
         self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
         committed = perf_counter()
         with self._surviving():
-            self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.found)
+            self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.values)
         self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
 

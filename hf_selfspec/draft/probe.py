@@ -62,7 +62,7 @@ class ProbingDraft(LookingDraft):
         self.plan = none  # until an exit is chosen
         self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
         self._round_seconds = session.round_seconds
-        kind = "exit probe" if head is None else f"exit probe with {head.size} tokens"
+        kind = "exit probe" if head is None else f"exit probe with {len(head.tokens)} tokens"
         self.study: ExitStudy = session.knowledge.of(kind, lambda _: ExitStudy(num_layers, layer))
         self.exits = Exits(self.target.model)
         self._pace = self.study.pace

@@ -26,7 +26,7 @@ from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionErro
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..model.internals import SANITIZE, options_of_pipeline
-from ..model.modules import one_look
+from ..model.modules import listing_once
 from ..model.unseen import Unseen, why_plain
 from ..refusals import check_options
 from ..selfspec import SelfSpec
@@ -140,7 +140,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
             if streamer is not None:
                 streamer.put(input_ids.cpu())
         prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
-        with one_look():
+        with listing_once():
             return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE

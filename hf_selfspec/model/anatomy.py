@@ -181,14 +181,15 @@ class Anatomy:
                 )
         kernels = Kernels.of(layers)
         if is_stateful(model) and (kernels is None or kernels.recurrence is None):
-            kinds = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
+            types = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
             raise UnsupportedModelError(
-                f"{name} is stateful ({', '.join(kinds)}), and its states cannot be rolled back when a draft is "
+                f"{name} is stateful ({', '.join(types)}), and its states cannot be rolled back when a draft is "
                 "rejected: its file has none of the functions for which that is known, or has them with other "
-                f"parameters ({', '.join(each.kernel for each in RECURRENCES)}). Call generate without `assistant`."
+                f"parameters ({', '.join(family.kernel for family in RECURRENCES)}). Call generate without `assistant`."
             )
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-        stack = _find_stack(model, layers)
+        path = next(name for name, module in model.named_modules() if module is layers[0])
+        stack = model.get_submodule(".".join(path.split(".")[:-2]))  # the layers are in a list of it
         ends_apart = stack is not model  # else there is nothing between the last layer and the logits
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
@@ -226,9 +227,9 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
     if not shared:
         indexers = getattr(text_config, "indexer_types", None) or []
         return frozenset(layer for layer, later in enumerate(indexers[1:]) if later == "shared")
-    own = text_config.num_hidden_layers - shared
-    kinds = (getattr(text_config, "layer_types", None) or ["full_attention"] * own)[:own]
-    return frozenset({kind: index for index, kind in enumerate(kinds)}.values())
+    unshared = text_config.num_hidden_layers - shared
+    types = (getattr(text_config, "layer_types", None) or ["full_attention"] * unshared)[:unshared]
+    return frozenset({type_: index for index, type_ in enumerate(types)}.values())
 
 
 def max_positions(text_config: Any) -> int | None:
@@ -256,13 +257,7 @@ def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
     """The outermost module lists with ``depth`` entries; a layer may hold such lists, too (experts)."""
     if isinstance(module, nn.ModuleList) and len(module) == depth:
         return [module]
-    lists = (found for child in module.children() for found in _lists(child, depth))
-    return list(dict.fromkeys(lists))
-
-
-def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
-    path = next(name for name, module in model.named_modules() if module is layers[0])
-    return model.get_submodule(".".join(path.split(".")[:-2]))
+    return list(dict.fromkeys(inner for child in module.children() for inner in _lists(child, depth)))
 
 
 def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from .exact import View, attention_of_each, views_of
-from .internals import attention_implementation, registered
+from .internals import registered
 from .layout import Feed
 from .modules import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
@@ -35,12 +35,13 @@ from .split_attention import ALIGNED, attention_in_parts, masks_of_parts, parts_
 from .transfer import RowNumbers
 from .window import Window
 
-# Masks of a forward that are kept in another layout; those of sparse attention differ in every layer.
+# How many masks of a forward are kept in another layout; those of sparse attention differ in every layer.
 _KEPT_MASKS = 8
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
-_ORIGINAL = "_hf_selfspec_original"  # of our functions: what each replaces
-# What transformers 5.17 to 5.24 gives a mask besides what :meth:`MaskSpec.mask` reads; positions say the same here.
+_ORIGINAL = "_hf_selfspec_original"  # the attribute of our functions that holds what each replaces
+# The arguments that transformers 5.17 to 5.24 passes for a mask besides those that :meth:`MaskSpec.mask` reads, and
+# that follow from the positions.
 _IMPLIED = {
     *("batch_size", "q_length", "q_offset", "attention_mask", "device"),
     *("allow_is_bidirectional_skip", "allow_torch_fix", "use_vmap"),
@@ -61,12 +62,11 @@ class MaskSpec:
     offset: int = 0  # slot of the text that the first cache slot stands for, as layers report it
     window: MaskSpec | None = None  # that of layers which keep the last tokens alone
     limit: int | None = None  # how many of them one token sees at most
-    # Masks, each with what its tokens see then.
-    views: dict[int, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
-    served: set[int] = field(default_factory=set)  # the modules whose attention treated them so
-    lines: dict[int, torch.Tensor] = field(default_factory=dict)  # masks of which each token sees all up to its own
-    # Masks, each with its layout for grouped query heads once that was made.
-    grouped: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # By the ids of masks, which are kept with them, since a later mask could get the id of one that was freed.
+    views: dict[int, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)  # what tokens see alone
+    served: set[int] = field(default_factory=set)  # ids of the modules whose attention has used `views`
+    lines: dict[int, torch.Tensor] = field(default_factory=dict)  # masks in which a token sees all up to its own slot
+    grouped: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # layouts for query heads
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class MaskSpec:
     def _read(
         cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, length: int, firsts: RowNumbers | None
     ) -> MaskSpec:
-        """For layers whose attention reads so many slots, from each row's first on (``None``: from 0)."""
+        """The spec for layers whose attention reads ``length`` slots from each row's first on (``None``: from 0)."""
         device, cursors, nodes = positions.device, feed.starts, feed.nodes
         spec = cls(positions, length, is_even=cursors.are_equal and holes is None)
         if nodes is not None:
@@ -103,8 +103,8 @@ class MaskSpec:
         return spec
 
     def begin_at(self, firsts: torch.Tensor, is_before: bool = True) -> None:
-        """Makes slots ``firsts`` ``[b, 1]`` of the text the first ones; those before it, which windows of a row have
-        where others are longer, are hidden."""
+        """Makes slots ``firsts`` ``[b, 1]`` of the text the first ones, and hides those before the text, which the
+        windows of short rows have."""
         if self.key_positions is None:
             return
         self.key_positions = self.key_positions + firsts
@@ -112,10 +112,6 @@ class MaskSpec:
             is_text = (self.key_positions >= 0)[:, None].expand(-1, self.query_positions.shape[1], -1)
             self.visible = is_text if self.visible is None else self.visible & is_text
             self.key_positions = self.key_positions.clamp(min=0)
-
-    def read_in(self, *sizes: int) -> MaskSpec:
-        """The part for layers that report these sizes."""
-        return self if (part := self.window) is None or sizes != (part.length, part.offset) else part
 
     def mask(
         self,
@@ -134,11 +130,11 @@ class MaskSpec:
                 "Call generate without `assistant`, or with another version of transformers."
             )
         (b, s), n = self.query_positions.shape, self.length
-        last = s == 1 and (b == 1 or self.is_even) and self.visible is None
+        is_last = s == 1 and (b == 1 or self.is_even) and self.visible is None
         # A chunk may begin between slots that a window of its size covers.
         is_cut = self.offset > 0 and local_size == getattr(config, "attention_chunk_size", None)
-        everything = last and (local_size is None or (n <= local_size and not is_cut))
-        if everything and allow_is_causal_skip and not additive and not self.is_fixed and self.alone is None:
+        sees_all = is_last and (local_size is None or (n <= local_size and not is_cut))
+        if sees_all and allow_is_causal_skip and not additive and not self.is_fixed and self.alone is None:
             return None
         keys, device = self.key_positions, self.query_positions.device
         if keys is None:
@@ -178,17 +174,13 @@ class MaskSpec:
                 return laid_out  # a model over several devices copies the mask for each layer
             if len(self.grouped) == _KEPT_MASKS:
                 self.grouped.pop(next(iter(self.grouped)))
-            # The mask itself is kept too: once it is freed, another one could get its id.
             self.grouped[key] = mask, laid_out
         return self.grouped[key][1]
 
 
 _current = PerThread[MaskSpec]()
-
-
-def at_positions(spec: MaskSpec | None) -> AbstractContextManager[None]:
-    """Builds masks from ``spec`` in this thread (``None``: as transformers builds them)."""
-    return _current.during(spec)
+# Builds masks from a spec in this thread (``None``: as transformers builds them).
+at_positions = _current.during
 
 
 def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[..., Any]:
@@ -198,11 +190,14 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
             return original(*args, **kwargs)
         if args:  # as nobody in transformers calls it
             kwargs |= inspect.signature(original).bind_partial(*args).arguments
-        part = spec.read_in(kwargs.pop("kv_length"), kwargs.pop("kv_offset", 0))
-        found = part.mask(additive, **kwargs)
-        if spec.alone is not None and found is not None:
-            spec.views[id(found)] = found, views_of(spec.alone, original, part.offset, part.limit, **kwargs)
-        return found
+        sizes, of_layer = (kwargs.pop("kv_length"), kwargs.pop("kv_offset", 0)), spec
+        if spec.window is not None and sizes == (spec.window.length, spec.window.offset):
+            of_layer = spec.window
+        expanded = of_layer.mask(additive, **kwargs)
+        if spec.alone is not None and expanded is not None:
+            views = views_of(spec.alone, original, of_layer.offset, of_layer.limit, **kwargs)
+            spec.views[id(expanded)] = expanded, views
+        return expanded
 
     return mask
 
@@ -212,29 +207,23 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         spec = _current.now
         if spec is None or not is_usual_attention(original):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        if (found := spec.views.get(id(attention_mask))) is not None and kwargs.get("position_bias") is None:
+        _, views = spec.views.get(id(attention_mask), (None, None))
+        if views is not None and kwargs.get("position_bias") is None:
             spec.served.add(id(module))
-            return attention_of_each(original, found[1], module, query, key, value, *args, **kwargs)
+            return attention_of_each(original, views, module, query, key, value, *args, **kwargs)
         return grouped_attention(spec, module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
 
 
-def implementation_of(model: Any) -> str:
-    """Returns the name of the attention implementation of a model's decoder."""
-    return attention_implementation(model.config.get_text_config(decoder=True))
-
-
 def attention_functions(implementation: str) -> list[Any]:
-    """Returns the functions for masks and attention that are registered for an implementation, but for ours."""
-    registered = (
-        interface.get(implementation) for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
-    )
-    return [getattr(function, _ORIGINAL, function) for function in registered]
+    """Returns the functions for masks and attention that are registered for an implementation, below ours."""
+    functions = (interface.get(implementation) for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS))
+    return [getattr(function, _ORIGINAL, function) for function in functions]
 
 
 def is_usual_attention(function: Any) -> bool:
-    """Returns whether an attention function is transformers' own, and torch's that it may call torch's own."""
+    """Returns whether an attention function is transformers' own, and sdpa, which it may call, torch's own."""
     is_ours_to_replace = function is None or {*libraries_of(function)} == {"transformers"}
     return is_ours_to_replace and isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType)
 
@@ -254,28 +243,28 @@ def speculative_attention() -> AbstractContextManager[None]:
 
 
 def _replace(forwards: InstanceForwards) -> None:
-    """Replaces what was not yet: a kernel may have been registered since another thread's generation began."""
+    """Replaces functions that are not ours yet: some may have been registered since another thread's call began."""
     for name in served_attention():
         for interface, wrapped in (
             (ALL_MASK_ATTENTION_FUNCTIONS, partial(_speculative_mask, additive=name == "eager")),
             (ALL_ATTENTION_FUNCTIONS, _speculative_attention),
         ):
-            if (found := interface.get(name)) is not None and not hasattr(found, _ORIGINAL):
-                replaced = wrapped(found)
-                setattr(replaced, _ORIGINAL, found)
-                forwards.put(registered(interface), name, replaced)
+            if (original := interface.get(name)) is not None and not hasattr(original, _ORIGINAL):
+                ours = wrapped(original)
+                setattr(ours, _ORIGINAL, original)
+                forwards.put(registered(interface), name, ours)
 
 
 @shared_change
 def without_cudnn_attention(forwards: InstanceForwards) -> None:
     """Switches cuDNN's attention off for all threads: it builds a plan for each new shape (23 to 37 ms on an H100) and
     keeps all of them, and shapes change in every round."""
-    of = torch.backends.cuda
-    was_enabled = of.cudnn_sdp_enabled()
-    forwards.callback(of.enable_cudnn_sdp, was_enabled)
+    cuda = torch.backends.cuda
+    was_enabled = cuda.cudnn_sdp_enabled()
+    forwards.callback(cuda.enable_cudnn_sdp, was_enabled)
     # A caller may have chosen cuDNN's kernel alone.
-    others = of.flash_sdp_enabled() or of.mem_efficient_sdp_enabled() or of.math_sdp_enabled()
-    of.enable_cudnn_sdp(was_enabled and not others)
+    has_others = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
+    cuda.enable_cudnn_sdp(was_enabled and not has_others)
 
 
 def grouped_attention(
@@ -297,26 +286,26 @@ def grouped_attention(
     if softcap is not None or sinks is not None:
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
-    apart = not fits or kwargs.get("position_bias") is not None
+    is_apart = not fits or kwargs.get("position_bias") is not None
     group, sdpa = heads // k, partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    if not apart and id(attention_mask) in spec.lines and takes_lines(query, key):
+    if not is_apart and id(attention_mask) in spec.lines and takes_lines(query, key):
         line = sdpa(query, key, value, attn_mask=causal_lower_right(s, key.shape[2]), enable_gqa=group > 1)
         return line.transpose(1, 2).contiguous(), None
     # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask
     # would be as large again for each of them.
     together = group if s <= _FEW else 1
     queries = query.reshape(b, k, group // together, together * s, h)
-    is_split = spec.is_fixed and not apart and not dropout and together == group
+    is_split = spec.is_fixed and not is_apart and not dropout and together == group
     if is_split and attention_mask is not None and (parts := parts_for(queries[:, :, 0], key)) > 1:
         masks = spec.for_groups(attention_mask, group, query.dtype, k, parts)
         output = attention_in_parts(queries[:, :, 0], key, value, masks, scaling)
     else:
-        if attention_mask is not None and not apart:
+        if attention_mask is not None and not is_apart:
             attention_mask = spec.for_groups(attention_mask, together, query.dtype)
-        if apart or group == 1:
+        if is_apart or group == 1:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        found = [sdpa(part, key, value, attn_mask=attention_mask) for part in queries.unbind(2)]
-        output = found[0] if len(found) == 1 else torch.stack(found, dim=2)
+        outputs = [sdpa(part, key, value, attn_mask=attention_mask) for part in queries.unbind(2)]
+        output = outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=2)
     if s == 1:
         return output.reshape(b, 1, heads, -1), None
     return output.reshape(b, heads, s, value.shape[-1]).transpose(1, 2).contiguous(), None

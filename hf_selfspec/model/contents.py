@@ -1,4 +1,4 @@
-"""What functions, hooks and modules of others hold: whether that has changed, and how to put it back."""
+"""What functions, hooks and modules of others hold: whether it has changed, and how to put it back."""
 
 from __future__ import annotations
 
@@ -19,53 +19,50 @@ import torch.nn as nn
 from ..errors import only_warned
 from .modules import ROW_BLIND, library_of
 
+# How many levels deep, and how many parts of each object, are looked at.
 _DEPTH, _MOST = 3, 64
-# How far numbers are moved on that forwards count: no multiple of a usual period.
+# How much is added to numbers that forwards count: no multiple of a usual period.
 _FAR = 1009
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _NUMBERS = (bool, int, float, str, type(None))
 _READ: Any = (*_NUMBERS, torch.Tensor, dict, list, set, deque, np.ndarray, Iterator)
 
 
-def contents_of(thing: Any, depth: int = _DEPTH) -> Hashable:
+def contents_of(holder: Any, depth: int = _DEPTH) -> Hashable:
     """Returns what a function or an object holds that may change what it does, a few levels deep: numbers, texts, and
     how large tensors are. Of lists, which hooks fill with what they see, only that there are some."""
-    if isinstance(thing, (*_NUMBERS, CodeType)):
-        return thing
-    if isinstance(thing, torch.Tensor):
-        return _magnitude(thing)
+    if isinstance(holder, (*_NUMBERS, CodeType)):
+        return holder
+    if isinstance(holder, torch.Tensor):
+        return _magnitude(holder)
     if not depth:
-        return type(thing).__name__
-    return type(thing).__name__, tuple(contents_of(part, depth - 1) for part in _parts(thing))
+        return type(holder).__name__
+    return type(holder).__name__, tuple(contents_of(part, depth - 1) for part in _parts(holder))
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(holder: Any) -> Iterator[Any]:
     """What is directly inside of a function or an object."""
-    if isinstance(thing, partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, MethodType):
-        yield from (thing.__func__, thing.__self__)
-    elif isinstance(thing, FunctionType):
-        yield thing.__code__
-        for cell in thing.__closure__ or ():
-            with suppress(ValueError):  # an empty one
-                yield cell.cell_contents
-        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-        yield from vars(thing).values()
-        named = [thing.__globals__.get(name) for name in thing.__code__.co_names]
+    if isinstance(holder, partial):
+        yield from (holder.func, *holder.args, *holder.keywords.values())
+    elif isinstance(holder, MethodType):
+        yield from (holder.__func__, holder.__self__)
+    elif isinstance(holder, FunctionType):
+        yield holder.__code__
+        yield from _contents_of_cells(holder.__closure__ or ()).values()
+        yield from (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values())
+        yield from vars(holder).values()
+        named = [holder.__globals__.get(name) for name in holder.__code__.co_names]
         yield from (value for value in named if isinstance(value, _READ) or _is_of_others(value))
-    elif isinstance(thing, (dict, tuple)):
-        yield from list(thing.values() if isinstance(thing, dict) else thing)[:_MOST]
-    elif isinstance(thing, nn.Module):
+    elif isinstance(holder, (dict, tuple)):
+        yield from list(holder.values() if isinstance(holder, dict) else holder)[:_MOST]
+    elif isinstance(holder, nn.Module):
         # Its modules, hooks and forward are looked at on their own.
-        yield from (value for value in list(vars(thing).values()) if isinstance(value, (*_NUMBERS, torch.Tensor)))
-        yield from thing._buffers.values()
-        yield from (weight._version for weight in thing._parameters.values() if weight is not None)
-    elif not isinstance(thing, (type, list)):
-        for holder in (vars(type(thing)), getattr(thing, "__dict__", {}), _slots_of(thing)):
-            yield from (value for value in list(holder.values()) if isinstance(value, _READ))
-    elif isinstance(thing, type):
-        yield from (value for value in vars(thing).values() if isinstance(value, _READ))
+        yield from (value for value in list(vars(holder).values()) if isinstance(value, (*_NUMBERS, torch.Tensor)))
+        yield from holder._buffers.values()
+        yield from (weight._version for weight in holder._parameters.values() if weight is not None)
+    elif not isinstance(holder, list):
+        for read, _ in _access_to(holder):
+            yield from (value for value in list(read().values()) if isinstance(value, _READ))
 
 
 def _magnitude(values: torch.Tensor) -> Hashable:
@@ -77,57 +74,59 @@ def _magnitude(values: torch.Tensor) -> Hashable:
     return str(values.dtype)
 
 
-# How numbers are read, by names, how one is set, and what they were.
-_Numbers = tuple[Callable[[], dict[Any, Any]], Callable[[Any, Any], object], dict[Any, Any]]
+# How to read values by names, and how to set the value of a name.
+_Access = tuple[Callable[[], dict[Any, Any]], Callable[[Any, Any], object]]
 
 
 class Snapshot:
     """What some functions and objects hold now."""
 
-    def __init__(self, things: Iterable[Any]) -> None:
+    def __init__(self, holders: Iterable[Any]) -> None:
+        # How to put each content back, and whether what it is now may change what a holder does.
         self._undo: list[tuple[Callable[[], object], Callable[[], bool]]] = []
-        self._numbers, self._lists = list[_Numbers](), list[tuple[list[Any], list[Any]]]()
-        self._seen: set[int] = set()
-        self.moves = False  # whether forwards change what is there
+        self._numbers = list[tuple[_Access, dict[Any, Any]]]()
+        self._lists = list[tuple[list[Any], list[Any]]]()
+        self._kept: set[int] = set()
+        self.moves = False  # whether forwards change contents, as of the last `look`
         self.is_opaque = False  # whether what may steer has a state that cannot be put back
-        self._things = tuple(things)
-        self._contents = tuple(map(contents_of, self._things))
-        for thing in self._things:
-            self._steers = _may_steer(thing)
-            self._keep(thing, _DEPTH)
+        self._holders = tuple(holders)
+        self._contents = tuple(map(contents_of, self._holders))
+        for holder in self._holders:
+            self._keep(holder, _DEPTH, _may_steer(holder))
 
-    def _keep(self, thing: Any, depth: int) -> None:
-        if id(thing) in self._seen or isinstance(thing, (*_NUMBERS, CodeType)):
+    def _keep(self, holder: Any, depth: int, steers: bool) -> None:
+        if id(holder) in self._kept or isinstance(holder, (*_NUMBERS, CodeType)):
             return
-        self._seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
+        self._kept.add(id(holder))
+        if isinstance(holder, torch.Tensor):
             with suppress(Exception):  # of layouts without such operations
-                before = thing.detach().clone()
-                self._undo.append((partial(_copy, thing, before), lambda: not torch.equal(thing, before)))
-        elif isinstance(thing, (set, deque)):
-            items, steers = list(thing), self._steers
-            self._undo.append((partial(_refill, thing, items), lambda: steers and _differ_in(thing, items)))
-        elif isinstance(thing, np.ndarray):
-            numbers, steers = thing.copy(), self._steers
-            restored, differ = partial(np.copyto, thing, numbers), lambda: not np.array_equal(thing, numbers)
-            self._undo.append((restored, lambda: steers and differ()))
-        elif isinstance(thing, Iterator):
-            self.is_opaque = self.is_opaque or self._steers
-        elif isinstance(thing, list):
-            self._lists.append((thing, list(thing)))
-        elif type(thing) in _DICTS:
-            entries = dict(thing)
-            self._undo.append((partial(_refill, thing, entries), partial(_differ, thing, entries)))
-        elif not isinstance(thing, type) and isinstance(values := getattr(thing, "__dict__", None), dict):
+                before = holder.detach().clone()
+                self._undo.append((partial(_copy, holder, before), lambda: not torch.equal(holder, before)))
+        elif isinstance(holder, (set, deque)):
+            items = list(holder)
+            ids = list(map(id, items))
+            self._undo.append((partial(_refill, holder, items), lambda: steers and list(map(id, holder)) != ids))
+        elif isinstance(holder, np.ndarray):
+            array = holder.copy()
+            restored = partial(np.copyto, holder, array)
+            self._undo.append((restored, lambda: steers and not np.array_equal(holder, array)))
+        elif isinstance(holder, Iterator):
+            self.is_opaque = self.is_opaque or steers
+        elif isinstance(holder, list):
+            self._lists.append((holder, list(holder)))
+        elif type(holder) in _DICTS:
+            entries = dict(holder)
+            self._undo.append((partial(_refill, holder, entries), partial(_differ, holder, entries)))
+        elif not isinstance(holder, type) and isinstance(values := getattr(holder, "__dict__", None), dict):
             attributes = {name: value for name, value in values.items() if isinstance(value, (*_NUMBERS, torch.Tensor))}
             self._undo.append((partial(_reset, values, attributes), partial(_differ, values, attributes)))
-            inside = [*values.values()] if not isinstance(thing, nn.Module) else [thing._buffers]
+            inside = [*values.values()] if not isinstance(holder, nn.Module) else [holder._buffers]
             for value in inside if depth else ():
                 if isinstance(value, _READ):
-                    self._keep(value, depth - 1)
-        self._numbers += [(read, write, _only_numbers(read())) for read, write in _numbers_of(thing)]
-        for part in list(thing if isinstance(thing, list) else _parts(thing))[:_MOST] if depth else ():
-            self._keep(part, depth - 1)
+                    self._keep(value, depth - 1, steers)
+        self._numbers += [((read, write), _only_numbers(read())) for read, write in _access_to(holder)]
+        for part in list(holder if isinstance(holder, list) else _parts(holder))[:_MOST] if depth else ():
+            self._keep(part, depth - 1, steers)
 
     @property
     def has_changed(self) -> bool:
@@ -136,7 +135,7 @@ class Snapshot:
 
     def look(self) -> None:
         """Notes whether anything has changed."""
-        self.moves = tuple(map(contents_of, self._things)) != self._contents
+        self.moves = tuple(map(contents_of, self._holders)) != self._contents
 
     def count_on(self) -> bool:
         """Makes numbers and lists, where forwards have changed them, what many forwards more would have made of them.
@@ -145,7 +144,7 @@ class Snapshot:
         for values in longer:
             values.extend(values[-1:] * _FAR)
         has_moved = bool(longer)
-        for read, write, before in self._numbers:
+        for (read, write), before in self._numbers:
             for name, value in _only_numbers(read()).items():
                 if name not in before or value != before[name]:
                     has_moved = True
@@ -161,27 +160,30 @@ class Snapshot:
                 put_back()
 
 
-def _numbers_of(thing: Any) -> Iterator[tuple[Callable[[], dict[Any, Any]], Callable[[Any, Any], object]]]:
-    """Where a function, a dictionary or an object has numbers, to read and to set them."""
-    if isinstance(thing, FunctionType):
-        cells, variables, names = thing.__closure__ or (), thing.__globals__, thing.__code__.co_names
+def _access_to(holder: Any) -> Iterator[_Access]:
+    """Where a function, a dictionary or an object has values."""
+    if isinstance(holder, FunctionType):
+        cells, variables, names = holder.__closure__ or (), holder.__globals__, holder.__code__.co_names
         yield partial(_contents_of_cells, cells), lambda index, value: setattr(cells[index], "cell_contents", value)
         yield lambda: {name: variables[name] for name in names if name in variables}, variables.__setitem__
-        yield lambda: vars(thing), partial(setattr, thing)
-    elif type(thing) in _DICTS:
-        yield lambda: thing, thing.__setitem__
-    elif isinstance(thing, type):
-        yield lambda: dict(vars(thing)), partial(setattr, thing)
-    elif _slots_of(thing):
-        yield lambda: _slots_of(thing), partial(setattr, thing)
-    elif isinstance(values := getattr(thing, "__dict__", None), dict):
-        yield lambda: values, values.__setitem__
-        yield lambda: dict(vars(type(thing))), partial(setattr, type(thing))
+        yield lambda: vars(holder), partial(setattr, holder)
+    elif type(holder) in _DICTS:
+        yield lambda: holder, holder.__setitem__
+    elif isinstance(holder, type):
+        yield lambda: dict(vars(holder)), partial(setattr, holder)
+    else:
+        attributes: Any = getattr(holder, "__dict__", None)
+        if has_slots := bool(_slots_of(holder)):
+            yield lambda: _slots_of(holder), partial(setattr, holder)
+        if isinstance(attributes, dict):
+            yield lambda: attributes, attributes.__setitem__
+        if has_slots or isinstance(attributes, dict):
+            yield from _access_to(type(holder))
 
 
-def _slots_of(thing: Any) -> dict[str, Any]:
-    names = itertools.chain.from_iterable(vars(base).get("__slots__", ()) for base in type(thing).__mro__)
-    return {name: getattr(thing, name) for name in names if isinstance(name, str) and hasattr(thing, name)}
+def _slots_of(holder: Any) -> dict[str, Any]:
+    names = itertools.chain.from_iterable(vars(base).get("__slots__", ()) for base in type(holder).__mro__)
+    return {name: getattr(holder, name) for name in names if isinstance(name, str) and hasattr(holder, name)}
 
 
 def _is_of_others(value: Any) -> bool:
@@ -191,14 +193,14 @@ def _is_of_others(value: Any) -> bool:
     return library_of(value) not in {*ROW_BLIND, "builtins", "typing", "peft", "numpy"}
 
 
-def _may_steer(thing: Any) -> bool:
+def _may_steer(holder: Any) -> bool:
     """Whether a function, perhaps of a hook, may return something, or write to what it gets."""
-    while isinstance(thing, partial):
-        thing = thing.func
-    called = getattr(thing, "__func__", thing)
+    while isinstance(holder, partial):
+        holder = holder.func
+    called = getattr(holder, "__func__", holder)
     if not isinstance(called, FunctionType):
         called = next((vars(base)["__call__"] for base in type(called).__mro__ if "__call__" in vars(base)), None)
-    if isinstance(thing, nn.Module) or not isinstance(called, FunctionType) or hasattr(called, "__wrapped__"):
+    if isinstance(holder, nn.Module) or not isinstance(called, FunctionType) or hasattr(called, "__wrapped__"):
         return True
     before = None
     for step in dis.get_instructions(called):
@@ -224,9 +226,8 @@ def _only_numbers(values: dict[Any, Any]) -> dict[Any, Any]:
     return {name: value for name, value in list(values.items()) if isinstance(value, _NUMBERS)}
 
 
-def _write_again(
-    read: Callable[[], dict[Any, Any]], write: Callable[[Any, Any], object], before: dict[Any, Any]
-) -> None:
+def _write_again(access: _Access, before: dict[Any, Any]) -> None:
+    read, write = access
     now = read()
     for name, value in before.items():
         if now.get(name) != value:
@@ -257,8 +258,3 @@ def _reset(values: dict[str, Any], before: dict[str, Any]) -> None:
 def _refill(values: Any, before: Any) -> None:
     values.clear()
     (values.extend if isinstance(values, deque) else values.update)(before)
-
-
-def _differ_in(values: Any, items: list[Any]) -> bool:
-    """Whether a container has other items now, by which objects they are."""
-    return list(map(id, values)) != list(map(id, items))

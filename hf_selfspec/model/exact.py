@@ -8,8 +8,9 @@ each as they are alone. Other modules with matrices, such as experts, take one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeGuard
 
 import torch
@@ -21,16 +22,13 @@ from .transfer import upload
 
 # Tokens that go through together at most; counts up to here are tried out.
 MOST_TOKENS = 32
-# Up to so many numbers a weight is drawn anew to be tried out, with products that cancel each other.
+# A weight of up to so many numbers is replaced in trials by a random one, whose products cancel each other.
 _SMALL = 2**22
-# Results of a larger weight that are compared: on an AMD EPYC one in 4,600 differs.
+# How many results of a larger weight are compared: on an AMD EPYC one in 4,600 differs.
 _COMPARED = 2**15
 
 # A part of the cache's slots, and the mask of the keys in them.
 View = tuple[slice | torch.Tensor, torch.Tensor | None]
-
-
-# Attention ----------------------------------------------------------------------------------------------------------
 
 
 def views_of(
@@ -41,24 +39,24 @@ def views_of(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> list[View]:
-    """For each token of one row the slots, from ``offset`` of the text on, whose keys ``generate`` keeps when it comes
-    to it, at most ``limit``, and the mask that transformers' ``original`` function makes for it."""
+    """Returns for each token of one row the slots whose keys ``generate`` has when it reaches that token, counted from
+    slot ``offset`` of the text and at most ``limit``, and the mask that transformers' ``original`` makes for it."""
     root, nodes, device = feed.starts[0] - feed.first_node, feed.nodes, feed.tokens.device
-    known, end = root if nodes is None else root - nodes.hidden, feed.first_node + feed.tokens.shape[1]
+    text_end, end = root if nodes is None else root - nodes.hidden, feed.first_node + feed.tokens.shape[1]
     parents = range(-1, end - 1) if nodes is None else nodes.parents[0]
     views: list[View] = []
     for index in range(feed.first_node, end):
         path = [index]  # back to the text
         while (parent := parents[path[-1]]) >= 0:
             path.append(parent)
-        length = known + len(path)
+        length = text_end + len(path)
         kept = min(length - offset, *(size for size in (local_size, limit) if size is not None), length)
         sizes = {"q_length": 1, "kv_length": kept, "q_offset": length - 1, "kv_offset": length - kept}
         mask = original(**kwargs | sizes, local_size=local_size)
-        if known == root and index < len(path):
+        if text_end == root and index < len(path):
             views.append((slice(length - kept - offset, length - offset), mask))
         else:
-            slots = torch.cat([torch.arange(offset, known, device=device), upload(path[::-1], device) + root])
+            slots = torch.cat([torch.arange(offset, text_end, device=device), upload(path[::-1], device) + root])
             views.append((slots[-kept:] - offset, mask))
     return views
 
@@ -75,14 +73,12 @@ def attention_of_each(
 ) -> tuple[torch.Tensor, None]:
     """The attention of one token after another by transformers' ``original`` function. (Heads laid out as queries of
     their key head take a sixth of its time in bfloat16 on a CPU, but round differently over 200 keys and more.)"""
-    found = [
-        original(module, one, key[:, :, slots], value[:, :, slots], mask, *args, **kwargs)[0]
-        for one, (slots, mask) in zip(query.split(1, dim=2), views, strict=True)
+    outputs = [
+        original(module, token, key[:, :, slots], value[:, :, slots], mask, *args, **kwargs)[0]
+        for token, (slots, mask) in zip(query.split(1, dim=2), views, strict=True)
     ]
-    return torch.cat(found, dim=1), None
+    return torch.cat(outputs, dim=1), None
 
-
-# Matrices -----------------------------------------------------------------------------------------------------------
 
 # What multiplies the matrices of a device, by torch's names.
 _LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn", "xpu": "mkldnn"}
@@ -110,18 +106,20 @@ def reduced_precision(device: torch.device) -> str:
 
 def has_matrices(module: nn.Module) -> bool:
     """Whether a module multiplies by matrices of its own, so that a token's results may depend on the others."""
-    apart = isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
-    return not apart and any(value is not None and value.dim() > 1 for value in module._parameters.values())
+    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
+        return False
+    return any(value is not None and value.dim() > 1 for value in module._parameters.values())
 
 
 class ExactForward:
-    """A module's forward over as many tokens at once as leave the results of each as they are alone, ``when`` asked."""
+    """A module's forward that, while ``when()``, takes no more tokens at once than leave the results of each as they
+    are alone."""
 
     def __init__(self, module: nn.Module, when: Callable[[], bool]) -> None:
         self._module, self._original, self._when = module, module.forward, when
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results for states ``[b, s, ...]`` or ``[s, d]``, and what else is given for each token."""
+        """The results for states ``[b, s, ...]`` or ``[s, d]``; other tensors may have a part for each token, too."""
         if not self._when():
             return self._original(*args, **kwargs)
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
@@ -130,22 +128,20 @@ class ExactForward:
         if tokens == 1 or (_is_linear(module) and are_alike(first, dim, module)):
             return self._original(*args, **kwargs)
 
-        def part(value: Any, start: int, length: int) -> Any:
+        def parts_of(value: Any) -> Iterable[Any]:
             is_each = isinstance(value, torch.Tensor) and value.dim() > dim and value.shape[dim] == tokens
-            return value.narrow(dim, start, length) if is_each else value
+            return value.split(size, dim) if is_each else repeat(value)
 
-        size = -(-tokens // 2) if _is_linear(module) else 1
-        found = []
-        for start in range(0, tokens, size):
-            take = partial(part, start=start, length=min(size, tokens - start))
-            found.append(self(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
-        return _joined(found, dim)
+        size, count = -(-tokens // 2) if _is_linear(module) else 1, len(args)
+        calls = zip(*map(parts_of, (*args, *kwargs.values())), strict=False)
+        results = [self(*call[:count], **dict(zip(kwargs, call[count:], strict=True))) for call in calls]
+        return _joined(results, dim)
 
 
 def _joined(pieces: list[Any], dim: int) -> Any:
-    """Results of several tokens; modules that take ``[b, s, d]`` may return some of all tokens as ``[b * s, d]``."""
+    """Joins results along the tokens; modules that take ``[b, s, d]`` may return ``[b * s, d]``."""
     if isinstance(pieces[0], tuple):
-        return tuple(_joined(list(some), dim) for some in zip(*pieces, strict=True))
+        return tuple(_joined(list(parts), dim) for parts in zip(*pieces, strict=True))
     if not isinstance(pieces[0], torch.Tensor):
         return pieces[0]
     return torch.cat(pieces, dim=min(dim, max(pieces[0].dim() - 2, 0)))
@@ -166,15 +162,15 @@ def are_alike(states: torch.Tensor, dim: int, module: nn.Linear) -> bool:
     if key not in _alike:
         added = None if bias is None else torch.zeros_like(bias)
         results = (
-            (linear(token, other, added), linear(token.expand_as(states).contiguous(), other, added))
-            for token, other in _trials(states, dim, weight)
+            (linear(token, tried, added), linear(token.expand_as(states).contiguous(), tried, added))
+            for token, tried in _trials(states, dim, weight)
         )
         _alike[key] = all(torch.equal(together, alone.expand_as(together)) for alone, together in results)
     return _alike[key]
 
 
 def _trials(states: torch.Tensor, dim: int, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens, and weights, with which it shows if additions have another order."""
+    """Pairs of tokens and weights whose products show a change in the order of additions."""
     out, width = weight.shape
     shape = list(states.shape)
     shape[dim], drawn = 1, partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -182,7 +178,7 @@ def _trials(states: torch.Tensor, dim: int, weight: torch.Tensor) -> Iterator[tu
         yield from ((drawn(shape).to(states), weight) for _ in range(-(-_COMPARED // out)))
         return
     # Products that cancel each other leave nothing but what rounding has added, in the order of the additions.
-    half, rest = divmod(width, 2)
+    half, is_odd = divmod(width, 2)
     columns, row = drawn(out, half), drawn(*shape[:-1], half)
-    other = pad(torch.cat([columns, columns], dim=-1), (0, rest)).to(weight)
-    yield pad(torch.cat([row, -row], dim=-1), (0, rest)).to(states), other
+    doubled = pad(torch.cat([columns, columns], dim=-1), (0, is_odd)).to(weight)
+    yield pad(torch.cat([row, -row], dim=-1), (0, is_odd)).to(states), doubled

@@ -35,14 +35,13 @@ BATCH_DIM = -3
 # Logits of exits that may be in memory at a time: 128 MiB in float32.
 LOGIT_ELEMENTS = 2**25
 
-
-_given = PerThread[Any]()
+_returned = PerThread[Any]()  # what stacks return instead of running
 
 
 @shared_change
-def _returning_given(forwards: InstanceForwards, stack: nn.Module) -> None:
-    original = stack.forward
-    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
+def _returning(forwards: InstanceForwards, stack: nn.Module) -> None:
+    run = stack.forward
+    forwards.replace(stack, lambda *args, **kwargs: run(*args, **kwargs) if _returned.now is None else _returned.now)
 
 
 def _then(module: nn.Module, original: Any, hook: Any) -> Any:
@@ -109,12 +108,12 @@ class Exits:
     def head_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that :meth:`head` currently uses (sharded training swaps them)."""
         inside = next(name for name, module in self.model.named_modules() if module is self.anatomy.stack)
-        found = {
-            id(parameter): parameter
+        outside = (
+            parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
             if parameter.requires_grad and not name.startswith(f"{inside}.")
-        }
-        return list(found.values())
+        )
+        return list(dict.fromkeys(outside))
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits, by the model's own forward, in
@@ -123,7 +122,7 @@ class Exits:
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
-        with within(self._autocast), _returning_given(stack), _given.during(with_states(output, batch)):
+        with within(self._autocast), _returning(stack), _returned.during(with_states(output, batch)):
             # The forward of the class, without what others have wrapped around the instance's.
             result = type(self.model).forward(self.model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
@@ -132,7 +131,7 @@ class Exits:
 
     def _is_wanted(self) -> bool:
         """Whether the hooks apply: other threads' forwards of the same model are not affected."""
-        is_meant = (self.chosen or self.is_watching) and _given.now is None
+        is_meant = (self.chosen or self.is_watching) and _returned.now is None
         return bool(is_meant) and threading.get_ident() == self._thread
 
     @torch.compiler.disable

@@ -31,8 +31,8 @@ _is_exact = PerThread[bool]()
 
 @contextmanager
 def decoding_experts(model: PreTrainedModel, is_exact: bool = False) -> Iterator[None]:
-    """Makes few tokens go to experts as in transformers' own decoding, or where they need not have exactly its results
-    the faster way, and more as in prefills."""
+    """Sends few tokens to experts as transformers' decoding does, or unless ``is_exact`` in the faster way, and more
+    tokens as its prefills do."""
     with _is_exact.during(is_exact), nullcontext() if model.device.type in GROUPED_ALWAYS else experts_by_size(model):
         yield
 
@@ -40,8 +40,8 @@ def decoding_experts(model: PreTrainedModel, is_exact: bool = False) -> Iterator
 @shared_change
 def experts_by_size(forwards: InstanceForwards, model: PreTrainedModel) -> None:
     """Lets ``batched_mm`` serve as many tokens as gather fewer weights than there are."""
-    for kind in (ExpertsInterface, *ExpertsInterface.__subclasses__()):
-        kind.register(_BY_SIZE, partial(_by_size, kind()))
+    for interface in (ExpertsInterface, *ExpertsInterface.__subclasses__()):
+        interface.register(_BY_SIZE, partial(_by_size, interface()))
     for config in _configs(model.config):
         if experts_implementation(config) == _GROUPED:
             forwards.put(config.__dict__, EXPERTS, _BY_SIZE)
@@ -69,7 +69,7 @@ def _by_size(
     count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in weights)
     way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(device_clock(states.device)))
     if capturing.now:  # after forwards over fewer tokens, to which others are padded there, were timed
-        nearest = min(list(way.is_faster), key=lambda known: abs(known - count), default=None)
+        nearest = min(list(way.is_faster), key=lambda timed: abs(timed - count), default=None)
         return grouped() if nearest is not None and way.is_faster[nearest] else batched()
     return way.faster_of(count, grouped, batched)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,23 +20,21 @@ from .linear import FewTokenLinear
 NOTHING = -3e4
 
 
-# For each head the last rows that were copied, with the tokens and what tells whether its numbers are the same.
-_kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, list[tuple[Any, ...]], FewTokenLinear]]()
+# For each head what changes when its numbers or tokens do, the tokens whose rows were copied last, and these rows.
+_kept = WeakKeyDictionary[nn.Module, tuple[list[tuple[Any, ...]], torch.Tensor, FewTokenLinear]]()
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
     """Returns the module that maps states to logits, ``None`` if the model does not name it."""
-    try:
-        found: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    except (AttributeError, NotImplementedError):  # raised by code that is not transformers' own
-        return None
-    return found
+    head: nn.Module | None = None
+    with suppress(AttributeError, NotImplementedError):  # raised by code that is not transformers' own
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return head
 
 
 def spread(logits: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Returns logits ``[..., v]`` of a whole vocabulary, of those ``[..., r]`` of some tokens ``[r]``."""
-    found = logits.new_full((*logits.shape[:-1], vocabulary), NOTHING)
-    return found.index_copy_(-1, tokens, logits)
+    return logits.new_full((*logits.shape[:-1], vocabulary), NOTHING).index_copy_(-1, tokens, logits)
 
 
 class HeadRows:
@@ -44,30 +43,28 @@ class HeadRows:
     def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
         head = output_head(model)
         # Parameters that are spread over processes have a device mesh, or no values in this process.
-        if type(head) is not nn.Linear or hasattr(head.weight, "device_mesh") or not _is_matrix(head.weight):
+        weight: Any = getattr(head, "weight", None)
+        is_whole = type(head) is nn.Linear and weight.device.type != "meta" and not hasattr(weight, "device_mesh")
+        if not is_whole or weight.dim() != 2 or not weight.is_floating_point():
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no output head that is a plain linear layer of this process (quantised, "
                 "offloaded, spread over processes, or wrapped by an adapter?), so drafts cannot have a reduced one: "
                 "leave `head` out."
             )
-        self._vocabulary = len(head.weight)
+        self._vocabulary = len(weight)
         if int(tokens.max()) >= self._vocabulary:
             raise UnsupportedModelError(
                 f"this reduced head names token {int(tokens.max())}, but the head of {type(model).__name__} has "
                 f"{self._vocabulary} tokens. Fit one to this model."
             )
-        self._head: nn.Linear = head
+        self._head: Any = head
         self._chosen = tokens
-        self.tokens = tokens.to(head.weight.device)
+        self.tokens = tokens.to(weight.device)
 
     @property
     def is_used(self) -> bool:
-        """Whether the model has run its head, in place of which the rows were."""
+        """Whether the rows have run in place of the model's head."""
         return "_rows" in self.__dict__
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
@@ -75,35 +72,31 @@ class HeadRows:
 
     def of_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the logits ``[..., r]`` of its tokens."""
-        found: torch.Tensor = self._rows(states.to(self.tokens.device))
-        return found
+        logits: torch.Tensor = self._rows(states.to(self.tokens.device))
+        return logits
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
         """Changes logits ``[..., v]`` of the whole head to those that this head would return."""
         tokens = self.tokens.to(logits.device)
-        return torch.full_like(logits, NOTHING).index_copy_(-1, tokens, logits.index_select(-1, tokens))
+        return spread(logits.index_select(-1, tokens), tokens, logits.shape[-1])
 
     @cached_property
     def _rows(self) -> FewTokenLinear:
         weight, bias = self._head.weight, self._head.bias
-        parameters = [one for one in (weight, bias) if one is not None]
         # A copy of numbers that were changed in a way that torch does not count drafts worse, and that is all.
         state = [
-            (id(one), one.data_ptr(), one.dtype, one.device, 0 if one.is_inference() else one._version)
-            for one in (*parameters, self._chosen)
+            (id(part), part.data_ptr(), part.dtype, part.device, 0 if part.is_inference() else part._version)
+            for part in (weight, bias, self._chosen)
+            if part is not None
         ]
-        chosen, before, kept = _kept.get(self._head, (None, None, None))
-        if kept is not None and chosen is self._chosen and before == state:
+        before, _, kept = _kept.get(self._head, (None, None, None))
+        if kept is not None and before == state:
             return kept
         with torch.device("meta"):
-            rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)
+            rows = FewTokenLinear(weight.shape[1], len(self.tokens), bias=bias is not None)
         with torch.inference_mode(False), torch.no_grad():  # a training may use them next
             rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
             if bias is not None:
                 rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
-        _kept[self._head] = self._chosen, state, rows
+        _kept[self._head] = state, self._chosen, rows
         return rows
-
-
-def _is_matrix(weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 and weight.is_floating_point() and weight.device.type != "meta"

@@ -20,7 +20,7 @@ PREPARED = {
     "input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "inputs_embeds", "use_cache", "logits_to_keep",
     "output_attentions", "output_hidden_states", "cache_position", "labels",
 }  # fmt: skip
-# What each token stands for: a segment of the text (GPT-2), images or sound, then zero for text.
+# Arguments that tell what each token stands for: a segment of the text (GPT-2), images or sound, or zero for text.
 MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
@@ -100,8 +100,8 @@ class DecodeInputs:
     ) -> DecodeInputs:
         """Prepares one more token, in ``slots``, as the model's own ``generate`` does, after a forward over the prompt
         (``output``, ``None`` before it) with ``arguments``, and keeps what we do not lay out ourselves."""
-        seen = _NoOutput() if output is None else output
-        later = next_arguments(model, seen, dict(arguments), is_encoder_decoder=False)
+        output = _NoOutput() if output is None else output
+        later = next_arguments(model, output, dict(arguments), is_encoder_decoder=False)
         text = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
         prepared = model.prepare_inputs_for_generation(text, next_sequence_length=1, is_first_iteration=False, **later)
         marks: dict[str, torch.Tensor] = {}
@@ -142,9 +142,9 @@ class _NoOutput(dict[str, Any]):
         return None
 
 
-def _is_same(value: Any, given: Any) -> bool:
-    are_tensors = isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor)
-    return torch.equal(value, given.to(value.device)) if are_tensors else value is given
+def _is_same(value: Any, other: Any) -> bool:
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(value, other.to(value.device)) if are_tensors else value is other
 
 
 @dataclass(frozen=True)
@@ -171,22 +171,22 @@ class Inputs:
     ) -> Inputs:
         """Lays out the prompts; an input that is not supported is an error that names it."""
         extra = extra_arguments(model, arguments)
-        past_tokens, length = tokens_in(given_cache(arguments)), mask_length(config)
-        prompt = Prompt.of(input_ids, arguments, past_tokens, length, anatomy.ragged)
+        cached, length = tokens_in(given_cache(arguments)), mask_length(config)
+        prompt = Prompt.of(input_ids, arguments, cached, length, anatomy.ragged)
         if anatomy.is_recurrent and prompt.holes is not None:
             raise UnsupportedOptionError(
                 f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
                 "padding between the turns of a batched chat, for example. Pass prompts that are padded only on the "
                 "left, or call generate without `assistant`."
             )
-        given = input_ids, arguments, config
         if takes_text_only(model) and not has_tensors(extra):
-            return cls(*given, anatomy, prompt, DecodeInputs(extra=extra))
+            return cls(input_ids, arguments, config, anatomy, prompt, DecodeInputs(extra=extra))
         following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())
         is_text = not has_tensors(extra) and not prompt.has_positions
         if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
-            prompt = Prompt.of(input_ids, arguments, past_tokens, length, ragged=False)
-        if is_text:  # the cache may hold more
-            return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
-        return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())
+            prompt = Prompt.of(input_ids, arguments, cached, length, ragged=False)
+        if is_text:
+            following = DecodeInputs(following.offsets, extra=extra)
+        fixed = prompt.cursors if is_text else prompt.ends()  # the cache may hold more than text
+        return cls(input_ids, arguments, config, anatomy, prompt, following, is_text, fixed)

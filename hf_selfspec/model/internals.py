@@ -1,6 +1,6 @@
-"""What is private in transformers, PEFT and accelerate: all of it that this package uses.
+"""All private parts of transformers, PEFT and accelerate that this package uses.
 
-:func:`why_unusable` tells what of it the installed version lacks; then plain ``generate`` serves.
+:func:`why_unusable` names those that the installed version lacks; then plain ``generate`` serves.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def why_unusable() -> str:
     """Returns which parts this version of transformers lacks that every call needs; empty for none."""
     attention = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
     missing = [f"GenerationMixin.{name}" for name in LOOP_METHODS if not hasattr(GenerationMixin, name)]
-    missing += [f"{type(one).__name__}._local_mapping" for one in attention if not hasattr(one, "_local_mapping")]
+    missing += [f"{type(each).__name__}._local_mapping" for each in attention if not hasattr(each, "_local_mapping")]
     return f"transformers {__version__} has no {' and no '.join(missing)}" if missing else ""
 
 
-def loop_of(kind: Any) -> Any:
+def loop_of(model_class: Any) -> Any:
     """Returns the method of a class that decodes in plain ``generate``."""
-    return kind._sample
+    return model_class._sample
 
 
 def sample(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> Any:
@@ -53,8 +53,8 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: Any, argume
 
 def next_arguments(model: PreTrainedModel, output: Any, arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the arguments of plain ``generate``'s next step, after a forward that returned ``output``."""
-    found: dict[str, Any] = model._update_model_kwargs_for_generation(output, arguments, **options)
-    return found
+    following: dict[str, Any] = model._update_model_kwargs_for_generation(output, arguments, **options)
+    return following
 
 
 def is_of_user(cache: Any) -> bool:
@@ -75,11 +75,10 @@ def mask_length(config: Any) -> int | None:
 
 
 def set_mask_length(config: Any, length: int) -> bool:
-    """Sets :func:`mask_length`, and returns whether this version knows it."""
-    is_known = hasattr(config, "_mask_length")
-    if is_known:
+    """Sets :func:`mask_length`, and returns whether this version has it."""
+    if has_it := hasattr(config, "_mask_length"):
         config._mask_length = length
-    return is_known
+    return has_it
 
 
 def compiles_on_cpu(config: Any) -> bool:
@@ -141,7 +140,7 @@ def device_mesh(model: PreTrainedModel) -> Any:
 
 def has_peft_layers(model: PreTrainedModel) -> bool:
     """Returns whether adapters were added to a model, by PEFT or by transformers."""
-    return getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, ADAPTED) for m in model.modules())
+    return getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, ADAPTED) for part in model.modules())
 
 
 def is_cast_by_accelerate(model: PreTrainedModel) -> bool:

@@ -54,20 +54,18 @@ def blas_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     out, width = weight.shape
     if input.shape[0] == 1 and out % 2 == 0:
         # For a single column BLAS would be called for a vector, which takes up to twice as long; two halves avoid that.
-        found = torch.bmm(weight.view(2, out // 2, width), input.t().expand(2, width, 1)).view(1, out)
+        product = torch.bmm(weight.view(2, out // 2, width), input.t().expand(2, width, 1)).view(1, out)
     else:
-        found = torch.mm(weight, input.t()).t().contiguous()
-    return found if bias is None else found.add_(bias)
+        product = torch.mm(weight, input.t()).t().contiguous()
+    return product if bias is None else product.add_(bias)
 
 
-def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-    return found
+def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
 # The same as an operation that graphs call unchanged: inductor takes torch's own only for weights that it has packed.
-# It lives as long as the process, whatever becomes of this module: torch knows a name once, a module may be imported
-# or reloaded again.
+# It lives as long as the process, even if this module is imported or reloaded again: torch takes each name once.
 _ops: Any = torch.ops.hf_selfspec
 if not hasattr(_ops, "library"):
     _ops.library = _library = torch.library.Library("hf_selfspec", "FRAGMENT")
@@ -81,15 +79,15 @@ if not hasattr(_ops, "library"):
 
 def onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN's kernels for few rows, which torch uses only for bfloat16."""
-    found: torch.Tensor = (_ops.onednn if tracing.now else _onednn)(input, weight, bias)
-    return found
+    product: torch.Tensor = (_ops.onednn if tracing.now else _onednn)(input, weight, bias)
+    return product
 
 
 def onednn_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN with the two matrices swapped: the weight is read once, in order, for up to 16 tokens."""
     # With gaps in the right-hand matrix it takes a hundred times as long.
-    found = onednn(weight, input.contiguous(), None).t().contiguous()
-    return found if bias is None else found.add_(bias)
+    product = onednn(weight, input.contiguous(), None).t().contiguous()
+    return product if bias is None else product.add_(bias)
 
 
 # Maps input [n, i], weight [o, i] and bias [o] or None to [n, o], contiguous.
@@ -101,7 +99,7 @@ if torch.backends.mkldnn.is_available():
 
 
 @dataclass
-class Choice:
+class ChosenWay:
     """The fastest way for a shape of weight, a number of tokens and of threads, by the shortest times so far."""
 
     seconds: dict[Way, float] = field(default_factory=dict)
@@ -111,41 +109,38 @@ class Choice:
 
 
 class LinearAutotuner:
-    """Knows the fastest way for each shape of weight, number of tokens and of threads. A way changes only where one was
-    faster than the chosen one has ever been, and seldom is that looked at: equal calls have equal results."""
+    """Knows the fastest way for each shape of weight, number of tokens and of threads. It is replaced only by a way
+    that was faster than it has ever been, and ways are seldom timed: equal calls have equal results."""
 
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
         self._ways = ways
         self._clock = clock
         self._lock = new_lock()
-        self._found: dict[tuple[torch.Size, int, int], Choice] = {}
+        self._choices: dict[tuple[torch.Size, int, int], ChosenWay] = {}
 
-    def choice(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Choice:
+    def choice(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> ChosenWay:
         """Returns the choice for 1 to 32 tokens, of which this is a use; ``alike`` are all weights of this shape, in
         order of use."""
         with self._lock:
             key = _key(count, weight)
-            choice = self._found.get(key)
-            if choice is None or choice.left <= 0:
-                choice = choice or Choice()
-                self._time(choice, alike[0].new_ones(key[1], alike[0].shape[1]), weight, alike)
-                self._found[key] = choice
+            choice = self._choices.get(key) or ChosenWay()
+            if choice.left <= 0:
+                choice.left = 1 << 62  # other threads use it meanwhile
+                try:
+                    choice.left = self._time(choice, alike[0].new_ones(key[1], alike[0].shape[1]), weight, alike)
+                except BaseException:  # interrupts, too
+                    choice.left = 0
+                    raise
+                self._choices[key] = choice
             choice.left -= 1
         return choice
 
-    def known(self, count: int, weight: torch.Tensor) -> Way | None:
-        choice = self._found.get(_key(count, weight))
+    def way_for(self, count: int, weight: torch.Tensor) -> Way | None:
+        choice = self._choices.get(_key(count, weight))
         return None if choice is None else choice.way
 
-    def _time(self, choice: Choice, input: torch.Tensor, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> None:
-        choice.left = 1 << 62  # other threads use it meanwhile
-        try:
-            self._look(choice, input, weight, alike)
-        except BaseException:  # interrupts, too
-            choice.left = 0
-            raise
-
-    def _look(self, choice: Choice, input: torch.Tensor, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> None:
+    def _time(self, choice: ChosenWay, input: torch.Tensor, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> int:
+        """Chooses a way, and returns after how many uses to time again."""
         place = next((place for place, other in enumerate(alike, start=1) if other is weight), 0)
         pieces = itertools.cycle(_pieces([*alike[place:], *alike[:place]]))
         for turn in range(_TURNS):
@@ -157,9 +152,9 @@ class LinearAutotuner:
                     # Disturbances only make a run longer.
                     choice.seconds[way] = min(self._clock() - begun, choice.seconds.get(way, math.inf))
         choice.way = min(self._ways, key=lambda way: choice.seconds[way])
-        used = max(choice.seconds[choice.way], 1e-9) * weight.numel() / piece.numel()  # by one use
-        choice.left = int(_TURNS * sum(choice.seconds.values()) / (_PRICE * used)) << choice.times
         choice.times += 1
+        seconds_of_use = max(choice.seconds[choice.way], 1e-9) * weight.numel() / piece.numel()
+        return int(_TURNS * sum(choice.seconds.values()) / (_PRICE * seconds_of_use)) << choice.times - 1
 
 
 def _key(count: int, weight: torch.Tensor) -> tuple[torch.Size, int, int]:
@@ -197,8 +192,7 @@ def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
     """Returns whether some of ``modules`` have a faster way than their own forward for ``count`` tokens."""
     if not 0 < count <= _COUNTS[-1]:
         return False
-    ways = (_fastest.known(count, module.weight) for module in modules if is_served(module))
-    return any(way is not None and way is not blas for way in ways)
+    return any(_fastest.way_for(count, module.weight) not in (None, blas) for module in filter(is_served, modules))
 
 
 _installed = SharedChange()
@@ -219,11 +213,11 @@ def few_token_linears(model: nn.Module, is_active: Callable[[], bool]) -> Abstra
 
 def few_token_forwards(modules: Iterable[nn.Module], is_active: Callable[[], bool]) -> list[tuple[nn.Linear, Forward]]:
     """Returns forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
-    known = list(modules)
-    parameters = (parameter for module in known for parameter in module._parameters.values())
+    modules = list(modules)
+    parameters = (parameter for module in modules for parameter in module._parameters.values())
     if any(type(parameter) is not nn.Parameter and hasattr(parameter, "device_mesh") for parameter in parameters):
         return []  # whole weights exist only during a forward
-    served = [module for module in known if is_served(module)]
+    served = list(filter(is_served, modules))
     alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
     for module in served:
         alike[module.weight.shape].append(module.weight)
@@ -232,10 +226,10 @@ def few_token_forwards(modules: Iterable[nn.Module], is_active: Callable[[], boo
 
 def _few_tokens(
     module: nn.Linear, original: Forward, alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
-) -> Forward:
+) -> Callable[[torch.Tensor], torch.Tensor]:
     # Called for each layer of each forward, so everything possible is computed in advance.
     parameters, (out, width) = module._parameters, module.weight.shape
-    most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Choice]()
+    most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], ChosenWay]()
     threads = torch.get_num_threads
 
     def forward(input: torch.Tensor) -> torch.Tensor:
@@ -243,7 +237,7 @@ def _few_tokens(
         if choice is not None:
             choice.left -= 1
             if choice.way is blas and choice.left >= 0 and weight is not None:
-                # What the layer itself would do, whoever calls it, without its two attributes that are slow to find.
+                # As the layer itself does, whoever calls it, without looking up its two attributes, which is slow.
                 return blas(input, weight, parameters["bias"])
         if not is_active() or not 0 < key[0] <= most or input.dtype is not torch.float32:
             return original(input)
@@ -254,8 +248,7 @@ def _few_tokens(
                 choice = chosen[key] = _fastest.choice(key[0] // width, weight, alike)
             elif choice is None:
                 return original(input)
-        found = choice.way(input.reshape(-1, width), weight, parameters["bias"])
-        return found.view(*input.shape[:-1], out)
+        return choice.way(input.reshape(-1, width), weight, parameters["bias"]).view(*input.shape[:-1], out)
 
     return forward
 
@@ -266,8 +259,7 @@ class FewTokenLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _has_ways(self.weight):
             return super().forward(input)
-        found: torch.Tensor = _few_tokens(self, super().forward, [self.weight], lambda: True)(input)
-        return found
+        return _few_tokens(self, super().forward, [self.weight], lambda: True)(input)
 
 
 def _has_ways(weight: torch.Tensor) -> bool:

@@ -21,52 +21,49 @@ from .internals import ACCELERATE_HOOK, device_mesh, tensor_parallel_size
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
 
 
-class _Look(threading.local):
-    known: dict[nn.Module, list[nn.Module]] | None = None
+class _Listed(threading.local):
+    modules: dict[nn.Module, list[nn.Module]] | None = None  # of each model, None where it is listed anew
 
 
-_look = _Look()
+_listed = _Listed()
 
 
 @contextmanager
-def one_look(is_one: bool = True) -> Iterator[None]:
+def listing_once(is_on: bool = True) -> Iterator[None]:
     """Lists a model's modules once for a block in which no code of others runs; ``False`` for a part where it does."""
-    before, _look.known = _look.known, {} if is_one else None
+    before, _listed.modules = _listed.modules, {} if is_on else None
     try:
         yield
     finally:
-        _look.known = before if is_one or before is None else {}
+        _listed.modules = before if is_on or before is None else {}
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """Returns what ``model.modules()`` yields, in its order, in a quarter of the time."""
-    if _look.known is not None:
-        if model not in _look.known:
-            _look.known[model] = _all_modules(model)
-        return _look.known[model]
-    return _all_modules(model)
-
-
-def _all_modules(model: nn.Module) -> list[nn.Module]:
-    found: dict[nn.Module, None] = {}
+    if _listed.modules is not None and model in _listed.modules:
+        return _listed.modules[model]
+    modules: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
+        if module is not None and module not in modules:
+            modules[module] = None
             if children := module._modules:
                 waiting += reversed(children.values())
-    return list(found)
+    if _listed.modules is None:
+        return list(modules)
+    return _listed.modules.setdefault(model, list(modules))
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters of a model's forward."""
+    """Returns the names of the parameters of a model's forward, ``"**"`` for that of all further names."""
     return _parameters(type(model).forward)
 
 
 @functools.lru_cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset("**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters)
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -80,17 +77,24 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
     """Returns whether hooks, other than those of some libraries, see or change what goes through a model's modules."""
     return nn.modules.module._has_any_global_hook() or any(
-        not set(but_of).issuperset(libraries_of(hook)) for hook in hooks_of(all_modules(model))
+        not set(but_of).issuperset(libraries_of(hook)) for _, hook in hooks_of(all_modules(model))
     )
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> Iterator[object]:
-    """The hooks around the forwards of modules, accelerate's included, which are attributes of modules."""
+def hooks_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
+    """The hooks around the forwards of modules, each with its module; accelerate's are attributes of modules."""
     for module in modules:
         if module._forward_pre_hooks or module._forward_hooks:  # which others may change meanwhile
-            yield from [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if (given := module.__dict__.get(ACCELERATE_HOOK)) is not None:  # an attribute that is missing takes torch 6 µs
-            yield from getattr(given, "hooks", (given,))
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                yield module, hook
+        if (whole := module.__dict__.get(ACCELERATE_HOOK)) is not None:  # an attribute that is missing takes torch 6 µs
+            yield from ((module, hook) for hook in getattr(whole, "hooks", (whole,)))
+
+
+def global_hooks() -> list[Any]:
+    """Returns the hooks around the forwards of all modules."""
+    of = nn.modules.module
+    return [*of._global_forward_pre_hooks.values(), *of._global_forward_hooks.values()]
 
 
 def forward_of_others(module: nn.Module) -> Any:
@@ -100,22 +104,22 @@ def forward_of_others(module: nn.Module) -> Any:
     return forward if callable(forward) and library_of(forward) != "hf_selfspec" else None
 
 
-def library_of(thing: object) -> str:
-    """Returns the name of the library that a function, or the class of an object, says it is from."""
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    return str(getattr(thing, "__module__", "")).partition(".")[0]
+def library_of(value: object) -> str:
+    """Returns the name of the library that a function, or the class of an object, names as its own."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
 def libraries_of(function: object) -> Iterator[str]:
-    """The libraries that a function and what it wraps, after which it may be called (``functools.wraps``), are of."""
-    waiting, seen = [function], set[int]()
-    while waiting and len(seen) < 64:
+    """The libraries of a function, and of what it wraps, whose name it may have (``functools.wraps``)."""
+    waiting, visited = [function], set[int]()
+    while waiting and len(visited) < 64:
         inner = waiting.pop()
         inner = getattr(inner, "__func__", inner)
-        if id(inner) in seen:
+        if id(inner) in visited:
             continue
-        seen.add(id(inner))
+        visited.add(id(inner))
         if isinstance(inner, FunctionType) and hasattr(inner, "__wrapped__"):  # whose names are those of what it wraps
             yield str(inner.__globals__.get("__name__")).partition(".")[0]
         elif isinstance(inner, functools.partial):
@@ -142,8 +146,8 @@ def is_tensor_parallel(model: PreTrainedModel) -> bool:
 
 
 def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[], float]:
-    """A clock in seconds; all processes of a model read that of the first one, by a broadcast, so that they decide
-    alike. There it stands still between forwards."""
+    """A clock in seconds. All processes of a model read that of the first one, by a broadcast after each forward, so
+    that they decide alike; between two forwards it stands still."""
     if not is_tensor_parallel(model):
         return perf_counter
     mesh = device_mesh(model)
@@ -153,18 +157,15 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
             "(_device_mesh). Load it with transformers' tp_plan, or call generate without `assistant`."
         )
     group = mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
-    first = torch.distributed.get_global_rank(group, 0)
-
-    known: dict[int, float] = {}
+    first, reading = torch.distributed.get_global_rank(group, 0), (-1, 0.0)
 
     def now() -> float:
-        count = forwards()
-        if count not in known:
+        nonlocal reading
+        if reading[0] != (count := forwards()):
             seconds = torch.tensor([perf_counter()], dtype=torch.float64, device=model.device)
             torch.distributed.broadcast(seconds, first, group)
-            known.clear()
-            known[count] = float(seconds)
-        return known[count]
+            reading = count, float(seconds)
+        return reading[1]
 
     return now
 

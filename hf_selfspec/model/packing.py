@@ -32,7 +32,7 @@ from .plan import Substitutes
 # Rounded weights. In four bits: numbers from 0 to 15, two in a byte [n, k / 2], and for each group its scale and the
 # value of its number 8 [k / group_size, n, 2]. In eight: numbers from -127 to 127 [n, k], and their scales [n].
 Rounded = tuple[torch.Tensor, torch.Tensor]
-# How many numbers are rounded at once, so that memory does not follow the size of a layer.
+# How many numbers are rounded at once, so that large layers take no more memory for it than small ones.
 _PIECE = 2**20
 # The shares of a group's range that 16 values cover at first, and how often they are fitted to it then. With one share
 # and six turns SmolLM2 agrees with itself less (0.730 of 8,192 tokens of WikiText-2 for 0.740, weights dithered as in
@@ -73,7 +73,7 @@ def one_a_byte(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _with_end(numbers: torch.Tensor) -> torch.Tensor:
-    """Rows with others behind them, which torch's kernel of eight bits reads where their number is odd."""
+    """Rows with zeros behind them, since torch's kernel of eight bits reads past the end of an odd number of rows."""
     return pad(numbers.contiguous(), (0, 0, 0, 16))[: len(numbers)]
 
 
@@ -127,15 +127,15 @@ def why_not(
     anatomy: Anatomy, layers: Mapping[int, nn.Module], form: Form, fits: Callable[[nn.Module, Form], bool] = fits
 ) -> str:
     """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
-    if (given := getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)) is not None:
-        method = (given if isinstance(given, dict) else given.to_dict()).get("quant_method")
+    if (config := getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)) is not None:
+        method = (config if isinstance(config, dict) else config.to_dict()).get("quant_method")
         return f"its weights are quantised already ({getattr(method, 'value', method)}). Load it in bfloat16."
-    left = {weight for layer in layers.values() for weight in layer.parameters()}
-    total = sum(weight.numel() for weight in left)
-    left -= {module.weight for _, module in linear_layers(layers) if fits(module, form)}
-    if sum(weight.numel() for weight in left) <= (1 - _LEAST) * total:
+    unpacked = {weight for layer in layers.values() for weight in layer.parameters()}
+    total = sum(weight.numel() for weight in unpacked)
+    unpacked -= {module.weight for _, module in linear_layers(layers) if fits(module, form)}
+    if sum(weight.numel() for weight in unpacked) <= (1 - _LEAST) * total:
         return ""
-    weight = max(left, key=lambda one: one.numel())
+    weight = max(unpacked, key=torch.Tensor.numel)
     if hasattr(weight, "device_mesh") or weight.device.type == "meta":
         return "its weights are spread over processes or offloaded. Load it on one device of one process."
     if type(weight) is not nn.Parameter or weight.element_size() < 2:
@@ -203,42 +203,42 @@ def _by_rows(weight: torch.Tensor, group_size: int) -> Rounded:
 def rounded(module: nn.Module, form: Form) -> Rounded:
     """Rounds the weight of a linear layer."""
     weight, by = _weight(module), _by_groups if form.bits == 4 else _by_rows
-    pieces = [by(some, form.group_size) for some in weight.split(max(1, _PIECE // weight.shape[1]))]
-    numbers, scales = zip(*pieces, strict=True)
+    pieces = weight.split(max(1, _PIECE // weight.shape[1]))
+    numbers, scales = zip(*(by(piece, form.group_size) for piece in pieces), strict=True)
     return torch.cat(numbers), torch.cat(scales, dim=1 if form.bits == 4 else 0)
 
 
 class PackedLinear:
     """A linear layer with a packed weight, as a :class:`~.plan.Substitutes` has it."""
 
-    def __init__(self, module: nn.Module, form: Form, given: Rounded | None = None) -> None:
+    def __init__(self, module: nn.Module, form: Form, from_file: Rounded | None = None) -> None:
         weight: Any = module.weight
         kernel = kernel_for(form.bits, weight.device, weight.dtype)
         assert kernel is not None
         self.state = _states([module])[0]
         self._parameters, self._group_size, self._kernel = module._parameters, form.group_size, kernel
-        numbers, scales = rounded(module, form) if given is None else given
+        numbers, scales = rounded(module, form) if from_file is None else from_file
         self.weight, self.scales = kernel.pack(numbers.to(weight.device)), scales.to(weight, copy=True)
 
     def __call__(self, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         rows = input.reshape(-1, input.shape[-1]).contiguous()
         if len(rows) > self._kernel.most or rows.dtype is not self.scales.dtype:  # as in autocast
             return forward(input)
-        found = self._kernel.multiply(rows, self.weight, self._group_size, self.scales)
-        found = found.view(*input.shape[:-1], found.shape[-1])
+        product = self._kernel.multiply(rows, self.weight, self._group_size, self.scales)
+        product = product.view(*input.shape[:-1], product.shape[-1])
         bias = self._parameters["bias"]
-        return found if bias is None else found + bias
+        return product if bias is None else product + bias
 
-    def follow(self, given: Rounded, state: State) -> None:
-        """Takes over other numbers in place, so that graphs with this layer stay."""
-        self.weight.copy_(self._kernel.pack(given[0]))
-        self.scales.copy_(given[1])
+    def follow(self, changed: Rounded, state: State) -> None:
+        """Takes over changed numbers in place, so that graphs with this layer stay."""
+        self.weight.copy_(self._kernel.pack(changed[0]))
+        self.scales.copy_(changed[1])
         self.state = state
 
 
 # Layers of a model by their names, and how each is rounded.
 Wanted = Mapping[str, tuple[nn.Module, Form]]
-# Shape, device and dtype of a weight, and what tells whether its values have changed.
+# Shape, device and dtype of a weight, and what changes with its values.
 State = tuple[object, ...]
 
 
@@ -248,11 +248,12 @@ def _states(modules: Iterable[nn.Module]) -> list[State]:
     counts = [None if weight.is_inference() else weight._version for weight in weights]
     values = samples(weights).view(len(weights), -1).tolist()
     return [
-        (*_place(one), count, one.data_ptr(), *some) for one, count, some in zip(weights, counts, values, strict=True)
+        (*_layout(weight), count, weight.data_ptr(), *numbers)
+        for weight, count, numbers in zip(weights, counts, values, strict=True)
     ]
 
 
-def _place(weight: Any) -> tuple[object, ...]:
+def _layout(weight: Any) -> tuple[object, ...]:
     return weight.shape, weight.device, weight.dtype
 
 
@@ -274,22 +275,23 @@ def packed(
     """Returns layers of a model with packed weights, made once, shared by threads, and freed with the model; those
     whose weights have changed since are packed again. ``read`` yields names and rounded weights from a file."""
     with _lock, torch.inference_mode(False), torch.no_grad():  # other calls could not write to inference tensors
-        known, present = _models.setdefault(model, _PackedModel()), set(all_modules(model))
-        for (module, form), layer in list(known.layers.items()):
-            if module not in present or layer.state[:3] != _place(module.weight):
-                del known.layers[module, form]
-                known.substitutes.clear()
-        if missing := {name: pair for name, pair in wanted.items() if pair not in known.layers}:
+        of_model, present = _models.setdefault(model, _PackedModel()), set(all_modules(model))
+        layers = of_model.layers
+        for (module, form), layer in list(layers.items()):
+            if module not in present or layer.state[:3] != _layout(module.weight):
+                del layers[module, form]
+                of_model.substitutes.clear()
+        if missing := {name: pair for name, pair in wanted.items() if pair not in layers}:
             _check_room(model, missing)
-            for name, given in read(missing):
-                known.layers[missing[name]] = PackedLinear(*missing[name], given)
+            for name, numbers in read(missing):
+                layers[missing[name]] = PackedLinear(*missing[name], numbers)
         for pair, state in zip(wanted.values(), _states(module for module, _ in wanted.values()), strict=True):
-            if pair not in known.layers:
-                known.layers[pair] = PackedLinear(*pair)
-            elif known.layers[pair].state != state:
-                known.layers[pair].follow(rounded(*pair), state)
-        of = {module: known.layers[module, form] for module, form in wanted.values()}
-        return known.substitutes.setdefault(frozenset(of.values()), Substitutes(of, first_layer=0, is_lasting=True))
+            if pair not in layers:
+                layers[pair] = PackedLinear(*pair)
+            elif layers[pair].state != state:
+                layers[pair].follow(rounded(*pair), state)
+        of = {module: layers[module, form] for module, form in wanted.values()}
+        return of_model.substitutes.setdefault(frozenset(of.values()), Substitutes(of, first_layer=0, is_lasting=True))
 
 
 def _free_bytes(device: torch.device) -> int:

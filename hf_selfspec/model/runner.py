@@ -199,7 +199,7 @@ class GraphRunner:
     ) -> Outcome:
         """The outcome of the model's own code; raises an error where that of its graph is another."""
         self.target.unsettled += 1
-        of_graph, of_code = graph.both(count, by_graph, by_code)
+        of_graph, of_code = graph.results(count, by_graph, by_code)
         pairs = zip(of_graph, of_code, strict=True)
         differences = [_difference(*pair) for pair in pairs if pair[0] is not None and pair[1] is not None]
         if max(read(torch.stack(differences))[0]) > 1:

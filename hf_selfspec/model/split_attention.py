@@ -21,7 +21,8 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 ALIGNED = 8
-# Keys at least, and of a part; and what masks of parts may take: they are repeated for each key head.
+# The fewest keys that are split, the fewest of a part, and the most bytes that masks of parts may take, which are
+# repeated for each key head.
 _FEWEST_KEYS, _FEWEST_OF_PART, _MOST_BYTES = 1024, 256, 2**26
 # What is added to the scores of hidden keys: with infinity, a part without any other key would be undefined.
 _HIDDEN = -1e30

@@ -19,8 +19,8 @@ TIMED = ("cuda",)
 # Uploads that are kept for further layers; recurrent ones need up to five between two rounds.
 _RECENT = 8
 
-# Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts. Both are timed
-# more at the use of this binary length, the 128th, and at each doubling from there on.
+# How often each way is timed before one is chosen; disturbances only make a time longer, so the shortest counts. Both
+# are timed once more at the use whose number has so many binary digits, the 128th, and at each doubling after it.
 _TIMES, _AGAIN = 3, 8
 
 Result = TypeVar("Result")
@@ -72,68 +72,66 @@ def device_clock(device: torch.device) -> Callable[[], float]:
 
 @dataclass(eq=False)
 class FasterWay:
-    """Which of two ways is faster for each number of tokens. That is looked at seldom once it is known, so that equal
-    calls have equal results."""
+    """Which of two ways is faster for each number of tokens. Once that is decided, it is timed again only seldom, so
+    that equal calls have equal results."""
 
-    clock: Callable[[], float]  # returns seconds, after all that its device was given is done
+    clock: Callable[[], float]  # returns seconds, once its device has done all its work
     seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     is_faster: dict[int, bool] = field(default_factory=dict)  # whether the first way is
     uses: dict[int, int] = field(default_factory=dict)
 
     def faster_of(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
         """Returns the result for ``count`` tokens in one way or the other, in turn until times have decided."""
-        mine, other = self.seconds.setdefault(count, ([], []))
+        of_first, of_second = self.seconds.setdefault(count, ([], []))
         uses = self.uses[count] = self.uses.get(count, 0) + 1
         wanted = _TIMES + max(uses.bit_length() + 1 - _AGAIN, 0)
-        if len(other) >= wanted and count in self.is_faster:
+        if len(of_second) >= wanted and count in self.is_faster:
             return first() if self.is_faster[count] else second()
-        turn, times = (first, mine) if len(mine) <= len(other) else (second, other)
-        begun = self.clock()
-        result = turn()
-        times.append(self.clock() - begun)
-        if len(other) >= wanted:
-            self.is_faster[count] = min(mine) <= min(other)
+        is_first = len(of_first) <= len(of_second)
+        result = self._timed(of_first, first) if is_first else self._timed(of_second, second)
+        if len(of_second) >= wanted:
+            self.is_faster[count] = min(of_first) <= min(of_second)
         return result
 
-    def both(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
+    def results(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
         """The results of both ways, each timed."""
-        found = []
-        for times, way in zip(self.seconds.setdefault(count, ([], [])), (first, second), strict=True):
-            begun = self.clock()
-            found.append(way())
-            times.append(self.clock() - begun)
-        return found[0], found[1]
+        of_first, of_second = self.seconds.setdefault(count, ([], []))
+        return self._timed(of_first, first), self._timed(of_second, second)
+
+    def _timed(self, seconds: list[float], way: Callable[[], Result]) -> Result:
+        begun = self.clock()
+        result = way()
+        seconds.append(self.clock() - begun)
+        return result
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether a device, or the host, has had no memory left; a CPU tells that in words alone."""
-    is_told = isinstance(error, RuntimeError) and re.search(r"out of memory|can't allocate memory", str(error))
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(is_told)
+    """Returns whether a device, or the host, has had no memory left; on a CPU only the message tells."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(re.search(r"out of memory|can't allocate memory", str(error)))
 
 
 class Pending:
-    """Tensors that the host will need: fetched together with others, see :func:`read`, else when they are asked for."""
+    """Tensors that the host will need: fetched together with others, see :func:`read`, or when they are first used."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
-        self._fetched: list[np.ndarray] | None = None
 
+    @cached_property
     def arrays(self) -> list[np.ndarray]:
-        if self._fetched is None:
-            self._fetched = _fetched(self.tensors)
-        return self._fetched
+        return _on_host(self.tensors)
 
 
 def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
-    """Returns integer, boolean and float32 tensors of one device as lists, copied together; ``along`` is only read."""
+    """Returns integer, boolean and float32 tensors of one device as lists, copied together with those of ``along``."""
+    arrays = _on_host(tensors if along is None else [*tensors, *along.tensors])
     if along is not None:
-        found = _fetched([*tensors, *along.tensors])
-        along._fetched = found[len(tensors) :]
-        return [array.tolist() for array in found[: len(tensors)]]
-    return [array.tolist() for array in _fetched(tensors)]
+        along.arrays = arrays[len(tensors) :]
+    return [array.tolist() for array in arrays[: len(tensors)]]
 
 
-def _fetched(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.cpu().numpy() for tensor in tensors]
     in_bytes = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
@@ -171,13 +169,17 @@ class RowNumbers(tuple[int, ...]):
     @classmethod
     def made(cls, numbers: Sequence[int], make: Callable[[torch.device], torch.Tensor]) -> RowNumbers:
         """Numbers that need no upload, since ``make`` computes them on the device: ``[b, 1]``."""
-        found = cls(numbers)
-        found._make = make
-        return found
+        row_numbers = cls(numbers)
+        row_numbers._make = make
+        return row_numbers
 
     @cached_property
     def are_equal(self) -> bool:
         return min(self) == max(self)
+
+    @cached_property
+    def _tensors(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
     def ahead(self, count: int) -> RowNumbers:
         if not count:
@@ -185,11 +187,11 @@ class RowNumbers(tuple[int, ...]):
         return RowNumbers.made([number + count for number in self], lambda device: self.on(device) + count)
 
     def plus(self, others: RowNumbers) -> RowNumbers:
-        sums = [mine + other for mine, other in zip(self, others, strict=True)]
+        sums = [number + other for number, other in zip(self, others, strict=True)]
         return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
 
     def minus(self, others: RowNumbers) -> RowNumbers:
-        differences = [mine - other for mine, other in zip(self, others, strict=True)]
+        differences = [number - other for number, other in zip(self, others, strict=True)]
         return RowNumbers.made(differences, lambda device: self.on(device) - others.on(device))
 
     def onwards(self, count: int, device: torch.device) -> torch.Tensor:
@@ -202,11 +204,9 @@ class RowNumbers(tuple[int, ...]):
         """The numbers as a tensor ``[b, 1]``, or ``[1, 1]`` if all are equal, which needs no upload."""
         if self.are_equal:
             return torch.full((1, 1), self[0], device=device)
-        known = self.__dict__.setdefault("_known", {})
-        if device not in known:
-            known[device] = upload(self, device)[:, None] if self._make is None else self._make(device)
-        found: torch.Tensor = known[device]
-        return found
+        if device not in self._tensors:
+            self._tensors[device] = upload(self, device)[:, None] if self._make is None else self._make(device)
+        return self._tensors[device]
 
 
 def at_places(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:

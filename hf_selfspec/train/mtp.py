@@ -143,7 +143,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         rows = HeadRows(frozen.model, self._tokens)
-        head, size = _as_head(frozen, rows.of_tokens), rows.size
+        head, size = _as_head(frozen, rows.of_tokens), len(rows.tokens)
         losses = [
             _DECAY**step * frozen.per_token(cross_entropy, head, drafted, final, head, size).mean()
             for step, (drafted, final) in enumerate(self._steps(module, frozen, states))

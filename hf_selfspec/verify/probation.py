@@ -118,7 +118,7 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         for key in (unseen.reasons, loose, kind):
             if key in outcomes:
                 return outcomes[key]
-        before = Snapshot(unseen.things)
+        before = Snapshot(unseen.holders)
         try:
             outcome = _compared(call, decode, before)
             key = loose if before.moves else key

@@ -73,7 +73,7 @@ def verify(
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
     # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
     # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
-    device = logits.found.device
+    device = logits.values.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
     at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
     known = [draft.tokens] if draft.listed is None else []

@@ -47,7 +47,7 @@ def test_the_times_of_comparisons_decide() -> None:
     two = Ways(1.0, 2.0)
     graph = FasterWay(lambda: two.now)
     for _ in range(graphs.COMPARISONS):
-        assert graph.both(5, *two.ways()) == ("g", "e")
+        assert graph.results(5, *two.ways()) == ("g", "e")
     assert [graph.faster_of(5, *two.ways()) for _ in range(4)] == ["g"] * 4
 
 

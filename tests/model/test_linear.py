@@ -198,7 +198,7 @@ def test_a_choice_that_was_made_under_load_is_mended(then: str, monkeypatch: pyt
         for _ in range(3000):
             with torch.no_grad():
                 forward(x)
-        chosen.append(machine.fastest.known(1, layer.weight).__name__)
+        chosen.append(machine.fastest.way_for(1, layer.weight).__name__)
         load |= {"for one": 1.0, "for many": 1.0} if then == "for one" else {"for one": 9.0, "for many": 1.0}
     assert chosen[0] == ("for many" if then == "for one" else "for one")
     assert chosen[-1] == "for one"
