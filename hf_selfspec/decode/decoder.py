@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from ..batch import Draft, Text, Verdict
-from ..draft.source import FixedDrafter
+from ..draft.source import BaseDrafter
 from ..errors import UnsupportedOptionError, brief, warn_once
 from ..model.exact import MOST_TOKENS
 from ..model.experts import decoding_experts
@@ -45,7 +45,7 @@ class Decoder:
     target: Target  # the model, prepared
     inputs: Inputs  # the laid-out prompts
     text: Text  # the ids, growing
-    draft: FixedDrafter  # proposes tokens
+    draft: BaseDrafter  # proposes tokens
     scorer: Scorer  # logits processors
     stopper: Stopper  # stopping criteria
     config: GenerationConfig  # what is returned besides the ids
@@ -130,7 +130,7 @@ class Decoder:
             if not (self.output.is_finished or goes_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
-            self.draft = FixedDrafter()
+            self.draft = BaseDrafter()
             self.draft.reads_logits = False
             self.target.cache.stay()
 
