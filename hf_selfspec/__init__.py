@@ -7,8 +7,6 @@ the output stays the same.
 import ast
 import importlib
 import pkgutil
-import sys
-from types import ModuleType
 from typing import Any
 
 from .hooks.seams import watch_for_generate
@@ -28,23 +26,13 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.selfspec")  # with it, the wrapper around generate
-    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return found
+    importlib.import_module(f"{__name__}.selfspec")  # which wraps generate
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Package(ModuleType):
-    """Wraps ``generate`` as soon as there is a ``SelfSpec``, also where its module is imported for a pickle."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "selfspec":  # Python sets it when the module has been imported
-            importlib.import_module(f"{__name__}.hooks.wrapper")
-
-
-sys.modules[__name__].__class__ = _Package
 watch_for_generate()

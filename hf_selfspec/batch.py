@@ -34,7 +34,7 @@ class Text:
     def __post_init__(self) -> None:
         self.new: list[list[int]] = [[] for _ in self.lengths]  # the tokens of each row that were chosen here
         # The last token's column is one less than the length.
-        self._before = RowNumbers([base - 1 for base in self.base])
+        self._slots_before = RowNumbers([base - 1 for base in self.base])
         self._move_to(RowNumbers(self.lengths))
 
     @classmethod
@@ -65,7 +65,7 @@ class Text:
 
     def _move_to(self, ends: RowNumbers) -> None:
         self.lengths, self._ends = list(ends), ends
-        self._last_slots = ends.plus(self._before)
+        self._last_slots = ends.plus(self._slots_before)
 
     def last_tokens(self) -> torch.Tensor:
         """The last token of each row, ``[b, 1]``."""
@@ -75,8 +75,7 @@ class Text:
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """The indices ``[b, count]`` of the columns that start ``first`` columns after each row's end."""
-        starts = self._ends.on(self.ids.device) + first
-        return (starts + torch.arange(count, device=self.ids.device)).expand(self.batch_size, count)
+        return self._ends.ahead(first).onwards(count, self.ids.device).expand(self.batch_size, count)
 
     def tokens_before(self, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
         """For each row the ``n`` tokens before ``slots``: the slot of the first one, and the tokens ``[b, n]``.
@@ -88,8 +87,7 @@ class Text:
             n: number of tokens.
             first: for each row the first slot at which a forward can begin.
         """
-        known = zip(slots, self.first_slots(), first, strict=True)
-        starts = [max(given, least, slot - n) for slot, given, least in known]
+        starts = [max(slot - n, *least) for slot, *least in zip(slots, self.first_slots(), first, strict=True)]
         first_columns = RowNumbers([start - base for start, base in zip(starts, self.base, strict=True)])
         columns = first_columns.onwards(n, self.ids.device).clamp(max=self.ids.shape[1] - 1)
         return starts, self.ids.gather(1, columns.expand(self.batch_size, n))
@@ -99,11 +97,8 @@ class Text:
         return self.ids[row : row + 1, : self.lengths[row] + ahead]
 
     def write_draft(self, tokens: torch.Tensor, ahead: int) -> None:
-        """Writes ``tokens`` ``[b]`` to scratch columns, ``ahead`` columns after each row's end."""
-        self._write(tokens[:, None], ahead)
-
-    def _write(self, tokens: torch.Tensor, ahead: int) -> None:
-        """Writes ``tokens`` ``[b, n]`` to the columns that start ``ahead`` columns after each row's end."""
+        """Writes ``tokens``, ``[b]`` or ``[b, n]``, to the columns from ``ahead`` after each row's end on."""
+        tokens = tokens.reshape(len(tokens), -1)
         count = tokens.shape[1]
         self.ensure(max(self.lengths) + ahead + count)
         if min(self.lengths) == max(self.lengths):
@@ -133,9 +128,9 @@ class Text:
         # What short rows get beyond their end is scratch space.
         rows = [[length, *new, *[0] * (most - len(new))] for length, new in zip(lengths, tokens, strict=True)]
         packed = upload(rows, self.ids.device)
-        self._write(packed[:, 1:], 0)
-        for known, chosen in zip(self.new, tokens, strict=True):
-            known += chosen
+        self.write_draft(packed[:, 1:], 0)
+        for new, chosen in zip(self.new, tokens, strict=True):
+            new += chosen
         self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
 
     def ensure(self, columns: int) -> None:
@@ -247,11 +242,3 @@ class Verdict:
     def up_to(self, last: int) -> Verdict:
         """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""
         return replace(self, nodes=[node if node <= last else -1 for node in self.nodes])
-
-
-def by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
-    if rows is None:
-        return None
-    empty = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from .batch import Text
 from .decode.decoder import Decoder
 from .decode.loop import Loop
+from .decode.output import Output
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
@@ -87,13 +88,8 @@ class Call:
         return None if self.stopper.max_length is None else self.stopper.max_length - self.input_ids.shape[1]
 
     @property
-    def pad_token(self) -> int | None:
-        """The id for rows that have ended, ``None`` if there is none."""
-        return pad_token(self.generation_config)
-
-    @property
     def has_static_cache(self) -> bool:
-        """Whether transformers has made a static one, which a call fills at its end."""
+        """Whether transformers has made a static cache, which a call fills at its end."""
         return isinstance(self.past, StaticCache) and not self.has_own_cache
 
     def with_cache(self) -> Call:
@@ -106,11 +102,11 @@ class Call:
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
-def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
-    """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` serves
-    what it cannot, and invalid logits are no error."""
-    call, decoder, unseen = given.with_cache(), None, UNKNOWN
-    knowledge = spec._known(call.model, (bool(call.generation_config.do_sample), len(call.input_ids) > 1))
+def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
+    """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` then
+    serves calls that the ``SelfSpec`` cannot serve, and invalid logits are no error."""
+    call, decoder, unseen = prepared.with_cache(), None, UNKNOWN
+    knowledge = spec._knowledge_of(call.model, bool(call.generation_config.do_sample), len(call.input_ids) > 1)
     try:
         unseen = Unseen.of(call.model)
         _check(call, spec._source, knowledge)
@@ -123,12 +119,12 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
                     drafted, why = _on_probation(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = lay_out(drafted)
-            # Modules of others may treat rows by their places.
+            # Modules of others may treat rows by their place in the batch.
             decoder.target.cache.has_unknown_readers = bool(unseen)
             decoder.stats.checked = str(unseen)
-        if decoder is not None and not why:
-            return _decode(given, decoder, knowledge, spec._source)
-    except Exception as error:  # a default breaks no call
+            if not why:
+                return _decode(prepared, decoder, knowledge)
+    except Exception as error:  # a SelfSpec that the caller did not choose must not make the call fail
         if isinstance(error, PlainError):
             if not default_of:
                 raise error.__cause__ or error from None
@@ -136,8 +132,8 @@ def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
         has_begun = decoder is not None and decoder.text.has_grown
         if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
             raise
-        call, why = given, left_to_plain(call.anatomy.model_name, default_of, error)
-    return _decode_plainly(given if given.has_static_cache else call, knowledge, why)
+        call, why = prepared, left_to_plain(call.anatomy.model_name, default_of, error)
+    return _decode_plainly(prepared if prepared.has_static_cache else call, knowledge, why)
 
 
 def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
@@ -154,17 +150,15 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
 
 
 def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
-    """Why transformers' own loop serves the call as well or better (as where no draft pays), else empty."""
+    """Why transformers' own loop serves the call as well or better, for example since no draft pays; else empty."""
     if not source.lossless:
         return ""
     if why := why_plain(call.model):
         return left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
     findings = knowledge.all_findings()
-    is_idle = bool(findings) and all(found.is_idle for found in findings)
-    if is_idle and (
-        is_tensor_parallel(call.model)  # whose processes have timings of their own
-        or not are_faster(all_modules(call.model), len(call.input_ids))
-    ):
+    is_idle = bool(findings) and all(finding.is_idle for finding in findings)
+    # Tensor-parallel processes each have their own timings of linear layers.
+    if is_idle and (is_tensor_parallel(call.model) or not are_faster(all_modules(call.model), len(call.input_ids))):
         return "no draft pays"
     mask = call.model_kwargs.get("attention_mask")
     if mask is None or not is_right_padded(mask):
@@ -178,7 +172,8 @@ def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> s
 
 
 def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
-    """The call of a model that was not seen, with what that supports, and why plain ``generate`` serves it."""
+    """Returns the call of a model that the tests have not seen, with what this model supports, and why plain
+    ``generate`` serves the call (empty where it does not)."""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
         reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
         return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
@@ -192,6 +187,7 @@ def _lay_out(
     call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool, unseen: Unseen | None = None
 ) -> Decoder:
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
+    compile_config = _compile_config(call, spec.compile)
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
     check_length(call.model, inputs, config.max_length)
@@ -207,9 +203,8 @@ def _lay_out(
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
-        is_exact=_is_exact(call, spec, inputs),
+        is_exact=_is_exact(call, spec, inputs, is_whole=source.lossless and compile_config is None),
     )
-    compile_config = _compile_config(call, spec.compile)
     on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         GraphRunner.install(target, compile_config, compares=bool(unseen))
@@ -229,17 +224,15 @@ def _lay_out(
         is_synced=call.synced_gpus,
         constraint=constraint,
     )
+    text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed)
+    stats = GenerationStats(together_for=", ".join(stateful) if batch_size > 1 else "")
     return Decoder(
         target=target,
         inputs=inputs,
-        text=Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
+        output=Output(text, stopper, config, pad_token(config) or 0, call.streamer, stats, in_step=bool(stateful)),
         draft=controlled(source.start(session), session, repr(source)),
         scorer=scorer,
-        stopper=stopper,
-        config=config,
-        pad_token=call.pad_token or 0,
         vocabulary=session.vocabulary,
-        streamer=call.streamer,
         checks_logits=checks_logits,
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
@@ -248,13 +241,12 @@ def _lay_out(
     )
 
 
-def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
-    """Whether forwards have to have plain's results, bit for bit; raises where they should and cannot."""
-    # Mixed precision of accelerate is around a model's forward.
+def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> bool:
+    """Whether forwards must have the results of plain ``generate``, bit for bit; raises where they cannot."""
+    # accelerate puts its mixed precision around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
     if not spec.exact or not (casts or _is_rounded(call.model)):
         return False
-    is_whole = spec._source.lossless and _compile_config(call, spec.compile) is None
     reasons = {
         "autocast is on": casts,
         "a cache of your own is given": call.has_own_cache,
@@ -264,12 +256,12 @@ def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
     return True
 
 
-def _promise(decoder: Decoder, source: DraftSource) -> str:
-    """How far ids are plain's, see :class:`GenerationStats`."""
+def _promise(decoder: Decoder) -> str:
+    """How far ids are those of plain ``generate``, see :class:`GenerationStats`."""
     target = decoder.target
-    if not source.lossless:
+    if not decoder.is_lossless:
         return "none"
-    if decoder.config.do_sample:
+    if decoder.scorer.do_sample:
         return "distribution"
     if target.is_exact:
         return "bit for bit"
@@ -278,13 +270,13 @@ def _promise(decoder: Decoder, source: DraftSource) -> str:
 
 
 def _is_rounded(model: PreTrainedModel) -> bool:
-    """Whether numbers that are multiplied may have less than float32's precision."""
+    """Whether matrices may be multiplied in less than float32's precision."""
     size = model.dtype.itemsize
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
 
 
 def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileConfig | None:
-    """How forwards are compiled, if the ``SelfSpec`` wants it (:attr:`SelfSpec.compile`) or the call."""
+    """How forwards are compiled, if the ``SelfSpec`` (:attr:`SelfSpec.compile`) or the call wants that."""
     if wanted:
         return CompileConfig() if wanted is True else wanted
     config: CompileConfig | None = None if wanted is False else call.generation_config.compile_config
@@ -308,7 +300,7 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
     return None
 
 
-def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: DraftSource) -> Any:
+def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
     cache = call.past if decoder.target.plan is None else None
     try:
         with decoder.target.prepared(), listing_once(False):
@@ -317,29 +309,29 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall, source: Dr
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
                     decoder.hand_back(cache)
     finally:
-        decoder.target.cache.let_go()  # memory, now rather than when Python next looks for reference cycles
+        decoder.target.cache.let_go()  # frees memory now, not when Python next looks for reference cycles
         knowledge.write()
     with only_warned("keeping a call's statistics"):
-        decoder.stats.promise = _promise(decoder, source)
+        decoder.stats.promise = _promise(decoder)
         knowledge.knowledge.add_call(decoder.stats)
     for criterion in call.stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
-            criterion(ids[:, :-1], None)  # transformers' warning that the text is longer than the model was made for
+            criterion(ids[:, :-1], None)  # lets transformers warn of a text longer than the model was made for
     return decoder.output.returned(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
-    options = {one.name: getattr(call, one.name) for one in fields(call)}
+    options = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "anatomy"}
     options |= options.pop("model_kwargs")
-    del options["anatomy"]
     begun = perf_counter()
     with without_checkpointing(call.model), listing_once(False):
         output = sample(**options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):
         ids = output if isinstance(output, torch.Tensor) else output.sequences
-        ends = call.stopper.eos_tokens, call.pad_token if call.stopper.eos_tokens else None
-        counts = [generated(row, *ends) for row in ids[:, call.input_ids.shape[1] :].tolist()]
+        eos_tokens = call.stopper.eos_tokens
+        padding = pad_token(call.generation_config) if eos_tokens else None
+        counts = [generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
         stats = GenerationStats.of_plain(counts, seconds, why, LayerPlan(call.anatomy.num_layers).picture())
         for findings in knowledge.all_findings():
             if findings.is_idle:

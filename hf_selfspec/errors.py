@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# How many characters of a library's message ours repeat; some messages list hundreds of classes.
+# Most characters of a library's message that ours repeat; some messages list hundreds of classes.
 _SHOWN = 200
 # The packages whose code may lie between the user's line and a warning.
 _INSIDE = ("hf_selfspec", "transformers", "torch")
-# Warnings that were issued and do not come again until this is cleared, and how many are remembered.
+# Warnings that were issued, which are not repeated until this is cleared, and most of them that are remembered.
 issued: set[str] = set()
 _MOST = 1024
 
@@ -66,7 +66,7 @@ def warn_once(message: str, ignore_numbers: bool = False) -> None:
 
 
 class _Muted(threading.local):
-    """In place of a filter's pattern: it matches all warnings of the threads that do not want them."""
+    """Takes the place of a filter's pattern, and matches all warnings of threads that are muted."""
 
     depth = 0
 
@@ -92,24 +92,24 @@ def left_to_plain(model: str, default_of: str, error: Exception) -> str:
 
 @contextmanager
 def only_warned(what: str, undo: Callable[[], object] = bool) -> Iterator[None]:
-    """Turns an error in the block into a warning, after ``undo()``: what comes after a text must not lose it."""
+    """Turns an error in the block into a warning, after ``undo()``: it must not lose the text, which is complete."""
     try:
         yield
-    except Exception as error:  # whatever it is, the text is there
+    except Exception as error:
         undo()
         warn_once(f"{what} has failed, which the text does not need: {brief(repr(error))}", ignore_numbers=True)
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Suppresses this thread's warnings, for what the user does not see; they do not count as issued.
+    """Suppresses this thread's warnings, during work that the user does not see. They do not count as issued.
 
-    ``warnings.catch_warnings`` would take the filters of other threads with it.
+    ``warnings.catch_warnings`` would also change the filters of other threads.
     """
     filters: Any = warnings.filters
     with suppress(ValueError):
         filters.remove(_FILTER)
-    filters.insert(0, _FILTER)  # it stays: elsewhere it matches nothing
+    filters.insert(0, _FILTER)  # stays there, since it matches nothing outside of such blocks
     try:
         _muted.depth += 1
         yield

@@ -1,4 +1,4 @@
-"""Locks that a forked process finds free, although the threads that held them exist in its parent alone."""
+"""Locks that are free in a forked process, although the threads that held them exist only in its parent."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-# Seconds that a fork waits at most for other threads to leave what locks guard; a graph may be compiled under one.
+# Most seconds that a fork waits for other threads to release their locks; a graph may be compiled under a lock.
 _PATIENCE = 1.0
 
 _T = TypeVar("_T")
@@ -19,9 +19,10 @@ _taken = threading.local()
 
 
 def new_lock() -> Any:
-    """Returns a lock that a thread may take again: what the garbage collector calls may need one that is held.
+    """Returns a lock that a thread may take again, since the garbage collector may call what needs a lock that is held.
 
-    A fork takes all of them first, so that the child finds whole what they guard; there, the rest are made free.
+    A fork first takes all of these locks, so that what they guard is whole in the child. Those that it could not take
+    are made free there.
     """
     lock = threading.RLock()
     _locks.add(lock)
@@ -29,7 +30,7 @@ def new_lock() -> Any:
 
 
 class cached_property(functools.cached_property[_T]):  # noqa: N801 (takes the place of that)
-    """As in Python 3.12: before, all objects of a class shared a lock, which was held while a value is computed."""
+    """As in Python 3.12. Before, all objects of a class shared a lock, which was held while a value was computed."""
 
     def __init__(self, function: Callable[[Any], _T]) -> None:
         super().__init__(function)
@@ -37,7 +38,7 @@ class cached_property(functools.cached_property[_T]):  # noqa: N801 (takes the p
 
 
 def in_children(function: Callable[[], object]) -> None:
-    """Calls ``function`` in each forked process, after locks are free."""
+    """Calls ``function`` in each forked process, when locks are free there."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 

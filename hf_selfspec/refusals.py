@@ -35,7 +35,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def check_options(model: PreTrainedModel, config: Any) -> None:
-    """Refuses unsupported options (attributes of ``config``); ``use_cache=False`` in the model's own is allowed."""
+    """Refuses unsupported options (attributes of ``config``); ``use_cache=False`` in the model's config is allowed."""
     if config.prefill_chunk_size is not None:
         check_count("generate(prefill_chunk_size)", config.prefill_chunk_size)
     for name, off, advice in _REFUSED:
@@ -54,7 +54,7 @@ def check_options(model: PreTrainedModel, config: Any) -> None:
 def check_call(
     anatomy: Anatomy, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]
 ) -> None:
-    """Checks what is known of a call, besides its options, before its prompts are laid out."""
+    """Checks what can be checked of a call, besides its options, before its prompts are laid out."""
     _check_adapters(model)
     check_cache(given_cache(model_kwargs), anatomy)
     implementation = attention_implementation(model.config.get_text_config(decoder=True))
@@ -70,7 +70,8 @@ def check_call(
 
 
 def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Mapping[str, bool]) -> None:
-    """Refuses ``exact=True`` where results are not plain's, bit for bit; ``reasons`` are those of the call."""
+    """Refuses ``exact=True`` where results are not those of plain ``generate``, bit for bit; ``reasons`` are further
+    ones of the call, and whether they hold."""
     prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, attention_implementation(model.config)
     is_whole = prompt.valid is None or bool(prompt.valid.all())
     is_text = inputs.is_text and prompt.tokens.dim() == 2
@@ -112,11 +113,11 @@ def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None)
         )
     last = None if max_length is None else first + max_length - inputs.input_ids.shape[1]
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = list(parameters.values()) if all(isinstance(kind, dict) for kind in parameters.values()) else [parameters]
-    for kind in kinds:
-        edge = kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        edge = edge or limit
-        rope = kind.get("rope_type")
+    # Some models have parameters for each type of layers.
+    has_types = all(isinstance(value, dict) for value in parameters.values())
+    in_config = getattr(config, "original_max_position_embeddings", None) or limit
+    for rotary in parameters.values() if has_types else [parameters]:
+        edge, rope = rotary.get("original_max_position_embeddings") or in_config, rotary.get("rope_type")
         if edge is None or (last is not None and last <= edge):
             continue
         if rope == "dynamic" or (rope == "longrope" and first <= edge):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -53,9 +54,9 @@ class SelfSpec(Settings):
             :class:`EarlyExitLora`, :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
             :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
             needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
-            default free drafts, and layers to skip that are found
-            while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone,
-            which changes the output (and returns no cache).
+            default free drafts, and layers to skip that are found while generating, see :class:`ClosestLayers`.
+            :class:`EarlyExitOnly` generates with the first layers alone, which changes the output (and returns no
+            cache).
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to
@@ -77,8 +78,8 @@ class SelfSpec(Settings):
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
             ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
             whether this machine's kernels allow that; an error gives the reason, and names the part of the model.
-            ``stats.promise`` records what held. Models in float32 need none of this, unless torch's
-            flags allow it to be multiplied in TF32 or bfloat16, which is an error here.
+            ``stats.promise`` records what held. Models in float32 need none of this, unless torch's flags allow it to
+            be multiplied in TF32 or bfloat16, which is an error here.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -125,13 +126,13 @@ class SelfSpec(Settings):
             raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
-        given = checked_texts("SelfSpec.observe", texts, chats=True)
-        rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
+        texts = checked_texts("SelfSpec.observe", texts, chats=True)
+        rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in texts]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = self._known(inner)
-            observe(inner, known.of_all_kinds(NAME, lambda _: lookup.findings(size)), rows)
-            known.write(0.0)
+            knowledge = self._knowledge_of(inner)
+            observe(inner, knowledge.of_all_kinds(NAME, lambda _: lookup.findings(size)), rows)
+            knowledge.write(0.0)
             return
         for row in rows:
             ids = torch.tensor([row], device=inner.device)
@@ -185,10 +186,10 @@ class SelfSpec(Settings):
         """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
         That part is an early exit, or the model without skipped blocks; of a search or a probe, it is what was chosen
-        for the model. The folder's README.md has the command for each
-        engine. The checkpoint's logits are compared with the draft's before anything is written; the model stays as it
-        is, and its tensors are not copied. MTP layers are written as ``model-mtp.safetensors``, under the names that
-        checkpoints of a model that ships with such layers have; one of a Qwen 3 as a checkpoint of speculators.
+        for the model. The folder's README.md has the command for each engine. The checkpoint's logits are compared with
+        the draft's before anything is written; the model stays as it is, and its tensors are not copied. MTP layers are
+        written as ``model-mtp.safetensors``, under the names that checkpoints of a model that ships with such layers
+        have; one of a Qwen 3 as a checkpoint of speculators.
 
         Args:
             folder: created if it does not exist; a draft that was exported there earlier is replaced.
@@ -201,9 +202,9 @@ class SelfSpec(Settings):
         """
         from .export.exporting import USUAL_TOKENS, export_draft  # few calls need it
 
-        known = self._known(causal_lm(model, "SelfSpec.export_draft"))
+        knowledge = self._knowledge_of(causal_lm(model, "SelfSpec.export_draft"))
         tokens = min(getattr(self.stop, "max_draft", USUAL_TOKENS), self.max_draft)
-        export_draft(self._source, known, folder, tokenizer, tokens)
+        export_draft(self._source, knowledge, folder, tokenizer, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as JSON values, for saving a ``GenerationConfig`` that holds this ``SelfSpec``.
@@ -241,9 +242,10 @@ class SelfSpec(Settings):
 
         if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
-        inner = self._only_model("SelfSpec.plot", model)
-        found = None if inner is None else self._knowledge.latest(inner, lambda found: isinstance(found, SkipSearch))
-        return plots.plot(list(self._knowledge.calls), found, path)
+        inner, search = self._only_model("SelfSpec.plot", model), None
+        if inner is not None:
+            search = self._knowledge.latest(inner, lambda findings: isinstance(findings, SkipSearch))
+        return plots.plot(list(self._knowledge.calls), search, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
         """The given model, or the only one with findings."""
@@ -275,6 +277,10 @@ class SelfSpec(Settings):
 
 def begun_anew(spec: SelfSpec) -> SelfSpec:
     """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
-    made = replace(spec, cache_dir=None)
-    made._knowledge.saved = spec._knowledge.saved
-    return made
+    anew = replace(spec, cache_dir=None)
+    anew._knowledge.saved = spec._knowledge.saved
+    return anew
+
+
+# Wraps ``generate`` as soon as there is a ``SelfSpec``, also where this module is imported for a pickle.
+importlib.import_module(".hooks.wrapper", __package__)

@@ -3,10 +3,11 @@
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from typing_extensions import Self
 
 from .draft.adapter import EarlyExitAdapter
 from .draft.candidates import Candidates
@@ -21,7 +22,6 @@ from .draft.source import DraftSource
 from .errors import SettingError, SettingTypeError
 from .learned import saving
 from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .learned.saving import Kind
 from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.mtp import MtpHead
@@ -32,10 +32,8 @@ from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThr
 from .validation import MOST_DRAFT, StrPath, check_count, check_flag
 from .verify.tree import Tree
 
-# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
+# Most characters of a task's name: at four bytes each, the name of its file stays within the limit of file systems.
 _LONGEST_TASK = 50
-
-SettingsT = TypeVar("SettingsT", bound="Settings")
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,12 @@ class Settings:
 
     @property
     def _source(self) -> DraftSource:
-        """What drafts; a generator of candidates becomes one."""
+        """The draft source; a ``CandidateGenerator`` is wrapped in one."""
         return self.draft if isinstance(self.draft, DraftSource) else Candidates(self.draft)
 
-    def _known(self, model: PreTrainedModel, kind: Kind = (False, False)) -> KnowledgeOfCall:
-        """What was learned of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
-        return KnowledgeOfCall(self._knowledge, model, kind, self._saved, self.cache_dir, self.task)
+    def _knowledge_of(self, model: PreTrainedModel, do_sample: bool = False, has_rows: bool = False) -> KnowledgeOfCall:
+        """What was learned of a model, for calls that draw tokens or not, with several rows or one."""
+        return KnowledgeOfCall(self._knowledge, model, (do_sample, has_rows), self._saved, self.cache_dir, self.task)
 
     def _saved(self) -> dict[str, Any]:
         """The settings that are saved, as JSON values; raises an error if they cannot be."""
@@ -95,7 +93,7 @@ class Settings:
         return {name: saving.encode(getattr(self, name), f"SelfSpec({name})") for name in names}
 
     @classmethod
-    def lookup(cls: type[SettingsT], stored_tokens: int = 65_536) -> SettingsT:
+    def lookup(cls, stored_tokens: int = 65_536) -> Self:
         """Free drafts only, from the text, earlier texts and the model's own logits; for any model.
 
         Args:
@@ -104,7 +102,7 @@ class Settings:
         return cls(draft=Lookup(stored_tokens))
 
     @classmethod
-    def quantized(cls: type[SettingsT], bits: int = 4) -> SettingsT:
+    def quantized(cls, bits: int = 4) -> Self:
         """Free drafts, and the model itself in fewer bits; for bfloat16 models, also of open text.
 
         Packed weights take memory, in four bits a third of the model's, see :class:`Quantized`.
@@ -116,12 +114,12 @@ class Settings:
 
     @classmethod
     def layerskip(
-        cls: type[SettingsT],
+        cls,
         exit_layer: int | None = None,
         num_draft: int | None = None,
         stop: StopRule | None = None,
         max_draft: int = 12,
-    ) -> SettingsT:
+    ) -> Self:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
         Settings that are not given are chosen for each model by a timed probe on the first 1,024 tokens that it
@@ -148,13 +146,13 @@ class Settings:
 
     @classmethod
     def swift(
-        cls: type[SettingsT],
+        cls,
         ratio: float | Literal["auto"] = "auto",
         search: Search | None = None,
         stop: StopRule | None = None,
         tree: Tree | None = None,
         max_draft: int = 25,
-    ) -> SettingsT:
+    ) -> Self:
         """SWIFT: needs no training and no preparation; the blocks to skip are found while text is generated.
 
         Args:
@@ -170,11 +168,11 @@ class Settings:
 
     @classmethod
     def adaspeed(
-        cls: type[SettingsT],
+        cls,
         exit_layer: int | StrPath | LinearProbe | None = None,
         probe: Confidence | StrPath | None = None,
         max_draft: int = 12,
-    ) -> SettingsT:
+    ) -> Self:
         """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
 
         As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
@@ -191,21 +189,19 @@ class Settings:
             if probe is not None:
                 raise SettingError(f"SelfSpec.adaspeed({exit_layer!r}, {probe!r}): give one probe.")
             exit_layer, probe = None, exit_layer
-        found = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
-        if isinstance(found, LinearProbe):
-            if exit_layer not in (None, found.exit_layer):
+        confidence = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
+        if isinstance(confidence, LinearProbe):
+            if exit_layer not in (None, confidence.exit_layer):
                 raise SettingError(
                     f"SelfSpec.adaspeed(exit_layer={exit_layer!r}): the probe was fitted to the states of exit layer "
-                    f"{found.exit_layer}. Leave exit_layer out, or fit another probe."
+                    f"{confidence.exit_layer}. Leave exit_layer out, or fit another probe."
                 )
-            exit_layer = found.exit_layer
-        stop = AdaptiveThreshold(ProductThreshold(0.8, found))
+            exit_layer = confidence.exit_layer
+        stop = AdaptiveThreshold(ProductThreshold(0.8, confidence))
         return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
 
     @classmethod
-    def kangaroo(
-        cls: type[SettingsT], adapter: Adapter | StrPath, stop: StopRule | None = None, max_draft: int = 6
-    ) -> SettingsT:
+    def kangaroo(cls, adapter: Adapter | StrPath, stop: StopRule | None = None, max_draft: int = 6) -> Self:
         """Kangaroo: a shallow exit followed by an adapter, until the confidence falls below 0.6.
 
         Args:
@@ -213,17 +209,12 @@ class Settings:
             stop: when a draft ends, at a confidence below 0.6 by default.
             max_draft: maximum number of tokens in a draft (6 in the paper).
         """
-        draft = EarlyExitAdapter(adapter)
-        return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
+        return cls(draft=EarlyExitAdapter(adapter), stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
 
     @classmethod
     def dssd(
-        cls: type[SettingsT],
-        heads: ExitHeads | StrPath,
-        epsilon: float = 0.9,
-        metric: str | None = None,
-        max_draft: int = 32,
-    ) -> SettingsT:
+        cls, heads: ExitHeads | StrPath, epsilon: float = 0.9, metric: str | None = None, max_draft: int = 32
+    ) -> Self:
         """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
 
         Args:
@@ -237,13 +228,10 @@ class Settings:
         Raises:
             SettingError: there are no such heads, or they do not reach ``epsilon``.
         """
-        draft = DynamicExit(heads, epsilon, metric)
-        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
+        return cls(draft=DynamicExit(heads, epsilon, metric), stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod
-    def mtp(
-        cls: type[SettingsT], head: MtpHead | StrPath | None = None, stop: StopRule | None = None, max_draft: int = 6
-    ) -> SettingsT:
+    def mtp(cls, head: MtpHead | StrPath | None = None, stop: StopRule | None = None, max_draft: int = 6) -> Self:
         """Free drafts, and MTP layers that read the model's last states.
 
         Args:
@@ -256,14 +244,14 @@ class Settings:
 
     @classmethod
     def early_exit_only(
-        cls: type[SettingsT],
+        cls,
         layer: int | None = None,
         *,
         heads: ExitHeads | StrPath | None = None,
         epsilon: float = 0.9,
         metric: str | None = None,
         max_draft: int = 32,
-    ) -> SettingsT:
+    ) -> Self:
         """Generates with a part of the model, without verification. **The output is not the model's own.**
 
         The papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the

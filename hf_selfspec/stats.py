@@ -24,8 +24,8 @@ class GenerationStats:
         prefill_seconds, draft_seconds, verify_seconds, search_seconds, total_seconds: wall-clock time; verification
             includes bringing the last drafted token and siblings to the first layer that the draft altered, and search
             is everything from which the draft learns, including the probe of an early exit. On CUDA, prefill, draft and
-            verification end when the device has done their work, as its events tell. On other devices that work in a
-            queue they end when it was handed over; the wait for it counts as the rest.
+            verification end when the device has done their work, by its events. On other devices with a queue they end
+            when the work has been handed over, and the wait for it is in :attr:`other_seconds`.
         forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
@@ -75,7 +75,7 @@ class GenerationStats:
 
     @classmethod
     def of_plain(cls, counts: list[int], seconds: float, why: str, plan: str) -> GenerationStats:
-        """Statistics of a call that plain ``generate`` has served, of so many tokens in each row."""
+        """Statistics of a call that plain ``generate`` has served, from the number of tokens of each row."""
         tokens, rounds = sum(counts), sum(counts) - len(counts)
         stats = cls(tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why, promise="bit for bit")
         stats.accepted_lengths[0] = rounds
@@ -102,8 +102,8 @@ class GenerationStats:
     @property
     def other_seconds(self) -> float:
         """Time outside prefill, drafting, verification and search."""
-        known = self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.search_seconds
-        return self.total_seconds - known
+        parts = self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.search_seconds
+        return self.total_seconds - parts
 
     @property
     def draft_cost(self) -> float:
@@ -161,7 +161,7 @@ class GenerationStats:
 
 
 def generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
-    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding after it."""
+    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding at its end."""
     for index, token in enumerate(row, start=1):
         if token in eos_tokens:
             return index

@@ -74,24 +74,23 @@ class MarkedStreamer(BaseStreamer):
             return
         self._tokens += value.flatten().tolist()
         self._drafted += self.from_draft or [False]
-        self._tell(ended=False)
+        self._write_new(ended=False)
 
     def end(self) -> None:
         """Writes what is left."""
-        self._tell(ended=True)
+        self._write_new(ended=True)
         self._begin()
 
-    def _tell(self, ended: bool) -> None:
-        whole = self._decode(self._tokens[self._context :])
-        known = self._decode(self._tokens[self._context : self._written])
-        if len(whole) <= len(known) or (whole.endswith(_UNFINISHED) and not ended):
+    def _write_new(self, ended: bool) -> None:
+        text = self._decode(self._tokens[self._context :])
+        written = len(self._decode(self._tokens[self._context : self._written]))
+        if len(text) <= written or (text.endswith(_UNFINISHED) and not ended):
             return
-        self._write(Piece(whole[len(known) :], all(self._drafted[self._written :])))
+        self._write(Piece(text[written:], all(self._drafted[self._written :])))
         self._context, self._written = self._written, len(self._tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        found = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(found)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def stream(

@@ -90,9 +90,9 @@ def test_a_call_goes_on_in_the_child(llama: LlamaForCausalLM) -> None:
     plain, children = llama.generate(**ROW, max_new_tokens=8), list[int]()
     streamer = Calling(lambda: children.append(os.fork()))
     try:
-        found = llama.generate(**ROW, max_new_tokens=8, assistant=new_spec(), streamer=streamer)
+        ids = llama.generate(**ROW, max_new_tokens=8, assistant=new_spec(), streamer=streamer)
         is_clean = not any("forward" in module.__dict__ for module in llama.modules())
-        is_right = torch.equal(found, plain) and is_clean
+        is_right = torch.equal(ids, plain) and is_clean
     finally:
         if children == [0]:
             os._exit(0 if is_right else 1)

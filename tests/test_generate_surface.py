@@ -53,7 +53,7 @@ def inputs(request: pytest.FixtureRequest) -> Inputs:
 END = 9  # Token of the first row with which some tests end it; the next rows end later.
 
 
-def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any) -> tuple[Any, Any]:
+def ours_and_plain(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any) -> tuple[Any, Any]:
     """What speculative and plain ``generate`` return; the drafts were partly kept and partly rejected."""
     options = {"max_new_tokens": 24} | options
     plain = model.generate(**inputs, **options)
@@ -74,7 +74,7 @@ def test_prefix_function_that_knows_nothing_past_eos(llama: LlamaForCausalLM, ca
         allowed = range(2 + (batch_id + int(ids[-1])) % 3, VOCABULARY, 3)
         return [token for token in allowed if token != eos] if len(said) < 12 else [eos]
 
-    ours, plain = both(llama, spec, inputs, prefix_allowed_tokens_fn=allowed, eos_token_id=eos)
+    ours, plain = ours_and_plain(llama, spec, inputs, prefix_allowed_tokens_fn=allowed, eos_token_id=eos)
     assert plain.shape[1] == width + 13
     assert torch.equal(ours, plain)
 
@@ -88,7 +88,7 @@ class SureEnough(StoppingCriteria):
 
 def test_criterion_that_looks_at_scores(llama: LlamaForCausalLM) -> None:
     options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [SureEnough()]}
-    ours, plain = both(llama, EXIT, ROW, **options)
+    ours, plain = ours_and_plain(llama, EXIT, ROW, **options)
     assert 4 < len(plain.scores) < 24
     assert torch.equal(ours.sequences, plain.sequences)
 
@@ -140,12 +140,12 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
     inputs = BATCH | {"input_ids": BATCH["input_ids"].int()}
     streamers = Types(), Types()
     for returned in (False, True):
-        found = []
+        outputs = []
         for assistant, streamer in zip((False, EXIT), streamers, strict=True):
             options = {"return_dict_in_generate": returned, "streamer": streamer, "assistant": assistant}
             output = llama.generate(**inputs, max_new_tokens=6, **options)
-            found.append(output.sequences if returned else output)
-        plain, ours = found
+            outputs.append(output.sequences if returned else output)
+        plain, ours = outputs
         assert plain.dtype == ours.dtype == torch.int64
         assert torch.equal(plain, ours)
     assert streamers[0].calls == streamers[1].calls
@@ -164,7 +164,7 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
         "output_scores": True,
         "output_logits": True,
     }
-    ours, plain = both(llama, spec, inputs, **options)
+    ours, plain = ours_and_plain(llama, spec, inputs, **options)
     assert type(ours) is type(plain)
     assert torch.equal(ours.sequences, plain.sequences)
     steps = len(plain.scores)
@@ -177,7 +177,7 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
             torch.testing.assert_close(mine[row, :length], theirs[row, :length], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length], atol=1e-5, rtol=1e-5)
     assert not torch.equal(ours.scores[3], ours.logits[3])
-    ours, plain = both(llama, spec, inputs, return_dict_in_generate=True, output_logits=True)
+    ours, plain = ours_and_plain(llama, spec, inputs, return_dict_in_generate=True, output_logits=True)
     assert ours.keys() == plain.keys() == {"sequences", "logits", PAST}
 
 
@@ -222,7 +222,7 @@ def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return
 def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
     widths: list[int] = []
     hook = chat_model.model.layers[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-    ours, plain = both(chat_model, EXIT, BATCH, prefill_chunk_size=2)
+    ours, plain = ours_and_plain(chat_model, EXIT, BATCH, prefill_chunk_size=2)
     hook.remove()
     assert torch.equal(ours, plain)
     assert max(widths) <= 5  # of verification

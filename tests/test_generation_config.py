@@ -35,7 +35,7 @@ def test_config_of_the_call_and_of_the_model(fresh_llama: LlamaForCausalLM, spec
 
 
 @pytest.mark.parametrize(
-    ("own", "passed", "arguments"),
+    ("configured", "passed", "arguments"),
     [
         ({"num_beams": 2}, None, {"num_beams": 1}),
         ({"num_beams": 2}, {"num_beams": 1}, {}),
@@ -47,11 +47,11 @@ def test_config_of_the_call_and_of_the_model(fresh_llama: LlamaForCausalLM, spec
     ids=str,
 )
 def test_options_are_those_of_generate(
-    fresh_llama: LlamaForCausalLM, spec: SelfSpec, own: Any, passed: Any, arguments: Any
+    fresh_llama: LlamaForCausalLM, spec: SelfSpec, configured: Any, passed: Any, arguments: Any
 ) -> None:
     """The checks before a call see what ``generate`` merges, so that none of these is refused."""
     plain = fresh_llama.generate(**ROW, max_new_tokens=8)
-    fresh_llama.generation_config.update(**own)
+    fresh_llama.generation_config.update(**configured)
     config = None if passed is None else GenerationConfig(**passed)
     ids = fresh_llama.generate(**ROW, max_new_tokens=8, generation_config=config, **arguments, assistant=spec)
     assert torch.equal(ids, plain)
@@ -60,7 +60,7 @@ def test_options_are_those_of_generate(
 
 def test_precedence(fresh_llama: LlamaForCausalLM) -> None:
     """Argument, passed config, the model's config, attached."""
-    argument, passed, own, attached = specs = [new_spec() for _ in range(4)]
+    argument, passed, of_model, attached = specs = [new_spec() for _ in range(4)]
     attach(fresh_llama, attached)
 
     def used(**options: Any) -> list[int]:
@@ -70,7 +70,7 @@ def test_precedence(fresh_llama: LlamaForCausalLM) -> None:
 
     config = GenerationConfig(assistant=passed, max_new_tokens=8)
     assert used() == [0, 0, 0, 1]
-    fresh_llama.generation_config.assistant = own
+    fresh_llama.generation_config.assistant = of_model
     assert used() == [0, 0, 1, 0]
     assert used(generation_config=config) == [0, 1, 0, 0]
     assert used(generation_config=config, assistant=argument) == [1, 0, 0, 0]

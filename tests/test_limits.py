@@ -122,10 +122,10 @@ FLASH = "kernels-community/flash-attn2"
 def flash_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Takes no mask but that of padding, as flash kernels do."""
     s, n = query.shape[2], key.shape[2]
-    seen = torch.ones(1, 1, s, n, dtype=torch.bool).tril(n - s)
+    is_visible = torch.ones(1, 1, s, n, dtype=torch.bool).tril(n - s)
     if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None, :n].bool()
-    return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, query, key, value, seen, **kwargs)
+        is_visible = is_visible & attention_mask[:, None, None, :n].bool()
+    return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, query, key, value, is_visible, **kwargs)
 
 
 def flash_model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:

@@ -17,7 +17,7 @@ def test_right_padding(name: str) -> None:
     inputs = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in inputs.items()}
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
     ends = torch.tensor([9 + 3, 9 + 7, 9 + 9])
-    options["stopping_criteria"] = [lambda input_ids, scores, **given: input_ids.shape[1] >= ends]
+    options["stopping_criteria"] = [lambda input_ids, scores, **kwargs: input_ids.shape[1] >= ends]
     plain = model.generate(**inputs, **options)
     with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
         ids = model.generate(**inputs, **options, assistant=spec)

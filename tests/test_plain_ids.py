@@ -218,8 +218,8 @@ def streamed(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
 def embedded(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
     """Embeddings in place of ids, then beside them."""
     embeds = model.get_input_embeddings()(BATCH["input_ids"]).flip(1)
-    given = {"attention_mask": BATCH["attention_mask"], "inputs_embeds": embeds}
-    return ids(model, assistant, given), ids(model, assistant, BATCH | given)
+    inputs = {"attention_mask": BATCH["attention_mask"], "inputs_embeds": embeds}
+    return ids(model, assistant, inputs), ids(model, assistant, BATCH | inputs)
 
 
 def holes(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
@@ -242,9 +242,9 @@ def chat(model: PreTrainedModel, first: SelfSpec | None, second: SelfSpec | None
     expected = ids(model, None, whole, **options)[:, width:]
     caches = begun.past_key_values, copy.deepcopy(begun.past_key_values)
     news = whole | {"input_ids": whole["input_ids"][:, caches[0].get_seq_length() :]}
-    for given, past in zip((whole, news), caches, strict=True):
-        found = ids(model, second, given, **{PAST: past}, **options)
-        assert torch.equal(found[:, given["input_ids"].shape[1] :], expected)
+    for inputs, past in zip((whole, news), caches, strict=True):
+        sequences = ids(model, second, inputs, **{PAST: past}, **options)
+        assert torch.equal(sequences[:, inputs["input_ids"].shape[1] :], expected)
     return expected
 
 
@@ -253,11 +253,11 @@ def pipelines(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
     tokenizer, recorder, texts = character_tokenizer(), Recorder(), ["def f(x):", "for i in", "import os as o"]
     options = {"max_new_tokens": 16, "do_sample": False}
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    found = pipe(texts, batch_size=3, assistant=assistant, **options)
+    outputs = pipe(texts, batch_size=3, assistant=assistant, **options)
     stop = pipe(texts[0], **options)[0]["generated_text"][len(texts[0]) + 9]
     stopped = pipe(texts[0], streamer=recorder, stop_sequence=stop, assistant=assistant, **options)
-    given = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant=assistant, **options)
-    return found, stopped, recorder.calls, given(texts)
+    with_assistant = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant=assistant, **options)
+    return outputs, stopped, recorder.calls, with_assistant(texts)
 
 
 SHORT = {"input_ids": torch.tensor([[5], [6], [7]])}
@@ -279,10 +279,10 @@ CALLS: dict[str, Callable[[PreTrainedModel, SelfSpec | None], Any]] = {
 }
 
 
-def as_lists(found: Any) -> Any:
-    if isinstance(found, torch.Tensor):
-        return found.tolist()
-    return [as_lists(part) for part in found] if isinstance(found, (list, tuple)) else found
+def as_lists(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.tolist()
+    return [as_lists(part) for part in output] if isinstance(output, (list, tuple)) else output
 
 
 def check(model: PreTrainedModel, spec: SelfSpec, call: str) -> None:
@@ -315,13 +315,13 @@ FEW = ("one token", "two tokens", "forced eos", "counting processor", "no repeat
 RARE = ("adapter", "adapter tree", "heads", "heads tree", "layerskip", "mtp", "mtp tree", "mtp cascade")
 
 
-@pytest.mark.parametrize(("kind", "call"), one_of(23, SPECS, CALLS))
-def test_every_draft_in_every_call(kind: str, call: str) -> None:
+@pytest.mark.parametrize(("method", "call"), one_of(23, SPECS, CALLS))
+def test_every_draft_in_every_call(method: str, call: str) -> None:
     model = model_of("llama")
-    spec = SPECS[kind](model)
+    spec = SPECS[method](model)
     check(model, spec, call)
     assert spec.stats is not None
-    assert spec.stats.accepted or call in FEW or kind in RARE
+    assert spec.stats.accepted or call in FEW or method in RARE
 
 
 # Types of models that differ in what a call touches; each call has another kind of draft on each.
@@ -336,31 +336,31 @@ def test_every_call_of_every_model(name: str, call: str) -> None:
         pytest.skip("refused: recurrent states would change")
     if (name, call) == ("bamba", "embedded"):
         pytest.skip("plain generate refuses its embeddings, too")
-    model, kinds = model_of(name), [kind for kind in SPECS if is_possible(name, kind)]
-    check(model, SPECS[kinds[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
+    model, methods = model_of(name), [method for method in SPECS if is_possible(name, method)]
+    check(model, SPECS[methods[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(methods)]](model), call)
 
 
-def check_architecture(name: str, kinds: Iterable[str]) -> None:
+def check_architecture(name: str, methods: Iterable[str]) -> None:
     """One row and a batch; layer drafts are partly kept and partly rejected, so that both sides are tested."""
     model = build(name)
     model.generation_config.eos_token_id = None
     inputs = {name: value[1:2] for name, value in BATCH.items()}, BATCH
-    expected = [ids(model, None, given, max_new_tokens=24) for given in inputs]
-    for kind in kinds:
-        spec = SPECS[kind](model)
-        for given, plain in zip(inputs, expected, strict=True):
+    expected = [ids(model, None, prompt, max_new_tokens=24) for prompt in inputs]
+    for method in methods:
+        spec = SPECS[method](model)
+        for prompt, plain in zip(inputs, expected, strict=True):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*cannot take")
-                found = ids(model, spec, given, max_new_tokens=24)
-            assert torch.equal(found, plain), f"{kind}, {len(plain)} rows"
-            if kind in ALWAYS[:3]:
+                output = ids(model, spec, prompt, max_new_tokens=24)
+            assert torch.equal(output, plain), f"{method}, {len(plain)} rows"
+            if method in ALWAYS[:3]:
                 assert spec.stats is not None
-                assert 0.0 < spec.stats.acceptance_rate < 1.0, f"{kind}, {len(plain)} rows test one side only"
+                assert 0.0 < spec.stats.acceptance_rate < 1.0, f"{method}, {len(plain)} rows test one side only"
 
 
 # Of layers and of texts; the others need something that is fitted, or search.
 ALWAYS = ("exit", "skip", "tree", "lookup", "default")
-OTHERS = [kind for kind in SPECS if kind not in ALWAYS]
+OTHERS = [method for method in SPECS if method not in ALWAYS]
 # Refused by name; probes on gemma3n, LoRA on phimoe, adapters on opt-350m and on several residual streams are neither
 # served nor refused in time.
 _HEADS = {"heads", "heads tree"}
@@ -390,34 +390,34 @@ WITHOUT_MTP = (
 )  # fmt: skip
 
 
-def is_possible(name: str, kind: str) -> bool:
+def is_possible(name: str, method: str) -> bool:
     """Whether the parts that draft can be made for the model; else that is refused."""
-    return not ((kind.startswith("mtp") and name in WITHOUT_MTP) or ("quantized" in kind and name in NOT_PACKED))
+    return not ((method.startswith("mtp") and name in WITHOUT_MTP) or ("quantized" in method and name in NOT_PACKED))
 
 
-def can(name: str, kind: str) -> bool:
-    no_tree = name in STATEFUL and kind in ("tree", "quantized exit", "lora tree", "heads tree")
-    return is_possible(name, kind) and kind not in REFUSED.get(name, ()) and not no_tree
+def can(name: str, method: str) -> bool:
+    no_tree = name in STATEFUL and method in ("tree", "quantized exit", "lora tree", "heads tree")
+    return is_possible(name, method) and method not in REFUSED.get(name, ()) and not no_tree
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture(name: str) -> None:
-    """Three kinds on those that differ most, one on the rest; over all architectures each kind has its turns."""
+    """Three methods on those that differ most, one on the rest; over all architectures each method has its turns."""
     place = list(ARCHITECTURES).index(name)
     usual, other = [ALWAYS[(place + step) % len(ALWAYS)] for step in (0, 2)], OTHERS[place % len(OTHERS)]
-    kinds = [*usual, other] if re.fullmatch(EVERY_RUN, name) else [other if place % 2 else usual[0]]
-    check_architecture(name, [kind if can(name, kind) else "exit" for kind in kinds])
+    methods = [*usual, other] if re.fullmatch(EVERY_RUN, name) else [other if place % 2 else usual[0]]
+    check_architecture(name, [method if can(name, method) else "exit" for method in methods])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_draft_on_every_architecture(name: str) -> None:
-    check_architecture(name, [kind for kind in SPECS if can(name, kind)])
+    check_architecture(name, [method for method in SPECS if can(name, method)])
 
 
-@pytest.mark.parametrize("kind", one_of(4, SPECS))
-def test_up_to_the_last_position(kind: str) -> None:
+@pytest.mark.parametrize("method", one_of(4, SPECS))
+def test_up_to_the_last_position(method: str) -> None:
     """Learned positions end somewhere, and rows come there at different times."""
     model = tiny_gpt2(positions=40)
-    spec = SPECS[kind](model)
-    assert torch.equal(*(ids(model, given, max_new_tokens=None, max_length=40) for given in (spec, None)))
+    spec = SPECS[method](model)
+    assert torch.equal(*(ids(model, assistant, max_new_tokens=None, max_length=40) for assistant in (spec, None)))

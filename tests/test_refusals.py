@@ -120,12 +120,12 @@ class KeepingMore(DynamicCache):
     """As MiniMax's own."""
 
 
-@pytest.mark.parametrize("kind", ["StaticCache", "offloaded DynamicCache", "KeepingMore"])
-def test_cache(llama: LlamaForCausalLM, kind: str) -> None:
-    cache = StaticCache(llama.config, 64) if kind == "StaticCache" else DynamicCache(config=llama.config)
-    cache = KeepingMore() if kind == "KeepingMore" else cache
-    cache.offloading = kind.startswith("offloaded")  # one that is made so makes streams of a GPU
-    words = (f"a KV cache of type {kind}", "pass a DynamicCache")
+@pytest.mark.parametrize("cache_class", ["StaticCache", "offloaded DynamicCache", "KeepingMore"])
+def test_cache(llama: LlamaForCausalLM, cache_class: str) -> None:
+    cache = StaticCache(llama.config, 64) if cache_class == "StaticCache" else DynamicCache(config=llama.config)
+    cache = KeepingMore() if cache_class == "KeepingMore" else cache
+    cache.offloading = cache_class.startswith("offloaded")  # one that is made so makes streams of a GPU
+    words = (f"a KV cache of type {cache_class}", "pass a DynamicCache")
     refused(llama, UnsupportedOptionError, words, **{PAST: cache})
 
 
@@ -318,9 +318,9 @@ def test_a_model_that_does_not_tell_its_processes(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM are spread .* \(_device_mesh\)"):
         clock_of(llama, lambda: 0)
     del llama._tp_size
-    for kind in type(llama).__mro__:
-        if "_tp_size" in vars(kind):
-            monkeypatch.delattr(kind, "_tp_size")
+    for base in type(llama).__mro__:
+        if "_tp_size" in vars(base):
+            monkeypatch.delattr(base, "_tp_size")
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no _tp_size, so that it cannot be told"):
         is_tensor_parallel(llama)
 

@@ -48,19 +48,19 @@ def test_several_rows_are_refused(llama: LlamaForCausalLM) -> None:
 def test_characters_of_several_tokens_are_whole() -> None:
     """The demo model's tokenizer writes letters outside ASCII as bytes; what is unfinished comes at the end."""
     tokenizer, text = AutoTokenizer.from_pretrained(DEMO_MODEL), 'print("größe → 🙂🙂")\n\tdone'
-    tokens, emoji = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, "🙂"))
-    for given in (tokens, emoji[:1]):
+    tokens, emoji = (tokenizer(string, add_special_tokens=False)["input_ids"] for string in (text, "🙂"))
+    for put in (tokens, emoji[:1]):
         pieces: list[Piece] = []
         streamer = MarkedStreamer(tokenizer, pieces.append)
         streamer.put(torch.tensor([[1, 2]]))
-        for index, token in enumerate(given):
+        for index, token in enumerate(put):
             streamer.from_draft = [index % 2 == 0]
             streamer.put(torch.tensor([token]))
-        assert bool(pieces) == (given is tokens)
+        assert bool(pieces) == (put is tokens)
         streamer.end()
-        assert "".join(piece.text for piece in pieces) == (text if given is tokens else "\ufffd")
-        assert len(pieces) < len(given) or given is not tokens
-        assert not any("\ufffd" in piece.text for piece in pieces) or given is not tokens
+        assert "".join(piece.text for piece in pieces) == (text if put is tokens else "\ufffd")
+        assert len(pieces) < len(put) or put is not tokens
+        assert not any("\ufffd" in piece.text for piece in pieces) or put is not tokens
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
+from transformers import DynamicCache
 
-from ..batch import Draft, Text, Verdict
-from ..draft.source import FixedDrafter
+from ..batch import Draft, Verdict
+from ..draft.source import BaseDrafter
 from ..errors import UnsupportedOptionError, brief, warn_once
 from ..model.exact import MOST_TOKENS
 from ..model.experts import decoding_experts
@@ -24,10 +23,8 @@ from ..model.partial import ForwardPass
 from ..model.prefill import prefill
 from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between
-from ..stats import GenerationStats
 from ..verify.in_step import verify_in_step
 from ..verify.scoring import Scorer, check_highest
-from ..verify.stopping import Stopper
 from ..verify.walk import verify
 from .loop import Loop
 from .output import Output
@@ -44,71 +41,63 @@ class Decoder:
 
     target: Target  # the model, prepared
     inputs: Inputs  # the laid-out prompts
-    text: Text  # the ids, growing
-    draft: FixedDrafter  # proposes tokens
+    output: Output  # what was generated, which grows
+    draft: BaseDrafter  # proposes tokens
     scorer: Scorer  # logits processors
-    stopper: Stopper  # stopping criteria
-    config: GenerationConfig  # what is returned besides the ids
-    pad_token: int  # id for rows that have ended
     vocabulary: int  # number of tokens that the model knows; logits may cover fewer
-    streamer: BaseStreamer | None = None  # receives each token once all rows have it
     checks_logits: bool = True  # NaN and infinite logits are an error; otherwise they are treated as in plain generate
     is_lossless: bool = True  # drafts do not change the output
     keeps_rows: bool = True  # rows that have ended stay in forwards and cache, since the caller gets the cache back
-    # Given whether this process is unfinished, returns whether any is, where all have to run as many forwards.
+    # Given whether this process is unfinished, returns whether any process is; all of them run as many forwards.
     waits_for: Callable[[bool], bool] | None = None
     loop: Loop | None = None  # transformers' own, where a part of the call can be left to it
-    stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
-        b, self._ran_out = self.text.batch_size, False
-        stateful = (*self.scorer.stateful, *self.stopper.stateful)
-        self._in_step, self._keeps_states = bool(stateful), self.keeps_rows and self.target.anatomy.is_recurrent
-        # States and windows of rows that go on for others cannot be taken back to where those end.
-        is_lost = self.keeps_rows and (self._keeps_states or self.target.cache.window is not None)
-        goes_on = is_lost and b > 1 and self.stopper.reads_text and not self.stopper.has_eos
-        self._together = self._in_step or self.target.padding is not None or goes_on
-        rest = self.config, self.pad_token, self.streamer, self.stats, self._in_step
-        self.output = Output(self.text, self.stopper, *rest)
-        # Rows that end without an end token go on in transformers' own loop, as far as the longest.
-        go_on = b > 1 and (self._together or (self.stopper.reads_text and not self.stopper.has_eos))
-        if self.loop is not None and (go_on or not self.loop.is_possible(self.target)):
-            self.loop = None
+        self.text, self.stopper, self.stats = self.output.text, self.output.stopper, self.output.stats
+        has_rows, self._ran_out = self.text.batch_size > 1, False
+        self._keeps_states = self.keeps_rows and self.target.anatomy.is_recurrent
+        # Plain generate goes on with rows that end without an end token, until the longest ends.
+        go_on = has_rows and self.stopper.reads_text and not self.stopper.has_eos
+        # The states and windows of such rows cannot be taken back to where these end.
+        is_lost = go_on and (self._keeps_states or (self.keeps_rows and self.target.cache.window is not None))
+        self._together = self.output.in_step or self.target.padding is not None or is_lost
+        if self.loop is not None:
+            stays = go_on or (has_rows and self._together) or not self.loop.is_possible(self.target)
+            self.loop = None if stays else self.loop
         # Whether tokens are a plain argmax of the logits.
-        self._is_greedy = self.scorer.is_greedy and not stateful and self.output.scores is None
-        if b > 1:
-            self.stats.together_for = ", ".join(stateful)
+        self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started, begun = perf_counter(), moment(self.text.ids.device)
-        nothing, drafter = Draft.none(self.text), self.draft
+        drafter = self.draft
         for grammar in self.scorer.grammars:
             grammar.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
-        found = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
+        last_logits = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
         for grammar in self.scorer.grammars:
-            grammar.fit(found.shape[-1])
-        logits, prefilled = Logits(found[:, None]), moment(found.device)
-        verdicts = self._judge(nothing, logits)
+            grammar.fit(last_logits.shape[-1])
+        logits, prefilled = Logits(last_logits[:, None]), moment(last_logits.device)
+        verdicts = self._judge(Draft.none(self.text), logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
         self._commit(verdicts, logits)
         with decoding_experts(self.target.model, self.target.is_exact):
             if self.waits_for is not None:
-                self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
+                self.waits_for(True)  # as plain generate, on other processes, does before the prefill's token
             while self._is_needed():
                 if self.output.is_finished:
                     self._run_out()
                     continue
                 self._round()
                 self.stats.timeline.append((self.stats.tokens, perf_counter() - started))
-            if self.streamer is not None:
-                self.streamer.end()
+            if self.output.streamer is not None:
+                self.output.streamer.end()
             ids = self.output.ids()
             ended = perf_counter()
-            seen = self.output.seen(ids.shape[1] - self.text.prompt_width - 1)  # processors do not get the last one
+            # Processors do not get the last token.
+            processed = self.output.shown(ids.shape[1] - self.text.prompt_width - 1)
             with self._surviving():
                 for grammar in self.scorer.grammars:
-                    grammar.finish(seen)
+                    grammar.finish(processed)
                 self.draft.finish(self.text)
             self.stats.search_seconds += perf_counter() - ended
         self.stats.draft_steps = drafter.steps
@@ -121,16 +110,17 @@ class Decoder:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Lets the call go on without drafts and learning where memory runs out in the block, or the text is whole: a
-        drafter that was interrupted may know half of a round. Processes that share forwards have to run the same."""
+        """Lets the call go on without drafts and learning where memory runs out in the block, or where anything fails
+        after the text is whole: the drafter may have seen only half of a round. In tensor-parallel models memory that
+        runs out is an error, since all processes have to run the same forwards."""
         try:
             yield
-        except Exception as error:  # drafters are the user's, too
-            goes_on = is_out_of_memory(error) and self.is_lossless and not is_tensor_parallel(self.target.model)
-            if not (self.output.is_finished or goes_on):
+        except Exception as error:  # users write drafters, too
+            can_go_on = is_out_of_memory(error) and self.is_lossless and not is_tensor_parallel(self.target.model)
+            if not (self.output.is_finished or can_go_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
-            self.draft = FixedDrafter()
+            self.draft = BaseDrafter()
             self.draft.reads_logits = False
             self.target.cache.stay()
 
@@ -142,11 +132,11 @@ class Decoder:
         return self.waits_for(unfinished or (self.keeps_rows and self.output.ends_unevenly() and not self._ran_out))
 
     def _round(self) -> None:
-        done = self.output.done
-        pads = self._together and self._keeps_states and any(done)  # which states take in, a token at a time
-        max_new = [0 if is_done or pads else self._max_new(row) for row, is_done in enumerate(done)]
+        # Recurrent states take in the padding of rows that have ended a token at a time.
+        pads = self._together and self._keeps_states and any(self.output.done)
+        max_new = [0] * self.text.batch_size if pads else self._max_new()
         begun = moment(device := self.text.ids.device)
-        draft, along = Draft.none(self.text), None
+        draft, tops = Draft.none(self.text), None
         with self._surviving():
             draft = self.draft.propose(self.text, max_new)
         drafted = moment(device)
@@ -156,29 +146,34 @@ class Decoder:
         logits = self._verify_pass(draft)
         verified = moment(device)
         with self._surviving():
-            along = None if (look := self.draft.look) is None else look(logits)
+            tops = None if (look := self.draft.look) is None else look(logits)
         looked = moment(device)
-        # The wait of a round, the only one where drafts need none: from here on the device's times are known.
-        verdicts = self._judge(draft, logits, along)
-        self._count(draft, seconds_between(begun, drafted), seconds_between(drafted, verified))
-        tokens = self.stats.tokens
+        # Here the host waits for the device, for the only time in a round unless drafting waits, too. The device's
+        # times are known from here on.
+        verdicts = self._judge(draft, logits, tops)
+        stats, tokens = self.stats, self.stats.tokens
+        stats.draft_seconds += seconds_between(begun, drafted)
+        stats.verify_seconds += seconds_between(drafted, verified)
+        stats.verify_passes += 1
+        stats.drafted += sum(draft.lengths)
+        stats.rounds += self.output.done.count(False)
         self._commit(verdicts, logits)
-        self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
+        stats.round_sizes.append((draft.size, stats.tokens - tokens))
         committed = perf_counter()
         with self._surviving():
             self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.values)
-        self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
+        stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
 
     def _loop_steps(self, max_new: list[int]) -> int:
-        """Steps of transformers' own loop until it is looked whether that should go on, 0 for a round of ours: there,
-        rows have to be at the same length, and none ended."""
+        """Returns how many steps transformers' own loop makes before the controller decides again, 0 for a round of
+        ours. That loop needs rows of the same length, none of which has ended."""
         cache, lengths = self.target.cache, self.text.lengths
         is_level = min(lengths) == max(lengths) and not any(self.output.done)
         steps = self.draft.loop_steps(self.text, min(max_new) if is_level else 0, self.loop is not None)
         if steps and self.loop is not None:  # what is copied should be small beside the model
-            held = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers())
-            copied = held * lengths[0] // cache.capacity
+            reserved = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers())
+            copied = reserved * lengths[0] // cache.capacity
             if copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16:
                 self.loop = None
         return 0 if self.loop is None else steps
@@ -193,16 +188,16 @@ class Decoder:
         target.cache.let_go()
         target.let_go()
         self.loop.run(text.ids[:, : text.lengths[0]], cache, steps, self._take)
-        if self.output.is_finished and not self.keeps_rows and self.waits_for is None:
+        if self.output.is_finished and not self.keeps_rows:
             self.stats.verify_seconds += perf_counter() - begun
             return
         length, roots, active = cache.get_seq_length(), list(text.last_slots()), target.active_rows
         places = prompt.slots(length, [length] * text.batch_size)
-        if active is not None:  # the others have left
+        if active is not None:  # the other rows have left
             roots = active.of_list(roots)
             cache.batch_select_indices(torch.tensor(active.kept, device="cpu"))  # for layers on any device
             places = None if places is None else places[active.kept]
-        if places is not None:  # to the columns in the order of slots
+        if places is not None:  # from the slot of each column to the columns in the order of slots
             places = places.masked_fill(places < 0, length).argsort(dim=1, stable=True)[:, : max(roots)]
         target.cache.seek(roots, 1)  # room
         take_in(target.cache, cache, places, [])
@@ -212,25 +207,22 @@ class Decoder:
         self.draft.came_back(seconds - self.loop.seconds)
 
     def _take(self, ids: torch.Tensor, ended: list[torch.Tensor], seconds: list[float]) -> int:
-        """Takes over what transformers' own loop has added to ``ids`` in some steps, each with the rows that end with
-        it; returns the steps until the next look, 0 for none."""
+        """Takes over what transformers' own loop has added to ``ids``, see :data:`~.loop.Watch`."""
         verdicts = []
         new = ids[:, self.text.lengths[0] :].tolist()
         for tokens, ends in zip(new, torch.stack(ended, dim=1).tolist(), strict=True):
             count = ends.index(True) + 1 if True in ends else len(tokens)
             verdicts.append(Verdict(tokens[:count], [-1] * count, True in ends, [0] * count))
-        added = sum(len(verdict.tokens) for verdict in verdicts)
+        counts = [len(verdict.tokens) for verdict in verdicts]
         self.output.streamed += len(ended)
         self.stats.verify_passes += len(ended)
-        self.stats.rounds += added
-        self.stats.accepted_lengths[0] += added - len(verdicts)  # the others are counted next
-        counts = [len(verdict.tokens) for verdict in verdicts]
+        self.stats.rounds += sum(counts)
+        self.stats.accepted_lengths[0] += sum(counts) - len(counts)  # `_commit` counts one more for each row
         self.stats.round_sizes += [(0, sum(count > step for count in counts)) for step in range(len(ended))]
         self._commit(verdicts, Logits(ids[:, :0]))
         steps = 0
         with self._surviving():
-            max_new = [0 if done else self._max_new(row) for row, done in enumerate(self.output.done)]
-            steps = self.draft.follow(self.text, verdicts, max_new, seconds)
+            steps = self.draft.follow(self.text, verdicts, self._max_new(), seconds)
         return 0 if any(self.output.done) else steps
 
     def _verify_pass(self, draft: Draft) -> Logits:
@@ -245,41 +237,38 @@ class Decoder:
         if target.is_exact and draft.size >= MOST_TOKENS:
             raise UnsupportedOptionError(f"SelfSpec(exact=True) takes drafts below {MOST_TOKENS} tokens: {draft.size}.")
         roots = text.last_slots()
-        # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
-        starts_later = draft.states is not None and all(layer >= draft.prefix for layer in target.verified_layers)
-        if draft.states is None or not starts_later or (nodes is not None and target.anatomy.is_recurrent):
-            run = target.verification(chooses=chooses)
-        else:
-            states, ready = draft.states, draft.states.shape[1]
-            if ready < tokens.shape[1]:
-                rest = target.step(
-                    tokens[:, ready:],
-                    roots if nodes is not None else roots.ahead(ready),
-                    ForwardPass(target.full_plan, stop=draft.prefix),
-                    nodes,
-                    ready if nodes is not None else 0,
-                ).captured
-                assert rest is not None
-                states = torch.cat([states, rest], dim=1)
-            run = target.verification(start=draft.prefix, state=states, chooses=chooses)
-        run.spreads = False
+        # The lower layers' recurrent states would have to hold a sibling's ancestors, which ran in another forward.
+        can_start_later = nodes is None or not target.anatomy.is_recurrent
+        can_start_later &= all(layer >= draft.prefix for layer in target.verified_layers)
+        start, states = (draft.prefix, draft.states) if can_start_later and draft.states is not None else (0, None)
+        if states is not None and (ready := states.shape[1]) < tokens.shape[1]:
+            lower = target.step(
+                tokens[:, ready:],
+                roots if nodes is not None else roots.ahead(ready),
+                ForwardPass(target.full_plan, stop=draft.prefix),
+                nodes,
+                ready if nodes is not None else 0,
+            ).captured
+            assert lower is not None
+            states = torch.cat([states, lower], dim=1)
+        run = target.verification(start=start, state=states, chooses=chooses, spreads=False)
         step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
         target.verified = step.captured
-        # An argmax over 16-bit numbers is that over float32 copies, which take more memory; a CPU is slower without.
+        # 16-bit logits have the argmax of their float32 copies, which take more memory, but a CPU is faster with them.
         as_they_are = self._is_greedy and text.ids.device.type != "cpu" and step.logits.itemsize < 4
-        found = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
-        return Logits(found, target.active_rows, step.best)
+        values = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
+        return Logits(values, target.active_rows, step.best)
 
-    def _judge(self, draft: Draft, logits: Logits, along: Tops | None = None) -> list[Verdict]:
-        rest = self.scorer, self.stopper, self.output.done
+    def _judge(self, draft: Draft, logits: Logits, tops: Tops | None = None) -> list[Verdict]:
+        common = self.scorer, self.stopper, self.output.done
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
         whose = self.target.anatomy.model_name if checks else None
-        if self._in_step:
+        if self.output.in_step:
             if whose is not None:
                 check_highest(logits.of_all.amax(-1).flatten().tolist(), whose)
-            return verify_in_step(self.text, draft, logits.of_all, *rest, self.output.steps, self.pad_token)
-        return verify(self.text, draft, logits, *rest, self.output.scores, whose, along)
+            return verify_in_step(self.text, draft, logits.of_all, *common, self.output.steps, self.output.pad_token)
+        return verify(self.text, draft, logits, *common, self.output.scores, whose, tops)
 
     def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
@@ -292,7 +281,7 @@ class Decoder:
         for row, verdict in enumerate(verdicts):
             if done[row]:
                 if self._together:
-                    new[row] = [self.pad_token] * shortest
+                    new[row] = [self.output.pad_token] * shortest
                 continue
             count = shortest if self._together else len(verdict.tokens)
             for depth, node in enumerate(verdict.nodes[:count], start=1):
@@ -302,25 +291,19 @@ class Decoder:
         self.output.append(new)
         self.target.commit(self.text.last_slots(), moves)
         self.output.stream()
-        keeps = self.keeps_rows or self._in_step or self.draft.needs_ended_rows
-        if not keeps:
+        if not (self.keeps_rows or self.output.in_step or self.draft.needs_ended_rows):
             self.target.leave(self.output.done)
 
-    def _count(self, draft: Draft, draft_seconds: float, verify_seconds: float) -> None:
-        self.stats.draft_seconds += draft_seconds
-        self.stats.verify_seconds += verify_seconds
-        self.stats.verify_passes += 1
-        self.stats.drafted += sum(draft.lengths)
-        self.stats.rounds += self.output.done.count(False)
-
-    def _max_new(self, row: int) -> int:
-        """Tokens worth drafting: those that the row may still get, minus the one that verification adds."""
-        count = self.stopper.max_new(self.text, row) - 1
-        limit = self.target.anatomy.position_limit
-        return count if limit is None else max(0, min(count, limit - 1 - self.target.roots[row]))
+    def _max_new(self) -> list[int]:
+        """Tokens of each row worth drafting: those that it may still get, minus the one that verification adds."""
+        counts = [0 if done else self.stopper.max_new(self.text, row) - 1 for row, done in enumerate(self.output.done)]
+        if (limit := self.target.anatomy.position_limit) is None:
+            return counts
+        return [max(0, min(count, limit - 1 - root)) for count, root in zip(counts, self.target.roots, strict=True)]
 
     def _run_out(self) -> None:
-        run_out(self.target, self.text.last_tokens(), self.text.last_slots(), self.text.lengths, self.pad_token)
+        text = self.text
+        run_out(self.target, text.last_tokens(), text.last_slots(), text.lengths, self.output.pad_token)
         self._ran_out = True
 
     def hand_back(self, cache: Any) -> None:

@@ -25,16 +25,15 @@ from ..model.modules import forward_parameters, is_tensor_parallel
 from ..model.prompt import cache_name, given_cache
 from ..model.target import Target
 
-# Called with all ids ``[b, s]``, for each new step the rows ``[b]`` that end with it, and the seconds of these steps,
-# without the first of a run; returns after how many steps it is to be called again, 0 to end the loop.
+# Called with all ids ``[b, s]``, for each new step the rows ``[b]`` that end with it, and the seconds of these steps
+# except for the first one of a run. Returns after how many steps it is to be called again, 0 to end the loop.
 Watch = Callable[[torch.Tensor, list[torch.Tensor], list[float]], int]
-# What has to be transformers' own: it is called with a text that has grown.
 
 
 @dataclass
 class Loop:
-    """What ``generate`` has prepared for its own loop in one call; ``seconds`` are those of the last run's steps, with
-    what was learned from them."""
+    """What ``generate`` has prepared for its own loop in one call; ``seconds`` is the time of the last run's steps,
+    including what was learned from them."""
 
     model: PreTrainedModel
     processors: LogitsProcessorList
@@ -45,8 +44,8 @@ class Loop:
     seconds: float = 0.0
 
     def is_possible(self, target: Target) -> bool:
-        """Whether the loop can go on in the middle of the call: a step depends on nothing but the ids, their keys and
-        values, and what processors and criteria keep, and nothing but its ids is returned."""
+        """Whether the loop can go on in the middle of the call: a step depends only on the ids, their keys and values,
+        and what processors and criteria keep, and only its ids are returned."""
         config, model, inputs = self.config, self.model, self.inputs
         return (
             all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in LOOP_METHODS)
@@ -66,8 +65,8 @@ class Loop:
             and not target.anatomy.is_recurrent
             and target.cache.window is None
             and not is_tensor_parallel(model)
-            and inputs.input_ids.device.type in ("cpu", "cuda")  # elsewhere it may stop a step late
-            # The first step takes in one token of a longer text, for which transformers asks how long a mask is.
+            and inputs.input_ids.device.type in ("cpu", "cuda")  # elsewhere the loop may stop a step late
+            # The first step takes in one token of a longer text, for which transformers needs the length of a mask.
             and (inputs.arguments.get("attention_mask") is not None or "attention_mask" in forward_parameters(model))
         )
 
@@ -79,10 +78,10 @@ class Loop:
         if kwargs.get("attention_mask") is None and not set_mask_length(config, ids.shape[1]):
             kwargs["attention_mask"] = torch.ones_like(self.inputs.input_ids)
         added = ids.shape[1] - self.inputs.input_ids.shape[1]
-        outputs: Any = {}  # of a forward, of which nothing is read but what models with further states return
-        kwargs = next_arguments(self.model, outputs, kwargs, num_new_tokens=added)
+        # Of a forward's output, only what models with further states return is read.
+        kwargs = next_arguments(self.model, {}, kwargs, num_new_tokens=added)
         watched = _Watched(self.criteria, watch, steps)
-        output = sample(
+        ids = sample(
             self.model,
             ids,
             logits_processor=self.processors,
@@ -92,12 +91,12 @@ class Loop:
             **kwargs | {cache_name(self.model): cache},
         )
         if watched.ended:
-            watched.tell(output)
+            watched.report(ids)
         self.seconds = watched.total
 
 
 class _Watched(StoppingCriteriaList):
-    """The criteria of a call, and where the loop ends for now."""
+    """The criteria of a call, which end the loop where ``watch`` wants that."""
 
     def __init__(self, criteria: StoppingCriteriaList, watch: Watch, steps: int) -> None:
         super().__init__(criteria)
@@ -110,12 +109,12 @@ class _Watched(StoppingCriteriaList):
         if self._since is not None:  # the first step prepares the loop
             self._seconds.append(perf_counter() - self._since)
         self.ended.append(ended)
-        if len(self.ended) >= self._steps and not self.tell(input_ids):
+        if len(self.ended) >= self._steps and not self.report(input_ids):
             return torch.ones_like(ended)
         self._since = perf_counter()
         return ended
 
-    def tell(self, ids: torch.Tensor) -> int:
+    def report(self, ids: torch.Tensor) -> int:
         begun = perf_counter()
         self.total += sum(self._seconds) / max(len(self._seconds), 1) * len(self.ended)
         self._steps = self._watch(ids, self.ended, self._seconds)
@@ -125,7 +124,7 @@ class _Watched(StoppingCriteriaList):
 
 
 class _Unended(BaseStreamer):
-    """Shows tokens, of which none is drafted, and leaves the end to the call."""
+    """Passes on tokens, none of which is drafted, but not the end, which the call itself tells."""
 
     def __init__(self, streamer: BaseStreamer) -> None:
         self._streamer: Any = streamer

@@ -1,45 +1,42 @@
 """What a call has generated so far: rows, where they end, what a streamer has shown and what is returned with them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.streamers import BaseStreamer
 
-from ..batch import Text, Verdict, by_step
+from ..batch import Text, Verdict
 from ..model.logits import Logits
 from ..model.prompt import CACHE_NAME
 from ..stats import GenerationStats
 from ..verify.stopping import Stopper
 
 
+@dataclass(eq=False)
 class Output:
-    """The rows of one call; ``done`` are those that get no more tokens."""
+    """The rows of one call; ``done`` tells which of them get no more tokens."""
 
-    def __init__(
-        self,
-        text: Text,
-        stopper: Stopper,
-        config: GenerationConfig,
-        pad_token: int,
-        streamer: BaseStreamer | None,
-        stats: GenerationStats,
-        in_step: bool,
-    ) -> None:
-        b = text.batch_size
-        self.text, self.stopper, self.pad_token, self.stats = text, stopper, pad_token, stats
-        self.streamer: Any = streamer  # receives each token once all rows have it
+    text: Text
+    stopper: Stopper
+    config: GenerationConfig  # what is returned besides the ids
+    pad_token: int  # id for rows that have ended
+    streamer: Any  # receives each token once all rows have it; None for none
+    stats: GenerationStats
+    in_step: bool  # whether processors and criteria are called for all rows together
+
+    def __post_init__(self) -> None:
+        b, config = self.text.batch_size, self.config
         self.done, self.streamed = [False] * b, 0
         self._ended: list[int | None] = [None] * b
-        self._tokens: list[list[int]] = [[] for _ in range(b)]  # generated, as the host knows them
-        returned = config.return_dict_in_generate
-        scores, logits = returned and config.output_scores, returned and config.output_logits
+        scores = config.return_dict_in_generate and config.output_scores
+        logits = config.return_dict_in_generate and config.output_logits
         # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
-        self.scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not in_step else None
-        self.steps: list[torch.Tensor] | None = [] if scores and in_step else None
+        self.scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self.in_step else None
+        self.steps: list[torch.Tensor] | None = [] if scores and self.in_step else None
         self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
-        stats.from_draft = [[] for _ in range(b)]
+        self.stats.from_draft = [[] for _ in range(b)]
 
     @property
     def is_finished(self) -> bool:
@@ -56,9 +53,9 @@ class Output:
         generated = (length - self.text.prompt_width for length in self.text.lengths)
         return [count if end is None else end for count, end in zip(generated, self._ended, strict=True)]
 
-    def seen(self, last: int) -> list[list[int]]:
-        """Of each row at most ``last`` tokens of those that are shown."""
-        return [known[: min(count, last)] for known, count in zip(self._tokens, self.counts(), strict=True)]
+    def shown(self, most: int) -> list[list[int]]:
+        """The tokens of each row that are shown, at most ``most``."""
+        return [tokens[: min(count, most)] for tokens, count in zip(self.text.new, self.counts(), strict=True)]
 
     def take(self, row: int, verdict: Verdict, count: int, logits: Logits) -> list[int]:
         """Takes the first ``count`` tokens of a verdict, and returns them."""
@@ -79,10 +76,8 @@ class Output:
         return verdict.tokens[:count]
 
     def append(self, new: list[list[int]]) -> None:
-        """Appends tokens to the text of each row, and tells which rows are done."""
+        """Appends tokens to the text of each row, and updates which rows are done."""
         self.text.append(new)
-        for known, tokens in zip(self._tokens, new, strict=True):
-            known += tokens
         self.done = [self._is_done(row) for row in range(len(new))]
 
     def stream(self) -> None:
@@ -92,13 +87,12 @@ class Output:
         counts, width = self.counts(), self.text.prompt_width
         open_rows = [length - width for length, done in zip(self.text.lengths, self.done, strict=True) if not done]
         ready = min(open_rows) if open_rows else max(counts)
-        while (place := self.streamed) < ready:
+        while (step := self.streamed) < ready:
             if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
-                known = (drafted[place : place + 1] for drafted in self.stats.from_draft)
-                self.streamer.from_draft = [any(drafted) for drafted in known]
-            rows = zip(self._tokens, counts, strict=True)
-            shown = [tokens[place] if place < count else self.pad_token for tokens, count in rows]
-            self.streamer.put(torch.tensor(shown, device="cpu"))
+                self.streamer.from_draft = [any(drafted[step : step + 1]) for drafted in self.stats.from_draft]
+            rows = zip(self.text.new, counts, strict=True)
+            tokens = [row[step] if step < count else self.pad_token for row, count in rows]
+            self.streamer.put(torch.tensor(tokens, device="cpu"))
             self.streamed += 1
 
     def ids(self) -> torch.Tensor:
@@ -114,8 +108,8 @@ class Output:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=by_step(self.scores, steps) if self.steps is None else tuple(self.steps),
-            logits=by_step(self._logits, steps),
+            scores=_by_step(self.scores, steps) if self.steps is None else tuple(self.steps),
+            logits=_by_step(self._logits, steps),
             **{CACHE_NAME: cache},
         )
 
@@ -133,3 +127,11 @@ class Output:
         count, length = self._shared_count(), self.text.lengths[row]
         at_most = self.stopper.max_length is not None and length >= self.stopper.max_length
         return at_most or (count is not None and length - self.text.prompt_width >= count)
+
+
+def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

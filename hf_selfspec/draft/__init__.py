@@ -11,7 +11,9 @@ from .lookup import Lookup as Lookup
 from .mtp import MTP as MTP
 from .quantized import Quantized as Quantized
 from .skip_layers import SkipLayers as SkipLayers
+from .source import BaseDrafter as BaseDrafter
 from .source import Drafter as Drafter
 from .source import DraftSource as DraftSource
-from .source import FixedDrafter as FixedDrafter
 from .source import Session as Session
+
+FixedDrafter = BaseDrafter  # its public name

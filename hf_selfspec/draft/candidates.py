@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
-from .source import Drafter, DraftSource, FixedDrafter, Session
+from .source import BaseDrafter, Drafter, DraftSource, Session
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[Candidate
         ) from error
 
 
-class CandidateDraft(FixedDrafter):
+class CandidateDraft(BaseDrafter):
     """Drafts each row's tokens with a ``CandidateGenerator`` of its own, called with ids ``[1, s]`` without padding;
     logits that it returns, ``[1, t, v]``, are used only where tokens were sampled."""
 

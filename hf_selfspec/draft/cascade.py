@@ -13,7 +13,7 @@ from ..model.anatomy import Anatomy
 from .attached import attached_source
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup
-from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
+from .source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session, completed
 
 
 @register("draft")
@@ -81,7 +81,7 @@ class Cascade(DraftSource):
         controller = controller_of(session)
         drafts = free.free_drafts(session, controller)
         within = replace(session, in_cascade=True, round_seconds=controller.round_seconds)
-        others: dict[str, FixedDrafter] = {}
+        others: dict[str, BaseDrafter] = {}
         for source in chain(self.sources, self._attached(session)):
             if source is free:
                 continue

@@ -14,7 +14,7 @@ from ..model.transfer import read, upload
 from ..stats import GenerationStats
 from .constrained import allowed, forced
 from .free import FreeDrafts, Seed
-from .source import Drafter, FixedDrafter, Session, completed
+from .source import BaseDrafter, Drafter, Session, completed
 
 
 def controller_of(session: Session) -> Controller:
@@ -24,7 +24,7 @@ def controller_of(session: Session) -> Controller:
     return Controller(found, f"{device} {target.model.dtype}{how}", device == "cpu", session.is_tensor_parallel)
 
 
-def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
+def controlled(drafter: Drafter, session: Session, name: str) -> BaseDrafter:
     """The drafter of the source ``name`` under a controller if it makes estimates, or where there are grammars."""
     found = completed(drafter)
     always = found.expected_speedup == math.inf or session.is_tensor_parallel
@@ -33,11 +33,11 @@ def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
     return ControlledDrafter(session, controller_of(session), None, {name: found})
 
 
-class ControlledDrafter(FixedDrafter):
+class ControlledDrafter(BaseDrafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
-        self, session: Session, controller: Controller, free: FreeDrafts | None, others: dict[str, FixedDrafter]
+        self, session: Session, controller: Controller, free: FreeDrafts | None, others: dict[str, BaseDrafter]
     ) -> None:
         self.controller, self.free, self.others = controller, free, others
         self._takes_trees = session.takes_trees

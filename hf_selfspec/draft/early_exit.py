@@ -18,7 +18,7 @@ from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, StrPath, check_count, check_exit
 from .partial import PartialDraft
 from .probe import ProbingDraft
-from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session
+from .source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 _M = TypeVar("_M", bound=DraftModule)
 
@@ -178,7 +178,7 @@ class EarlyExitOnly(DraftSource):
         return DraftBlocks(self.whole_model(anatomy))
 
     def start(self, session: Session) -> Drafter:
-        return FixedDrafter()
+        return BaseDrafter()
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:

@@ -17,10 +17,10 @@ from ..stop.adaptive import AdaptiveThreshold
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
 from ..verify.choosing import draw_without_replacement
 from .growing import DraftStep, GrowingDraft
-from .source import FixedDrafter, Session
+from .source import BaseDrafter, Session
 
 
-class PartialDraft(FixedDrafter):
+class PartialDraft(BaseDrafter):
     """Runs the blocks of a plan, and ``head`` in place of the model's own if given. From ``reuse_from`` tokens on
     verification starts from their states. Where a draft is made ``in_one_forward``, its end saves nothing."""
 

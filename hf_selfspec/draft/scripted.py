@@ -10,7 +10,7 @@ from ..batch import Draft, Text
 from ..errors import UnsupportedModelError
 from ..model.partial import ForwardPass
 from ..model.target import Target
-from .source import DraftSource, FixedDrafter, Session
+from .source import BaseDrafter, DraftSource, Session
 
 # Right tokens of the first draft, and its nodes, the others of which are wrong: as many as free drafts have at most.
 # All of the second one are wrong.
@@ -31,12 +31,12 @@ class Scripted(DraftSource):
 
     takes_forwards = False
 
-    def start(self, session: Session) -> FixedDrafter:
+    def start(self, session: Session) -> BaseDrafter:
         session.target.cache.reserve(_NODES + 1)
         return _ScriptedDrafter(self, session)
 
 
-class _ScriptedDrafter(FixedDrafter):
+class _ScriptedDrafter(BaseDrafter):
     reads_logits = False
 
     def __init__(self, script: Scripted, session: Session) -> None:

@@ -88,7 +88,7 @@ class SearchingDraft(LookingDraft):
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
 
     def miss(self, text: Text) -> bool:
-        """See :meth:`FixedDrafter.miss`; a search with time for a trial needs rounds."""
+        """See :meth:`BaseDrafter.miss`; a search with time for a trial needs rounds."""
         search = self.search
         if search.choice.drafts or not (search.is_idle or (self._budget.share < 1.0 and not self._has_time(_LEAST))):
             return False

@@ -73,7 +73,7 @@ class Drafter(Protocol):
         return None
 
 
-class FixedDrafter(Drafter):
+class BaseDrafter(Drafter):
     """Base class of drafters, which drafts and learns nothing and has nothing to report.
 
     Attributes:
@@ -116,7 +116,7 @@ class FixedDrafter(Drafter):
         """Learns what the way to that loop and back has taken, without its steps."""
 
 
-class _Completed(FixedDrafter):
+class _Completed(BaseDrafter):
     """A drafter of a class that does not derive from ours, with the defaults for what it lacks."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -127,9 +127,9 @@ class _Completed(FixedDrafter):
         return getattr(drafter, name) if hasattr(drafter, name) else object.__getattribute__(self, name)
 
 
-def completed(drafter: Drafter) -> FixedDrafter:
+def completed(drafter: Drafter) -> BaseDrafter:
     """Returns a drafter with the defaults for what it lacks."""
-    return drafter if isinstance(drafter, FixedDrafter) else _Completed(drafter)
+    return drafter if isinstance(drafter, BaseDrafter) else _Completed(drafter)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from ..learned import saving
 from ..model.anatomy import causal_lm
 from ..selfspec import CONFIG_KEY, SelfSpec
 
-# Options of a call or generation config that choose another way of decoding, and so override one set elsewhere.
+# Options of a call or generation config that choose another way of decoding, and so override a SelfSpec set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _ALLOWED = "a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), or False for none"
 # Where a generation config may hold a SelfSpec, as in a call.
 CONFIG_NAMES = ("custom_generate", "assistant")
-# How many SelfSpecs of saved configs are kept.
+# How many SelfSpecs of saved configs are kept in memory.
 _RESTORED = 64
 
 _specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
@@ -30,8 +30,9 @@ _lock = new_lock()
 
 
 def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:
-    """Chooses what serves a call, and says where it was set (by arguments, generation config, the model's, or attached,
-    in this order), if not in the call itself. ``None`` is for transformers' own decoding."""
+    """Returns what serves a call, and where it was set if not in the call itself, else an empty string. The call's
+    arguments come first, then its generation config, that of the model, and what is attached to the model. ``None`` is
+    for transformers' own decoding."""
     custom = call.get("custom_generate")
     if isinstance(custom, SelfSpec):
         if assistant is False:
@@ -48,16 +49,16 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
     in_passed = _in_config(passed)
-    models = [model, *_around(model)]
-    in_own = [(_in_config_of(each), f"in the generation config of this {type(each).__name__}") for each in models]
+    models = [(each, f"this {type(each).__name__}") for each in (model, *_around(model))]
+    configured = [(_in_config_of(each), f"in the generation config of {name}") for each, name in models]
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
-        default_of = next((default_of for spec, default_of in in_own if spec == in_passed), "")
+        default_of = next((default_of for spec, default_of in configured if spec == in_passed), "")
         return (in_passed, default_of) if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
-    attached = [(_attached(each), f"attached to this {type(each).__name__}") for each in models]
-    spec, default_of = next((default for default in in_own + attached if default[0] is not None), (None, ""))
+    attached = [(_attached(each), f"attached to {name}") for each, name in models]
+    spec, default_of = next((default for default in configured + attached if default[0] is not None), (None, ""))
     return (spec, default_of) if spec else None
 
 
@@ -79,8 +80,8 @@ def _checked(assistant: Any, custom: Any, call: Mapping[str, Any]) -> SelfSpec:
 
 
 def _around(model: Any) -> Iterator[PreTrainedModel]:
-    """The model whose own ``generate`` calls that of ``model``, a language model inside of it (as in BLIP-2); only the
-    callers tell. None where the outer model decodes this call itself, and the inner one is a part of each step."""
+    """The model whose own ``generate`` calls that of ``model``, a language model inside of it (as in BLIP-2). Only the
+    stack of callers shows it. Empty where the outer model decodes itself, and the inner one is a part of each step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         outer = frame.f_locals.get("self") if frame.f_code.co_name == "generate" else None
@@ -112,17 +113,17 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
 
 
 def _in_config_of(model: Any) -> SelfSpec | Literal[False] | None:
-    """The same of the model's own config."""
+    """The same for a model's own config, where a value that is not allowed leads to a warning."""
     try:
         return _in_config(getattr(model, "generation_config", None))
-    except (SettingError, SettingTypeError) as error:  # a warning, since the caller did not write the model's config
+    except (SettingError, SettingTypeError) as error:  # not raised, since the caller did not write the model's config
         warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
         return None
 
 
 @lru_cache(maxsize=_RESTORED)
 def _restored(settings: str) -> SelfSpec:
-    """The ``SelfSpec`` of a saved config, one for equal settings (JSON of ``to_dict``), so that it keeps learning."""
+    """The ``SelfSpec`` of a saved config. Equal settings (JSON of ``to_dict``) share it, so that it keeps learning."""
     encoded = json.loads(settings)
     if isinstance(encoded, str):
         raise SettingError(
@@ -197,18 +198,14 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
             f"{spec!r}."
         )
     inner = causal_lm(model, "attach")
-    own = getattr(type(inner), "generate", GenerationMixin.generate)
-    if own is not GenerationMixin.generate and "generate" not in _names_in(own):
+    generate = getattr(type(inner), "generate", GenerationMixin.generate)
+    code = getattr(inspect.unwrap(generate), "__code__", None)
+    if generate is not GenerationMixin.generate and code is not None and "generate" not in code.co_names:
         warn_once(
             f"the generate of {type(inner).__name__} is a decode loop of its own, which an attached SelfSpec does not "
             "reach: nothing is drafted."
         )
     return Attachment(inner, spec)
-
-
-def _names_in(method: Any) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return ("generate",) if code is None else code.co_names
 
 
 def detach(model: Any) -> None:

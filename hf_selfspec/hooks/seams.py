@@ -7,24 +7,25 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# Where a wrapper of ours, of this import of the package or an earlier one, keeps itself and what it wraps: others'
-# wrappers have copies of all attributes.
+# The attribute in which a wrapper of ours, of this import of the package or an earlier one, keeps itself and what it
+# wraps. It keeps itself since wrappers of others have copies of all attributes.
 _OURS = "_hf_selfspec_wrapper"
-# The first seam, which has to be there before a name of the package is used: ``model.generate(assistant=SelfSpec())``
-# looks ``generate`` up first. What serves it is imported when it is needed.
+# The first seam, which is needed before any name of the package is used: ``model.generate(assistant=SelfSpec())`` looks
+# ``generate`` up first. The module that serves it is imported when it is needed.
 _GENERATION, _MIXIN, _SERVING = "transformers.generation.utils", "GenerationMixin", "hf_selfspec.hooks.wrapper"
 
 Method = Callable[..., Any]
 Wrap = Callable[[Method], Method]
 
-# None until it is imported; a reload of this module keeps it, which wrappers look things up in.
+# What wraps each method, None until that is imported. A reload of this module keeps the dictionary, since wrappers look
+# things up in it.
 _wraps: dict[tuple[type, str], Wrap | None] = globals().get("_wraps", {})
 _is_installed = True
 _running = threading.local()  # the wrappers that serve calls of this thread, and the objects whose methods they are
 
 
-def add_seam(owner: type, name: str, wrap: Wrap) -> None:
-    """Wraps a method of transformers, now and at each :func:`install`."""
+def add_seam(owner: type, name: str, wrap: Wrap | None) -> None:
+    """Wraps a method of transformers, now and at each :func:`install`; ``None`` for what is imported later."""
     _wraps[owner, name] = wrap
     if _is_installed:
         _place(owner, name)
@@ -66,13 +67,11 @@ def watch_for_generate() -> None:
 
 def _add_generate(module: Any) -> None:
     if (owner := getattr(module, _MIXIN, None)) is not None:
-        _wraps.setdefault((owner, "generate"), None)
-        if _is_installed:
-            _place(owner, "generate")
+        add_seam(owner, "generate", _wraps.get((owner, "generate")))
 
 
 class _Watch:
-    """Finds no module, but waits for one."""
+    """Among the finders of ``sys.meta_path``: wraps ``generate`` when its module is imported, which others find."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _GENERATION:
@@ -96,8 +95,8 @@ class _Watch:
 
 def _wrapped_by(method: Any) -> Any:
     """What a wrapper of ours wraps, ``None`` for other methods."""
-    ours, original = getattr(method, _OURS, (None, None))
-    return original if ours is method else None
+    wrapper, original = getattr(method, _OURS, (None, None))
+    return original if wrapper is method else None
 
 
 def _take_off(owner: type, name: str) -> None:
@@ -106,19 +105,18 @@ def _take_off(owner: type, name: str) -> None:
 
 
 def _place(owner: type, name: str) -> None:
-    """Wraps a method, unless the topmost wrapper of a known chain is ours."""
+    """Wraps a method, unless it is wrapped by this import of the package already, perhaps below wrappers of others."""
     method = getattr(owner, name)
     while method is not None:
         if getattr(method, "__globals__", None) is globals() and _wrapped_by(method) is not None:
             return
         method = getattr(method, "__wrapped__", None)
-    if _wrapped_by(getattr(owner, name)) is not None:
-        _take_off(owner, name)  # of an earlier import of the package
+    _take_off(owner, name)  # wrappers of an earlier import of the package
     setattr(owner, name, _wrapper(owner, name, getattr(owner, name)))
 
 
 def _wrapper(owner: type, name: str, original: Method) -> Method:
-    """A method that serves while we are installed, once where it is below another one of ours."""
+    """A method that serves while we are installed, unless another wrapper of ours above it serves the call already."""
     serving: dict[Wrap, Method] = {}
 
     @functools.wraps(original)

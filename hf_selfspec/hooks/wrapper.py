@@ -34,9 +34,10 @@ from ..stats import GenerationStats
 from .choosing import CONFIG_NAMES, choose
 from .seams import add_seam
 
-# Their arguments for generate have to be in ``generate_kwargs``: others go to the processor, which ignores them.
+# These take arguments for generate in ``generate_kwargs`` alone: all others go to the processor, which ignores them.
 _PIPELINES = (ImageTextToTextPipeline, AnyToAnyPipeline)
-# Of what decodes a call: ``generate`` looks at it twice, and working it out takes longer than all checks.
+# The signature of what decodes a call: ``generate`` reads it twice, and Python takes longer to work it out than all
+# checks take.
 _SIGNATURE = inspect.signature(SelfSpec.__call__)
 
 
@@ -46,19 +47,17 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         # All arguments by name, so that those which callables do not get can be removed.
-        given = signature.bind(self, *args, **kwargs).arguments
-        named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
-        named.update(given.get("kwargs", {}))
+        named = _by_name(signature, self, *args, **kwargs)
         chosen = choose(self, assistant, named)
         if chosen is None:
             return original(self, *args, **kwargs)
-        spec, default_of = chosen
+        (spec, default_of), why = chosen, ""
         try:
-            if why := why_plain(self):
-                raise _LeftToPlainError(why)
+            if why := why_plain(self):  # whoever chose the SelfSpec
+                raise UnsupportedModelError(why)
             served = _served(self, spec, default_of, named)
-        except Exception as error:  # a default breaks no call
-            if not (default_of or isinstance(error, _LeftToPlainError) or _may_be_the_models(error, self)):
+        except Exception as error:  # a SelfSpec that the caller did not choose must not make the call fail
+            if not (default_of or why or _may_be_the_models(error, self)):
                 raise
             why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
             output = original(self, *args, **kwargs)
@@ -70,18 +69,21 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
+def _by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a method's call, but ``self``."""
+    arguments = signature.bind_partial(*args, **kwargs).arguments
+    named = {name: value for name, value in arguments.items() if name not in ("self", "kwargs")}
+    return named | arguments.get("kwargs", {})
+
+
 def _may_be_the_models(error: Exception, model: Any) -> bool:
-    """Whether an error that nobody expected comes from what was not seen of a model."""
+    """Whether an unexpected error may come from a part of the model that the tests have not seen."""
     if isinstance(error, SelfSpecError):
         return False
     try:
         return bool(Unseen.of(model))
-    except Exception:  # of what such a model does
+    except Exception:  # such a model may raise anything
         return True
-
-
-class _LeftToPlainError(UnsupportedModelError):
-    """Plain ``generate`` serves a call, whoever chose a ``SelfSpec`` for it."""
 
 
 def _without_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,15 +92,15 @@ def _without_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generate_batch(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
-        arguments = signature.bind_partial(self, *args, **kwargs).arguments
-        chosen = choose(self, assistant, arguments | arguments.get("kwargs", {}))
+        chosen = choose(self, assistant, _by_name(signature, self, *args, **kwargs))
         if chosen is not None:
+            _, default_of = chosen
             why = (
                 "generate_batch (continuous batching) has a decode loop of its own, which does not draft: call generate"
             )
-            if not chosen[1]:
+            if not default_of:
                 raise UnsupportedOptionError(f"{why}, or leave out the SelfSpec.")
-            warn_once(f"the SelfSpec {chosen[1]} is not used. {why} for drafts.")
+            warn_once(f"the SelfSpec {default_of} is not used. {why} for drafts.")
         return original(self, *args, **kwargs)
 
     return generate_batch
@@ -118,7 +120,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     check_inputs(model, named.get("inputs"))
     if effective.cache_implementation == "static":
         named |= {"compile_config": effective.compile_config or CompileConfig()}
-    # Transformers has no tokenizer for either of these where a callable decodes.
+    # Where a callable decodes, transformers has no tokenizer for either of these options.
     tokenizer, strings, heals = named.get("tokenizer"), effective.stop_strings, bool(effective.token_healing)
     if tokenizer is None and (strings is not None or heals):
         option = "token_healing=True" if strings is None else f"stop_strings={strings!r}"
@@ -133,7 +135,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
         named |= {"token_healing": False, "streamer": None}
 
     def decode(
-        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
+        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
     ) -> Any:
         if heals:
             input_ids = model.heal_tokens(input_ids, tokenizer)
@@ -141,14 +143,15 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
                 streamer.put(input_ids.cpu())
         prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
         with listing_once():
-            return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
+            return serve(Call(*prepared, synced_gpus, streamer, inputs), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE
     return named | {"custom_generate": decode}
 
 
 def _check_healing(named: dict[str, Any], tokenizer: Any) -> None:
-    """Token healing reads its prompts' texts again; what has been prepared for them does not fit another length."""
+    """Checks that token healing, which tokenizes the prompts' texts again, does not change their length: masks and
+    positions have been prepared for it."""
     ids = named.get("inputs") if named.get("input_ids") is None else named["input_ids"]
     if ids is None or ids.shape[1] == 0:
         return
@@ -161,19 +164,19 @@ def _check_healing(named: dict[str, Any], tokenizer: Any) -> None:
 
 
 class _Options:
-    """The options of a call: its arguments, else those of its config, else those of the model's."""
+    """The options of a call: its arguments, else those of its config, else those of the model's config."""
 
     def __init__(self, model: Any, named: dict[str, Any]) -> None:
-        self._own, self._named = model.generation_config, named
+        self._of_model, self._named = model.generation_config, named
 
     def __getattr__(self, name: str) -> Any:
-        default = getattr(self._own, name, None)
-        if name in self._named and hasattr(self._own, name):
+        if name in self._named and hasattr(self._of_model, name):
             return self._named[name]
-        passed = getattr(self._named["generation_config"], name, None)
-        # Unset by transformers, too: models of the Hub have this default for sliding windows.
-        found = default if passed is None else passed
-        return None if name == "cache_implementation" and found == "hybrid" else found
+        value = getattr(self._named["generation_config"], name, None)
+        if value is None:
+            value = getattr(self._of_model, name, None)
+        # transformers drops it, too: models of the Hub have this default for sliding windows.
+        return None if name == "cache_implementation" and value == "hybrid" else value
 
 
 def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
@@ -186,17 +189,17 @@ def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
 
 
 def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what a pipeline calls with all arguments; an ``assistant`` of its constructor holds for all calls."""
+    """Wraps what a pipeline calls with all arguments. An ``assistant`` of its constructor is used in all calls."""
 
     @functools.wraps(original)
     def sanitize(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         preprocess, forward, postprocess = original(self, *args, **kwargs)
-        before = options_of_pipeline(self)
-        now = forward.get("generate_kwargs") or before
-        for given in (now, before):
-            assistant = given.get("assistant") if assistant is None else assistant
+        of_pipeline = options_of_pipeline(self)
+        of_call = forward.get("generate_kwargs") or of_pipeline
+        for options in (of_call, of_pipeline):
+            assistant = options.get("assistant") if assistant is None else assistant
         if assistant is not None:
-            forward["generate_kwargs"] = {**now, "assistant": assistant}
+            forward["generate_kwargs"] = {**of_call, "assistant": assistant}
         return preprocess, forward, postprocess
 
     return sanitize

@@ -324,7 +324,7 @@ def _apart(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> f
 def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
     """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
     settings = Settings(draft=source)
-    decoder = lay_out(call, settings, settings._known(call.model), checks_logits=False)
+    decoder = lay_out(call, settings, settings._knowledge_of(call.model), checks_logits=False)
     decoder.target.cache.has_unknown_readers = True
     try:
         with decoder.target.prepared():
@@ -340,7 +340,7 @@ def cannot_be_laid_out(call: Any, error: Exception, lay_out: Callable[..., Any])
         return False
     settings = Settings(draft=Lookup())
     try:
-        lay_out(call, settings, settings._known(call.model), checks_logits=False)
+        lay_out(call, settings, settings._knowledge_of(call.model), checks_logits=False)
     except Exception:  # of the user's model
         return True
     return False

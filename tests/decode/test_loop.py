@@ -26,17 +26,17 @@ TURNS = (3, 3, 0, 0)
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Lets rounds without a draft and the loop take turns; returns the lengths of the text before and after each."""
-    turns, found, run = itertools.cycle(TURNS), list[tuple[int, int]](), Loop.run
+    turns, lengths, run = itertools.cycle(TURNS), list[tuple[int, int]](), Loop.run
 
     def watched(loop: Loop, ids: torch.Tensor, cache: DynamicCache, *args: Any) -> None:
         run(loop, ids, cache, *args)
-        found.append((ids.shape[1], cache.get_seq_length()))
+        lengths.append((ids.shape[1], cache.get_seq_length()))
 
     monkeypatch.setattr(
         ControlledDrafter, "loop_steps", lambda drafter, text, left, has_loop=True: next(turns) if left > 3 else 0
     )
     monkeypatch.setattr(Loop, "run", watched)
-    return found
+    return lengths
 
 
 class EveryThird(LogitsProcessor):
@@ -62,13 +62,13 @@ class EndsRows(StoppingCriteria):
 
 class Heard(BaseStreamer):
     def __init__(self) -> None:
-        self.found: list[Any] = []
+        self.tokens: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.found.append(value.flatten().tolist())
+        self.tokens.append(value.flatten().tolist())
 
     def end(self) -> None:
-        self.found.append("end")
+        self.tokens.append("end")
 
 
 ROWS = ragged_batch()
@@ -87,15 +87,15 @@ ROWS = ragged_batch()
     ids=["one row", "ragged rows", "ends", "penalties", "a processor that counts", "a criterion"],
 )
 def test_ids(llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], options: dict[str, Any]) -> None:
-    found = []
+    outputs = []
     for assistant in (None, SelfSpec.lookup()):
-        given = options | {name: [EveryThird()] for name in options if name == "logits_processor"}
+        arguments = options | {name: [EveryThird()] for name in options if name == "logits_processor"}
         streamer = Heard() if inputs is ROW else None
         ids = llama.generate(
-            **inputs, max_new_tokens=40, do_sample=False, streamer=streamer, assistant=assistant, **given
+            **inputs, max_new_tokens=40, do_sample=False, streamer=streamer, assistant=assistant, **arguments
         )
-        found.append((ids.tolist(), streamer and streamer.found))
-    assert found[0] == found[1]
+        outputs.append((ids.tolist(), streamer and streamer.tokens))
+    assert outputs[0] == outputs[1]
     assert runs
     stats = assistant.stats
     assert sum(map(len, stats.from_draft)) == stats.tokens
@@ -109,7 +109,7 @@ def test_a_search_without_time_does_not_need_rounds(
 
     def steps(drafter: ControlledDrafter, text: Text, left: int, has_loop: bool = True) -> int:
         assert drafter.others
-        return 3 if has_loop and left > 3 and all(one.miss(text) for one in drafter.others.values()) else 0
+        return 3 if has_loop and left > 3 and all(drafter.miss(text) for drafter in drafter.others.values()) else 0
 
     monkeypatch.setattr(ControlledDrafter, "loop_steps", steps)
     options = {"max_new_tokens": 60, "do_sample": False}
@@ -165,9 +165,9 @@ def test_a_model_that_takes_no_mask(llama: LlamaForCausalLM, runs: list[Any]) ->
 def test_where_it_is_not_possible(
     llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    given = {name: value() if isinstance(value, type) else value for name, value in options.items()}
-    given |= {"logits_processor": [given["logits_processor"]]} if "logits_processor" in given else {}
-    ours = llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=SelfSpec.lookup(), **given)
+    arguments = {name: value() if isinstance(value, type) else value for name, value in options.items()}
+    arguments |= {"logits_processor": [arguments["logits_processor"]]} if "logits_processor" in arguments else {}
+    ours = llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=SelfSpec.lookup(), **arguments)
     assert not runs
     if "stopping_criteria" in options:
-        assert torch.equal(ours, llama.generate(**inputs, max_new_tokens=20, do_sample=False, **given))
+        assert torch.equal(ours, llama.generate(**inputs, max_new_tokens=20, do_sample=False, **arguments))

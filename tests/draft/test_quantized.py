@@ -276,7 +276,7 @@ def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any]
     model, spec = tiny_llama(factor=0.5), spec_of()
     spec.save_pretrained(tmp_path, model)
     loaded = SelfSpec.from_pretrained(tmp_path)
-    loaded._known(model).fingerprint()  # at its first use
+    loaded._knowledge_of(model).fingerprint()  # at its first use
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
     packs.clear()

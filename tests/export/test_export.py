@@ -261,7 +261,7 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     assert not (tmp_path / "draft").exists()
     search.choice = SkipChoice(plan, True, None, 1.5, 0.9, 0.9)
     search.changed()
-    spec._known(llama).write()
+    spec._knowledge_of(llama).write()
     spec.save_pretrained(tmp_path / "spec", llama)
     others = SelfSpec(cache_dir=tmp_path / "cache"), SelfSpec.from_pretrained(tmp_path / "spec")
     for each in (spec, *others):  # also of another process

@@ -16,7 +16,7 @@ import torch
 
 from hf_selfspec.batch import Draft, Verdict
 from hf_selfspec.control.controller import Controller, Measurements
-from hf_selfspec.draft import FixedDrafter, controlled
+from hf_selfspec.draft import BaseDrafter, controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.lookup.kept_texts import LookupFindings
@@ -50,7 +50,7 @@ class Stream:
     tops: list[tuple[list[int], list[float]]] = field(repr=False)
 
 
-class _Source(FixedDrafter):
+class _Source(BaseDrafter):
     """Another source: right with a fixed probability for each token, at a price in plain rounds."""
 
     def __init__(self, replay: Replay, length: int, rate: Callable[[int], float], price: float, promised: float | None):

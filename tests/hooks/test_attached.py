@@ -190,15 +190,15 @@ def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any]
     with attach(model, spec):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = [model.generate(**inputs, **options) for _ in range(2)]
+            ids = [model.generate(**inputs, **options) for _ in range(2)]
         assert calls(spec) == 0
         assert spec.stats is not None
         assert words in spec.stats.left_to_generate
-    (told,) = [one for one in caught if "SelfSpec" in str(one.message)]
+    (told,) = [warning for warning in caught if "SelfSpec" in str(warning.message)]
     assert f"attached to this {type(model).__name__} cannot serve a call, so plain" in str(told.message)
     assert words in str(told.message)
     assert told.filename == __file__, "not the line of the caller"
-    for output in found:
+    for output in ids:
         assert torch.equal(getattr(output, "sequences", output), getattr(plain, "sequences", plain))
 
 

@@ -241,7 +241,7 @@ HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "input": lambda module: module.register_forward_pre_hook(lambda module, args: scaled(module, (), *args)),
     "accelerate": lambda module: add_hook_to_module(module, SequentialHook(AlignDevicesHook(), Scaling())),
     "global": lambda module: torch.nn.modules.module.register_module_forward_hook(
-        lambda given, args, output: scaled(given, args, output) if given is module else None
+        lambda hooked, args, output: scaled(hooked, args, output) if hooked is module else None
     ),
 }
 
@@ -257,8 +257,8 @@ def test_hooks_with_a_value_for_each_row(hook: str) -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_rows_that_have_ended_leave_the_forwards(own: bool) -> None:
+@pytest.mark.parametrize("has_hook_of_others", [False, True])
+def test_rows_that_have_ended_leave_the_forwards(has_hook_of_others: bool) -> None:
     """Hooks of transformers and accelerate do not keep them there; those of others do."""
     model, sizes = tiny_llama(), set()
     model(**BATCH, output_hidden_states=True)
@@ -269,10 +269,10 @@ def test_rows_that_have_ended_leave_the_forwards(own: bool) -> None:
 
     add_size.__module__ = "torch"
     model.lm_head.register_forward_pre_hook(add_size)
-    if own:
+    if has_hook_of_others:
         model.model.norm.register_forward_hook(lambda *_: None)
     assert_serves_until_each_end(model, new_spec())
-    assert sizes == ({3} if own else {3, 2, 1})
+    assert sizes == ({3} if has_hook_of_others else {3, 2, 1})
 
 
 COMPILED: dict[str, Callable[[Any], Any]] = {

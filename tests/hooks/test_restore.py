@@ -27,16 +27,16 @@ TREE = SelfSpec(draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3)
 
 def test_while_it_runs_the_model_is_changed(llama: LlamaForCausalLM) -> None:
     """What the other tests find restored is really touched."""
-    seen: list[bool] = []
+    are_changed: list[bool] = []
 
     def stop(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        seen.append(all("forward" in layer.__dict__ for layer in llama.model.layers))
-        seen.append(bool(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping))
+        are_changed.append(all("forward" in layer.__dict__ for layer in llama.model.layers))
+        are_changed.append(bool(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping))
         return input_ids[:, -1] > 50
 
     llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(draft=EarlyExit(3), stop=stop))
-    assert seen
-    assert all(seen)
+    assert are_changed
+    assert all(are_changed)
 
 
 @pytest.mark.parametrize("spec", [EXIT, TREE], ids=["exit", "tree"])
@@ -129,11 +129,11 @@ class Obeying(BaseStreamer):
     """Records with each token whether the first layer has a forward of ours, and fails at a token."""
 
     def __init__(self, model: LlamaForCausalLM, fails_at: int = -1) -> None:
-        self.layer, self.fails_at, self.found = model.model.layers[0], fails_at, list[bool]()
+        self.layer, self.fails_at, self.obeyed = model.model.layers[0], fails_at, list[bool]()
 
     def put(self, value: torch.Tensor) -> None:
-        self.found.append("forward" in self.layer.__dict__)
-        if len(self.found) == self.fails_at:
+        self.obeyed.append("forward" in self.layer.__dict__)
+        if len(self.obeyed) == self.fails_at:
             raise BoomError
 
     def end(self) -> None:
@@ -143,16 +143,16 @@ class Obeying(BaseStreamer):
 def test_layers_run_as_they_are_where_none_drafts(llama: LlamaForCausalLM) -> None:
     plain = llama.generate(**ROW, max_new_tokens=40)
     with unchanged(llama):
-        seen = Obeying(llama)
+        streamer = Obeying(llama)
         lookup = SelfSpec.lookup()
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=lookup, streamer=seen), plain)
-        assert not seen.found[-1]
-        seen = Obeying(llama)  # what layers return is known now
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=lookup, streamer=seen), plain)
-        assert not any(seen.found)
-        seen = Obeying(llama)
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=EXIT, streamer=seen), plain)
-        assert seen.found[2]
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=lookup, streamer=streamer), plain)
+        assert not streamer.obeyed[-1]
+        streamer = Obeying(llama)  # what layers return is known now
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=lookup, streamer=streamer), plain)
+        assert not any(streamer.obeyed)
+        streamer = Obeying(llama)
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=EXIT, streamer=streamer), plain)
+        assert streamer.obeyed[2]
 
 
 @pytest.mark.parametrize("fails_at", [1, 4])
@@ -181,8 +181,8 @@ def test_threads(llama: LlamaForCausalLM) -> None:
 
     def work(spec: SelfSpec | None) -> bool:
         together.wait()
-        found = [llama.generate(**prompt, max_new_tokens=24, assistant=spec) for prompt in prompts]
-        return all(map(torch.equal, found, expected))
+        ids = [llama.generate(**prompt, max_new_tokens=24, assistant=spec) for prompt in prompts]
+        return all(map(torch.equal, ids, expected))
 
     def fail() -> None:
         together.wait()
@@ -202,7 +202,7 @@ def test_threads(llama: LlamaForCausalLM) -> None:
 
 def live_tensors() -> int:
     gc.collect()
-    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
 
 
 def test_no_growth_over_many_calls(llama: LlamaForCausalLM) -> None:

@@ -295,7 +295,7 @@ def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warn
     """A model that has been trained is another one."""
     model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
     generate(model, prompt(), 24, assistant=spec)
-    spec._known(model).write(0.0)
+    spec._knowledge_of(model).write(0.0)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     train_a_step(model)
     generate(model, prompt(seed=6), 24, assistant=spec)
@@ -329,7 +329,7 @@ def test_a_write_that_failed_is_tried_again_at_the_end(
 def test_a_call_leaves_a_write_to_another_thread(llama: PreTrainedModel, tmp_path: Path) -> None:
     """And what it has found to the next call, or the end."""
     spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
-    file = spec._known(llama)._file(Key((False, False), ""))
+    file = spec._knowledge_of(llama)._file(Key((False, False), ""))
     assert file is not None
     with locked(file.path, 0.0):
         generate(llama, prompt(), 30, assistant=spec)

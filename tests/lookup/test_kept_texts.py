@@ -40,7 +40,7 @@ def call(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = PROMPT) -
     """One call, and what it has found on disk, as it is ten seconds later."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
-    spec._known(model).write(0.0)
+    spec._knowledge_of(model).write(0.0)
     return spec.stats
 
 
@@ -286,7 +286,7 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path) -> None:
             which = (index + turn) % len(prompts)
             ids = llama.generate(**prompts[which], max_new_tokens=24, assistant=spec)
             assert torch.equal(ids, expected[which])
-            spec._known(llama).write(0.0)
+            spec._knowledge_of(llama).write(0.0)
             if index == 0 and turn == 2:
                 spec.forget()
 
