@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
 from .draft.cascade import Cascade
-from .draft.lookup import NAME, Lookup
+from .draft.lookup import Lookup
 from .errors import SettingError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
@@ -130,7 +130,7 @@ class SelfSpec(Settings):
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
             known = self._known(inner)
-            observe(inner, known.of_all_kinds(NAME, lambda _: lookup.findings(size)), rows)
+            observe(inner, lookup.findings(known, size), rows)
             known.write(0.0)
             return
         for row in rows:

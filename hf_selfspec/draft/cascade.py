@@ -39,15 +39,15 @@ class Cascade(DraftSource):
 
     def __post_init__(self) -> None:
         example = "Example: Cascade([Lookup(), EarlyExit(8)])."
-        given = tuple(self.sources) if isinstance(self.sources, Iterable) else ()
-        if not given or not all(isinstance(source, DraftSource) for source in given):
+        sources = tuple(self.sources) if isinstance(self.sources, Iterable) else ()
+        if not sources or not all(isinstance(source, DraftSource) for source in sources):
             raise SettingTypeError(f"Cascade(sources) must be a list of draft sources, got {self.sources!r}. {example}")
-        if sum(isinstance(source, Lookup) for source in given) != 1 or len(given) != len(set(map(repr, given))):
-            raise SettingError(f"Cascade(sources) needs one Lookup and different others, got {given!r}. {example}")
-        for source in given:
+        if sum(isinstance(source, Lookup) for source in sources) != 1 or len(sources) != len(set(map(repr, sources))):
+            raise SettingError(f"Cascade(sources) needs one Lookup and different others, got {sources!r}. {example}")
+        for source in sources:
             if isinstance(source, Cascade) or not source.lossless:
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
-        object.__setattr__(self, "sources", given)
+        object.__setattr__(self, "sources", sources)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`; free drafts are left out.
@@ -71,8 +71,11 @@ class Cascade(DraftSource):
         """What drafts with the head that is attached to the model, unless a source that has begun has such a head
         already, or reads the prompt's states, as adapters do."""
         source = attached_source(session.target.model)
-        is_free = session.target.prefill_observer is None and not any(type(one) is type(source) for one in self.sources)
-        if is_free and source is not None:
+        if (
+            source is not None
+            and session.target.prefill_observer is None
+            and type(source) not in map(type, self.sources)
+        ):
             yield source
 
     def start(self, session: Session) -> Drafter:

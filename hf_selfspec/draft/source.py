@@ -228,9 +228,9 @@ class DraftBlocks:
         """The blocks that a probe or a search of the source ``name`` has chosen."""
         if choice is None or not choice.drafts:
             model, pays = anatomy.model_name, "that pays on this machine"
-            found = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
+            outcome = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
             raise SettingError(
-                f"{name} has {found}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
+                f"{name} has {outcome}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
                 "what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
                 "SkipLayers(attention=[...], mlp=[...])."
             )
@@ -245,9 +245,11 @@ class DraftSource:
 
     Attributes:
         lossless: whether the output is the model's own. If not, a saved config must not choose the source.
+        takes_forwards: whether all drafts take forwards of the model, or of parts of it.
     """
 
     lossless = True
+    takes_forwards = True
 
     @property
     def is_optional(self) -> bool:
@@ -258,11 +260,6 @@ class DraftSource:
     def fixed_because(self) -> str:
         """Why stop rules and trees have no effect, empty if they have."""
         return ""
-
-    @property
-    def takes_forwards(self) -> bool:
-        """Whether all drafts take forwards of the model, or of parts of it."""
-        return True
 
     def check_synced(self) -> None:
         """Checks that drafts leave the forwards of several processes in step.
