@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
-from .attached import attached_source
+from ..modules.shipped import attached_head
+from .attached import source_of
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
@@ -70,13 +71,11 @@ class Cascade(DraftSource):
     def _attached(self, session: Session) -> Iterator[DraftSource]:
         """What drafts with the head that is attached to the model, unless a source that has begun has such a head
         already, or reads the prompt's states, as adapters do."""
-        source = attached_source(session.target.model)
-        if (
-            source is not None
-            and session.target.prefill_observer is None
-            and type(source) not in map(type, self.sources)
-        ):
-            yield source
+        head = attached_head(session.target.model)
+        if head is not None and session.target.prefill_observer is None:
+            source = source_of(head)
+            if type(source) not in map(type, self.sources):
+                yield source
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""

@@ -1,4 +1,4 @@
-"""Drafts under grammars: without forbidden tokens, and forced ones."""
+"""Drafts under grammars, without forbidden tokens."""
 
 from dataclasses import replace
 
@@ -23,15 +23,6 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
     q = _drawn_as_allowed(draft, spots, paths, parents)
     depths = [max(len(path) for path in of_row if path is not None) for of_row in paths]
     return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q, listed=listed)
-
-
-def forced(text: Text, constraint: Constraint, max_new: list[int], most: int) -> Draft:
-    """At most so many tokens of each row that have to follow, or hardly have a choice, as a line."""
-    lines = [constraint.at(text, row).forced(min(count, most)) if count else () for row, count in enumerate(max_new)]
-    size = max(map(len, lines))
-    listed = [[*line, *[0] * (size - len(line))] for line in lines]
-    tokens = torch.tensor(listed, device="cpu") if size else text.ids[:, :0]
-    return Draft(tokens, list(map(len, lines)), listed=listed)
 
 
 def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:

@@ -8,10 +8,11 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..control.controller import FREE, LEAST_SPEEDUP, MATCHES, Controller
+from ..lookup.tree import TokenTree
 from ..model.logits import Logits, Tops
 from ..model.transfer import read
 from ..stats import GenerationStats
-from .constrained import allowed, forced
+from .constrained import allowed
 from .free import FreeDrafts, Seed, parents_of
 from .source import Drafter, FixedDrafter, Session, completed
 
@@ -29,22 +30,23 @@ def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
     always = whole.expected_speedup == math.inf or session.is_tensor_parallel
     if isinstance(whole, ControlledDrafter) or (always and not session.constraint):
         return whole
-    return ControlledDrafter(session, controller_of(session), None, {name: whole})
+    controller = controller_of(session)
+    return ControlledDrafter(session, controller, FreeDrafts(None, session, controller), {name: whole})
 
 
 class ControlledDrafter(FixedDrafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
-        self, session: Session, controller: Controller, free: FreeDrafts | None, others: dict[str, FixedDrafter]
+        self, session: Session, controller: Controller, free: FreeDrafts, others: dict[str, FixedDrafter]
     ) -> None:
         self.controller, self.free, self.others, self._session = controller, free, others, session
         # Without free drafts, what makes no estimates always drafts.
         always = (session.is_tensor_parallel or other.expected_speedup == math.inf for other in others.values())
-        self._always = next(iter(others), None) if free is None and any(always) else None
+        self._always = next(iter(others), None) if free.findings is None and any(always) else None
         self._unsettled = 0  # see :attr:`Target.unsettled`, before the round
         self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
-        # Who was asked in this round, and which other source's draft is verified.
+        # Who was asked in this round, and whose draft is verified if another source drafted, with that draft.
         self._asked: str | None = None
         self._used: str | None = None
         self._draft: Draft | None = None
@@ -56,45 +58,42 @@ class ControlledDrafter(FixedDrafter):
     def _note(self) -> None:
         """Notes what the loop wants to know of all drafters; with free drafts nobody waits for ended rows."""
         self.steps = sum(drafter.steps for drafter in self.others.values())
-        self.needs_ended_rows = self.free is None and any(other.needs_ended_rows for other in self.others.values())
+        waits = self.free.findings is None
+        self.needs_ended_rows = waits and any(other.needs_ended_rows for other in self.others.values())
         self.reads_logits = any(other.reads_logits for other in self.others.values())
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        if self.free is not None:
-            self.free.read(text)
+        self.free.read(text)
         controller, target, rows = self.controller, self._session.target, sum(count > 0 for count in max_new)
         self._begun, self._unsettled = self._now(), target.unsettled
         self._lengths, active = list(text.lengths), target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
-        self._asked, self._used = self._free_arm(max_new), None
-        self._is_free_awake = self._asked is not None
-        trees = self.free.plan(text, max_new) if self.free is not None and self._is_free_awake else []
-        free = 0.0
-        if trees:
-            expected = sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
-            free = controller.expected(max(map(len, trees)), expected)
-        certain, constraint = Draft.none(text), self._session.constraint
-        if constraint and not self._is_free_awake:
-            certain = forced(text, constraint, max_new, self._session.affordable(controller.most_certain()))
-            if certain.size and sum(map(bool, certain.lengths)) == rows:
-                return certain
-            # A draft is for the other rows, too.
-            free = controller.expected(certain.size, rows + sum(certain.lengths)) if certain.size else 0.0
-        promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
-        other = self._always or controller.choose(promised, free)
+        self._asked, self._used, self._draft = self._free_arm(max_new), None, None
+        self._is_free_awake, constraint = self._asked is not None, self._session.constraint
+        trees = list[TokenTree]()
+        if self._is_free_awake or constraint:
+            trees = self.free.plan(text, max_new, is_awake=self._is_free_awake)
+        size = max(map(len, trees), default=0)
+        drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if size else []
+        free = controller.expected(size, sum(tree.expected for tree in drafting)) if size else 0.0
+        other = None
+        # Where a grammar forces tokens in all rows, no other source is asked; else a draft is for the other rows, too.
+        if self._is_free_awake or not size or not all(map(len, drafting)):
+            promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
+            other = self._always or controller.choose(promised, free)
         if other is not None:
             self._asked = other
             draft = allowed(text, self.others[other].propose(text, max_new), constraint)
             if draft.size:
                 self._used, self._draft = other, draft
                 return self._grafted(text, max_new, draft, other) if self._is_free_awake else draft
-        if certain.size:
+        if size and not self._is_free_awake:
             self._asked = None
-        return self.free.draft(trees, Draft.none(text)) if self.free is not None and trees else certain
+        return self.free.draft(trees, Draft.none(text)) if trees else Draft.none(text)
 
     def _free_arm(self, max_new: list[int]) -> str | None:
         """Which of the free drafts are awake in this round, if any."""
-        if self.free is None or not any(max_new) or self.controller.curve.wants_plain:
+        if self.free.findings is None or not any(max_new) or self.controller.curve.wants_plain:
             return None
         if self.controller.pays(FREE):
             return FREE
@@ -107,8 +106,7 @@ class ControlledDrafter(FixedDrafter):
 
     def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
         self.controller.record_loop(sum(len(verdict.tokens) for verdict in verdicts), seconds)
-        if self.free is not None:
-            self.free.learn(text, verdicts, None)
+        self.free.learn(text, verdicts, None)
         rows = sum(count > 0 for count in max_new)
         self.controller.begin(rows, text.batch_size, max(text.lengths))
         promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
@@ -124,10 +122,9 @@ class ControlledDrafter(FixedDrafter):
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         new = sum(text.lengths) - sum(self._lengths)
-        if self.free is not None:
-            self.free.learn(text, verdicts, self._tops)
+        self.free.learn(text, verdicts, self._tops)
         seconds, is_usual = self._now() - self._begun, self._session.target.unsettled == self._unsettled
-        draft = self._draft if self._used is not None else None
+        draft = self._draft
         of_used = verdicts if draft is None else [verdict.up_to(draft.size) for verdict in verdicts]
         for name, drafter in self.others.items():
             if name == self._used:
@@ -148,9 +145,9 @@ class ControlledDrafter(FixedDrafter):
             self.controller.record(MATCHES if nodes and self._asked is None else self._asked, nodes, new, seconds)
 
     def finish(self, text: Text) -> None:
-        for drafter in (self.free, *self.others.values()):
-            if drafter is not None:
-                drafter.finish(text)
+        self.free.finish(text)
+        for drafter in self.others.values():
+            drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
         for drafter in self.others.values():
@@ -158,7 +155,6 @@ class ControlledDrafter(FixedDrafter):
 
     def _grafted(self, text: Text, max_new: list[int], draft: Draft, source: str) -> Draft:
         """The draft of another source with free tokens beside and after it, as far as they pay."""
-        assert self.free is not None
         rate = self.controller.arms[source].acceptance_rate
         tokens, *sure = read(draft.tokens, *([] if draft.sure is None else [draft.sure]))
         rates = sure[0] if sure else [[rate] * draft.size] * text.batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -12,15 +13,19 @@ from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..lookup.kept_texts import LookupFindings
+from ..lookup.rates import Rates
 from ..lookup.row import LookupRow
-from ..lookup.tree import TokenTree, grow
+from ..lookup.successors import Successors
+from ..lookup.suffix import SuffixIndex
+from ..lookup.tree import Sources, TokenTree, grow
 from ..model.logits import Tops
 from ..model.transfer import upload
 from .source import Session
 
-# A higher probability than that of the longest match is not believed.
+# The first guess for the longest matches: no higher probability is believed.
 _SUREST = 0.975
 _NOTHING = TokenTree()
+_NO_SOURCES = Sources(SuffixIndex(), SuffixIndex(), Successors(0), Rates(), 0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -50,26 +55,31 @@ class Seed:
 
 
 class FreeDrafts:
-    """The texts of all rows, and the trees that are drafted from them."""
+    """The texts of all rows, and the trees that are drafted from them and from what grammars force, or where there are
+    no ``findings`` from grammars alone."""
 
-    def __init__(self, findings: LookupFindings, session: Session, controller: Controller, max_nodes: int) -> None:
+    def __init__(
+        self, findings: LookupFindings | None, session: Session, controller: Controller, max_nodes: int = SIZES[-1]
+    ) -> None:
         self.findings, self.controller = findings, controller
+        self._lock = nullcontext() if findings is None else findings.lock
         self.trees: list[TokenTree] = []
         self._session, self._max_nodes = session, session.affordable(max_nodes)
         self._rows: list[LookupRow] = []
         self._lengths: list[int] = []
         self._nodes: list[list[int]] = []
-        session.target.cache.reserve(self._max_nodes + 1)
+        if findings is not None:
+            session.target.cache.reserve(self._max_nodes + 1)
 
     def read(self, text: Text) -> None:
-        if not self._rows:
+        if self.findings is not None and not self._rows:
             mode = "sampled" if self._session.scorer.do_sample else "greedy"
             self._rows = [LookupRow(self.findings, mode, tokens) for tokens in self._tokens(text)]
             self._lengths = list(text.lengths)
 
     def promise(self, max_new: list[int]) -> float:
         """The expected speed-up of drafts of what followed the last tokens before; nothing else is looked for."""
-        with self.findings.lock:
+        with self._lock:
             likelihoods = [row.likelihood() for row, count in zip(self._rows, max_new, strict=True) if count]
         likely = [min(share, _SUREST) for share in likelihoods if share]
         if not likely:
@@ -80,25 +90,29 @@ class FreeDrafts:
             for size in SIZES[1:-1]
         )
 
-    def plan(self, text: Text, max_new: list[int], seeds: Sequence[Seed] = ()) -> list[TokenTree]:
-        """The trees of all rows, each as large as pays when they are verified together."""
-        rows = sum(count > 0 for count in max_new)
-        costs, pace, session = self.controller.curve.costs, self.controller.curve.pace, self._session
+    def plan(
+        self, text: Text, max_new: list[int], seeds: Sequence[Seed] = (), is_awake: bool = True
+    ) -> list[TokenTree]:
+        """The trees of all rows, each as large as pays when they are verified together; of what grammars force alone
+        unless ``is_awake``."""
+        rows, session, curve = sum(count > 0 for count in max_new), self._session, self.controller.curve
         trees = [seed.tree for seed in seeds] or [_NOTHING] * len(max_new)
-        begun, constraint, branching = list(trees), session.constraint, session.takes_trees
-        with self.findings.lock:
+        begun, constraint, branching = list(trees), session.constraint, session.takes_trees and is_awake
+        pace = curve.pace if is_awake else rows / curve.costs[0]  # forced tokens only have to be faster than nothing
+        with self._lock:
             for row, count in enumerate(max_new):
                 if count:
-                    guide, deepest = constraint.at(text, row) if constraint else None, min(count, session.max_draft)
-                    sources = self._rows[row].sources
-                    trees[row] = grow(sources, costs, pace / rows, deepest, branching, begun[row], guide)
+                    sources = self._rows[row].sources if is_awake else _NO_SOURCES
+                    deepest = min(count, session.max_draft) if is_awake else count
+                    guide = constraint.at(text, row) if constraint else None
+                    trees[row] = grow(sources, curve.costs, pace / rows, deepest, branching, begun[row], guide)
         sizes, bound = [len(tree) for tree in begun], self._max_nodes
-        most = self._together(trees, sizes) if rows > 1 else bound
+        most = self._together(trees, sizes, pace) if rows > 1 else bound
         return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
 
-    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int]) -> int:
+    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int], pace: float) -> int:
         """How many free nodes per row pay where all rows are verified together, as wide as the largest tree."""
-        costs, pace = self.controller.curve.costs, self.controller.curve.pace
+        costs = self.controller.curve.costs
         drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
         gains = [0.0] * (most + 1)
         for tree, seed in zip(trees, seeds, strict=True):
@@ -145,7 +159,9 @@ class FreeDrafts:
 
     def learn(self, text: Text, verdicts: list[Verdict], tops: Tops | None) -> None:
         """Learns from a round, ``tops`` being ``None`` where nothing was drafted."""
-        with self.findings.lock:
+        if self.findings is None:
+            return
+        with self._lock:
             for row, verdict in enumerate(verdicts):
                 count = text.lengths[row] - self._lengths[row]
                 if verdict.tokens and count:
@@ -158,7 +174,8 @@ class FreeDrafts:
                 self._lengths[row] = text.lengths[row]
 
     def finish(self, text: Text) -> None:
-        self.findings.end([row.text.tokens for row in self._rows] or self._tokens(text))
+        if self.findings is not None:
+            self.findings.end([row.text.tokens for row in self._rows] or self._tokens(text))
 
     def _tokens(self, text: Text) -> list[list[int]]:
         """The tokens of each row after the last id that is not one; with given embeddings, ids may be anything."""

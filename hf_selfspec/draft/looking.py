@@ -1,4 +1,4 @@
-"""What drafts share that look at the text for a better one: trials along it and timed forwards, within a budget."""
+"""What drafts have in common that look for a better one along the text: trials and timed forwards, within a budget."""
 
 from collections import deque
 from dataclasses import replace
@@ -9,20 +9,25 @@ from ..batch import Text, Verdict
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
 from ..search.costs import Budget, Pace, Stopwatch
-from ..search.replay import Trace, trace
-from ..stop.rules import confidence
+from ..search.replay import Trace, rules_for, trace
+from ..stop.rules import StopRule, confidence
 from .partial import PartialDraft
 from .source import Session
 
 
 class LookingDraft(PartialDraft):
-    """A draft that chooses its blocks by looking at the text; subclasses set the budget and the pace of forwards."""
+    """A draft that chooses its blocks, and a stop rule where the session has none, by looking at the text; subclasses
+    set the budget and the pace of forwards."""
 
     _budget: Budget
     _pace: Pace
 
-    def __init__(self, session: Session, plan: LayerPlan, window: int, head: HeadRows | None = None) -> None:
-        super().__init__(session, plan, head)
+    def __init__(
+        self, session: Session, usual_stop: StopRule, plan: LayerPlan, window: int, head: HeadRows | None = None
+    ) -> None:
+        super().__init__(session.limits(usual_stop), plan, head)
+        self._stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
+        self._round_seconds = session.round_seconds
         self.reads_logits = self.scorer.do_sample
         self._last_logits = LastLogits(window if self.reads_logits else 0)
 

@@ -14,18 +14,18 @@ from ..model.plan import LayerPlan
 from ..search.choice import ExitChoice
 from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy
-from ..search.replay import Trace, rules_for, trace
+from ..search.replay import Trace, trace
 from ..stop.rules import FixedLength, confidence
 from .looking import LookingDraft
 from .source import Session
 
-# Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
-# it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
+# Share of the time of all calls that may be spent on looking at exits, and the share while an exit seems to pay but was
+# not compared yet: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
 _BUDGET, _PROMISING = 0.03, 0.3
-# The rounds that this takes, which half of what the exit may save in the rest of the call has to make up for; where an
-# earlier call has found it, there will be further ones.
+# The rounds that a first look takes. Half of what the exit may save in the rest of the call has to make up for them;
+# where an earlier call has found the exit, further calls are expected.
 _LOOK = 18
-# Tokens on which one exit is tried. From this share of what that takes on, logits are kept for it.
+# Tokens on which one exit is tried. Logits are kept for a trial from the time on when this share of it can be paid for.
 _TRIED, _SAVING = 16, 0.7
 # Tokens of text after which only the exits that look fastest are compared, and their number. Maximum number of tokens
 # that one look covers, and the fewest that are worth it.
@@ -35,7 +35,7 @@ _LEAST = 8
 # Generated tokens after which the first look at all exits takes place, without waiting for the end of the text, and how
 # many of all rows it covers.
 _SOON, _FIRST = 32, 24
-# Texts on which forwards are timed, and how often each is on the first.
+# Number of texts on which forwards are timed, and how often each forward is timed on the first of them.
 _TIMED_TEXTS = 4
 _TIMINGS = 2
 _FIRST_STOP = FixedLength(2)
@@ -58,10 +58,8 @@ class ProbingDraft(LookingDraft):
             )
         none = LayerPlan(num_layers)
         plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
-        super().__init__(session.limits(_FIRST_STOP), plan, _TRIED, head)
+        super().__init__(session, _FIRST_STOP, plan, _TRIED, head)
         self.plan = none  # until an exit is chosen
-        self._stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
-        self._round_seconds = session.round_seconds
         name = "exit probe" if head is None else f"exit probe with {head.size} tokens"
         self.study: ExitStudy = session.knowledge.of(name, lambda _: ExitStudy(num_layers, layer))
         self.exits = Exits(self.target.model)
@@ -135,11 +133,13 @@ class ProbingDraft(LookingDraft):
             self._covered = [text.prompt_width] * text.batch_size
         return [length - 1 - covered for length, covered in zip(text.lengths, self._covered, strict=True)]
 
+    @torch.no_grad()
     def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        study, left = self.study, self._budget.left
+        """Looks at what one exit predicts along the last tokens, if there is time for it."""
+        study, left, target = self.study, self._budget.left, self.target
         self._tried_at = self._tried_at or text.prompt_width
-        layer = study.next_exit()
-        share = layer / self.target.anatomy.num_layers
+        layer, num_layers = study.next_exit(), target.anatomy.num_layers
+        share = layer / num_layers
         cost = share * study.pace.seconds(_TRIED)
         if left < _SAVING * cost:
             return
@@ -149,22 +149,15 @@ class ProbingDraft(LookingDraft):
             n = min(_TRIED, max(counts))
             if left < cost or n < _LEAST:
                 return
-            begun = self.target.now()
-            rows = [row for row, count in enumerate(counts) if count >= n and self.target.is_active(row)]
-            predicted = self._trace_of(text, layer, n)
-            if rows:
+            begun, ends = target.now(), [root + 1 for root in text.last_slots()]
+            starts, ids = text.tokens_before(ends, n + 1, target.first_slots())
+            run = ForwardPass(LayerPlan.early_exit(num_layers, layer), head_rows=self.head)
+            predicted = self._trace(target.step(ids[:, :-1], starts, run).logits, ids[:, 1:])
+            if rows := [row for row, count in enumerate(counts) if count >= n and target.is_active(row)]:
                 trial = Trace(predicted.accept[rows], predicted.confidence[rows])
                 study.add_trial(layer, trial, self._rules, self.limits.max_draft)
-            study.pace.add(n, (self.target.now() - begun) / share)
+            study.pace.add(n, (target.now() - begun) / share)
             self._tried_at = max(text.lengths)
-
-    @torch.no_grad()
-    def _trace_of(self, text: Text, layer: int, n: int) -> Trace:
-        """What an exit predicts along the last ``n`` tokens of each row."""
-        roots, plan = text.last_slots(), LayerPlan.early_exit(self.target.anatomy.num_layers, layer)
-        starts, ids = text.tokens_before([root + 1 for root in roots], n + 1, self.target.first_slots())
-        logits = self.target.step(ids[:, :-1], starts, ForwardPass(plan, head_rows=self.head)).logits
-        return self._trace(logits, ids[:, 1:])
 
     @torch.no_grad()
     def _probe(self, text: Text) -> None:

@@ -11,8 +11,8 @@ from ..errors import UnsupportedModelError
 from ..model.partial import ForwardPass
 from .source import DraftSource, FixedDrafter, Session
 
-# Right tokens of the first draft, and its nodes, the others of which are wrong: as many as free drafts have at most.
-# All of the second one are wrong.
+# Right tokens of the first draft, and all of its nodes, as many as free drafts have at most: the others are wrong.
+# Tokens of the second draft, all of them wrong.
 _DRAFTED, _NODES, _FEW = 2, 31, 2
 
 

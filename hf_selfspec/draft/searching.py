@@ -11,7 +11,7 @@ from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
 from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
-from ..search.replay import Trace, rules_for
+from ..search.replay import Trace
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
 from ..stop.rules import ConfidenceThreshold
@@ -38,16 +38,14 @@ class SearchingDraft(LookingDraft):
     def __init__(self, session: Session, start: LayerPlan, search: Search, ratio: float | str) -> None:
         rows = 1 if search.tries_each_round else session.num_rows
         self._window = max(_LEAST, search.context_window // rows)
-        super().__init__(session.limits(USUAL_STOP), start, self._window)
-        self._stop, self._tree = session.stop, session.tree
-        self._round_seconds = session.round_seconds
+        super().__init__(session, USUAL_STOP, start, self._window)
+        self._tree = session.tree
 
         def make(other: SkipSearch | None) -> SkipSearch:
             space = SkipSpace.of(session.anatomy)
             share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
-            rules = rules_for(session.stop, session.max_draft)
             best = start if other is None else other.best
-            return SkipSearch(search, space, share, best, ratio == "auto", rules, session.max_draft)
+            return SkipSearch(search, space, share, best, ratio == "auto", self._rules, session.max_draft)
 
         self.search: SkipSearch = session.knowledge.of("skip search", make)
         self._pace = self.search.pace
@@ -109,6 +107,7 @@ class SearchingDraft(LookingDraft):
         return True
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
+        """Reports a round to the search, with the ``draft`` of this source, and tries sets as far as there is time."""
         search = self.search
         if search.is_idle:
             self._last_logits.forget()
@@ -121,7 +120,11 @@ class SearchingDraft(LookingDraft):
             if draft is None:
                 search.generated += sum(new)
             else:
-                self._watch(new, verdicts, draft, (begun - self._begun) / self._waited)
+                # Tokens that other sources added to this draft do not count for it.
+                accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
+                accepted = min(sum(new) - sum(count > 0 for count in new), accepted)
+                search.pace.add_round((begun - self._begun) / self._waited)
+                search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
             if search.is_over:
                 self._last_logits.forget()
             else:
@@ -133,14 +136,6 @@ class SearchingDraft(LookingDraft):
             self._use_best()
         self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
         search.search_seconds += self._begun - begun
-
-    def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
-        """Reports a round to the search, with a draft of its own or without a draft."""
-        rows = sum(count > 0 for count in new)
-        # Tokens that other sources added to this draft do not count for it.
-        accepted = min(sum(new) - rows, sum(node >= 0 for verdict in verdicts for node in verdict.nodes))
-        self.search.pace.add_round(seconds)
-        self.search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
 
     def finish(self, text: Text) -> None:
         """Looks at the rest of the text, for searches that look at each token once."""

@@ -101,7 +101,8 @@ class FixedDrafter(Drafter):
         return Draft.none(text)
 
     def miss(self, text: Text) -> bool:
-        """Whether tokens may be added without rounds, after those in ``text``; by default if it observes none."""
+        """Whether it needs no rounds after ``text`` while transformers' own loop adds tokens: by default if it observes
+        none."""
         return self.observe is None
 
     def loop_steps(self, text: Text, left: int, has_loop: bool = True) -> int:
@@ -113,7 +114,7 @@ class FixedDrafter(Drafter):
         return 0
 
     def came_back(self, seconds: float) -> None:
-        """Learns what the way to that loop and back has taken, without its steps."""
+        """Learns how many seconds it took to enter that loop and to come back, without its steps."""
 
 
 class _Completed(FixedDrafter):
@@ -197,8 +198,8 @@ class Session:
         return self.affordable(longest_draft(self.stop, self.max_draft))
 
     def affordable(self, tokens: int) -> int:
-        """So many drafted tokens of a row, or as many as keep a verification's float32 logits small (below 64 MiB, or
-        1/64 of the model) and exact results possible."""
+        """``tokens``, or fewer where with so many drafted tokens of a row a verification's float32 logits would not be
+        small (below 64 MiB, or 1/64 of the model), or exact results not possible."""
         model, size = self.target.model, 4 * self.num_rows * self.vocabulary
         if self.target.is_exact:
             tokens = min(tokens, MOST_TOKENS - 1)

@@ -173,13 +173,6 @@ class Spot:
         expected = (mask.rows[self.row].expected(self.text, tuple(path)) for mask in self.masks)
         return next(((token, _LIKELY) for token in expected if token is not None and allowed[token]), None)
 
-    def forced(self, most: int) -> Path:
-        """The next tokens, as long as there is hardly a choice: ``most`` tokens at most."""
-        path: Path = ()
-        while len(path) < most and (likely := self.likely(path)) is not None:
-            path += (likely[0],)
-        return path
-
     def _masks(self, path: Sequence[int]) -> list[torch.Tensor]:
         return [mask.rows[self.row].mask(self.text, tuple(path)) for mask in self.masks]
 

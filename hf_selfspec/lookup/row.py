@@ -11,7 +11,8 @@ from .tree import Sources, TokenTree, matched
 
 # The fewest tokens that have to be the same for a match to be told apart from chance without successors.
 _SURE = 3
-# Expected tokens that weigh as much as what a text has shown, and the weight of earlier drafts against the next one.
+# Tokens that are taken to have been right as often as expected before a text has shown any, and the weight of earlier
+# drafts against the next one.
 _DOUBTED, _KEPT = 3.0, 0.97
 
 
