@@ -12,7 +12,7 @@ from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..modules.shipped import attached_head
 from .attached import source_of
-from .controlled import ControlledDrafter, controller_of
+from .controlled import ControlledDrafter
 from .lookup import Lookup
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
 
@@ -79,13 +79,12 @@ class Cascade(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
-        free = next(source for source in self.sources if isinstance(source, Lookup))
-        controller = controller_of(session)
-        drafts = free.free_drafts(session, controller)
-        within = replace(session, in_cascade=True, round_seconds=controller.round_seconds)
+        lookup = next(source for source in self.sources if isinstance(source, Lookup))
+        free = lookup.free_drafts(session)
+        within = replace(session, in_cascade=True, round_seconds=free.controller.round_seconds)
         others: dict[str, FixedDrafter] = {}
         for source in chain(self.sources, self._attached(session)):
-            if source is free:
+            if source is lookup:
                 continue
             try:
                 if session.is_synced:
@@ -95,4 +94,4 @@ class Cascade(DraftSource):
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")
-        return ControlledDrafter(session, controller, drafts, others)
+        return ControlledDrafter(session, free, others)

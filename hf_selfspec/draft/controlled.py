@@ -26,21 +26,18 @@ def controller_of(session: Session) -> Controller:
 
 def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
     """The drafter of the source ``name`` under a controller if it makes estimates, or where there are grammars."""
-    whole = completed(drafter)
-    always = whole.expected_speedup == math.inf or session.is_tensor_parallel
-    if isinstance(whole, ControlledDrafter) or (always and not session.constraint):
-        return whole
-    controller = controller_of(session)
-    return ControlledDrafter(session, controller, FreeDrafts(None, session, controller), {name: whole})
+    drafter = completed(drafter)
+    always = drafter.expected_speedup == math.inf or session.is_tensor_parallel
+    if isinstance(drafter, ControlledDrafter) or (always and not session.constraint):
+        return drafter
+    return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), {name: drafter})
 
 
 class ControlledDrafter(FixedDrafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
-    def __init__(
-        self, session: Session, controller: Controller, free: FreeDrafts, others: dict[str, FixedDrafter]
-    ) -> None:
-        self.controller, self.free, self.others, self._session = controller, free, others, session
+    def __init__(self, session: Session, free: FreeDrafts, others: dict[str, FixedDrafter]) -> None:
+        self.controller, self.free, self.others, self._session = free.controller, free, others, session
         # Without free drafts, what makes no estimates always drafts.
         always = (session.is_tensor_parallel or other.expected_speedup == math.inf for other in others.values())
         self._always = next(iter(others), None) if free.findings is None and any(always) else None

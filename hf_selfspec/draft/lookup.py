@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..learned.knowledge import KnowledgeOfCall
 from ..learned.saving import register
@@ -49,10 +48,9 @@ class Lookup(DraftSource):
         """What calls have learned about a model with ``vocabulary`` tokens, shared by all kinds of calls."""
         return knowledge.of_all_kinds("lookup", lambda _: LookupFindings(self.stored_tokens, vocabulary))
 
-    def free_drafts(self, session: Session, controller: Controller) -> FreeDrafts:
+    def free_drafts(self, session: Session) -> FreeDrafts:
         findings = self.findings(session.knowledge, session.vocabulary)
-        return FreeDrafts(findings, session, controller, self.max_nodes)
+        return FreeDrafts(findings, session, controller_of(session), self.max_nodes)
 
     def start(self, session: Session) -> Drafter:
-        controller = controller_of(session)
-        return ControlledDrafter(session, controller, self.free_drafts(session, controller), {})
+        return ControlledDrafter(session, self.free_drafts(session), {})

@@ -42,8 +42,8 @@ _FIRST_STOP = FixedLength(2)
 
 
 class ProbingDraft(LookingDraft):
-    """Drafts nothing until an exit is known to pay, then from the best one. A given ``layer`` is the only one, and a
-    stop rule of the session stays; ``head`` runs in place of the model's own."""
+    """Drafts nothing until an exit is known to pay, then from the best exit: that at ``layer``, where this is not
+    ``None``, is the only one. A stop rule of the session is kept; ``head`` runs in place of the model's own."""
 
     def __init__(self, session: Session, layer: int | None, head: HeadRows | None) -> None:
         num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name

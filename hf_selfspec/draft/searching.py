@@ -56,7 +56,8 @@ class SearchingDraft(LookingDraft):
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
         self._begun = self.target.clock()
-        self._waited, self._others_drafted = 0, False  # rounds since the search was told of any, and in one of these
+        # Rounds since the search was told of one, and whether another source drafted in any of them.
+        self._waited, self._others_drafted = 0, False
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
         self.target.cache.look_back(max(search.context_window, MANY), writes=False)
         self._use_best()

@@ -92,7 +92,7 @@ def _shifted(probability: float, by: float) -> float:
 
 
 class Rates:
-    """Rates at which offered tokens were right, by kind of evidence, if none before were: at most 1 in all."""
+    """How often offered tokens were right, by kind of evidence, where those offered before them were wrong."""
 
     def __init__(self) -> None:
         self.rates = list(_first_guesses())

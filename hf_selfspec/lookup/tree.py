@@ -26,7 +26,7 @@ _NO_KEY = -1
 @dataclass(frozen=True)
 class TokenTree:
     """Drafted nodes ``1..n`` after node 0, the row's last token: tokens, parents (which come first), the probability to
-    ``reach`` each, and ``offers``, all free tokens that were found after some."""
+    ``reach`` each, and ``offers``, for some nodes all free tokens that may follow."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()

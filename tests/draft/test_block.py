@@ -211,8 +211,8 @@ def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: p
     begun: list[list[str]] = []
 
     class Begun(cascade.ControlledDrafter):
-        def __init__(self, session: Any, controller: Any, free: Any, others: dict[str, Any]) -> None:
-            super().__init__(session, controller, free, others)
+        def __init__(self, session: Any, free: Any, others: dict[str, Any]) -> None:
+            super().__init__(session, free, others)
             begun.append(list(others))
 
     monkeypatch.setattr(cascade, "ControlledDrafter", Begun)
