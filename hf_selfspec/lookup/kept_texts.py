@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,8 +39,8 @@ class LookupFindings(Findings):
             self._texts += 1
             return self._texts
 
-    def end(self, texts: Iterable[Sequence[int]]) -> None:
-        self.add_texts(list(texts))
+    def end(self, texts: Sequence[Sequence[int]]) -> None:
+        self.add_texts(texts)
         if self.changed is not None:
             self.changed()
 
