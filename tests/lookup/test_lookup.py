@@ -128,7 +128,7 @@ def test_the_oldest_pairs_leave() -> None:
     successors = Successors(10)
     for token in range(25):
         successors.see([(token, token + 1)], np.array([[token + 2]]), np.array([[1.0]]))
-    assert len(successors.state()["pairs"]) == 10
+    assert len(successors) == 10
     assert [token for token in range(25) if successors.get(token, token + 1)] == list(range(15, 25))
     assert successors.get(99, 3) is None
     smaller = Successors(5)
