@@ -71,8 +71,9 @@ class ControlledDrafter(FixedDrafter):
         if self._is_free_awake or constraint:
             trees = self.free.plan(text, max_new, is_awake=self._is_free_awake)
         size = max(map(len, trees), default=0)
-        drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if size else []
-        free = controller.expected(size, sum(tree.expected for tree in drafting)) if size else 0.0
+        drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if trees else []
+        is_free = self._is_free_awake or size > 0
+        free = controller.expected(size, sum(tree.expected for tree in drafting)) if is_free else 0.0
         other = None
         # Where a grammar forces tokens in all rows, no other source is asked; else a draft is for the other rows, too.
         if self._is_free_awake or not size or not all(map(len, drafting)):
