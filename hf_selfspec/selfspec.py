@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
 from .draft.cascade import Cascade
-from .draft.lookup import NAME, Lookup
+from .draft.lookup import Lookup
 from .errors import SettingError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
@@ -131,7 +131,7 @@ class SelfSpec(Settings):
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
             knowledge = self._knowledge_of(inner)
-            observe(inner, knowledge.of_all_kinds(NAME, lambda _: lookup.findings(size)), rows)
+            observe(inner, lookup.findings(knowledge, size), rows)
             knowledge.write(0.0)
             return
         for row in rows:

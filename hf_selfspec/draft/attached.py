@@ -16,7 +16,7 @@ from ..modules.block import BlockHead, is_block_head
 from ..modules.draft_module import CONFIG, DraftModule, file_of
 from ..modules.eagle import is_eagle3, load_eagle3
 from ..modules.mtp import MtpHead
-from ..modules.shipped import SPECULATORS, attach, attached_head, load_layers, load_mtp, ships_layers
+from ..modules.shipped import SPECULATORS, attach, load_layers, load_mtp, ships_layers
 from .adapter import EarlyExitAdapter
 from .block import Block
 from .mtp import MTP
@@ -69,18 +69,13 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     if isinstance(head, (MtpHead, BlockHead)):
         head.read_layers(inner)
     head.check(lambda: Fingerprint.of_decoder(inner))
-    _source(head).check(Anatomy.of(inner), None)
+    source_of(head).check(Anatomy.of(inner), None)
     attach(inner, head)
     return head
 
 
-def attached_source(model: PreTrainedModel) -> DraftSource | None:
-    """What drafts with the head that is attached to a model, if there is one."""
-    head = attached_head(model)
-    return None if head is None else _source(head)
-
-
-def _source(head: DraftModule) -> DraftSource:
+def source_of(head: DraftModule) -> DraftSource:
+    """What drafts with a head that is attached to a model."""
     if isinstance(head, BlockHead):
         return Block(head)
     return EarlyExitAdapter(head) if isinstance(head, Adapter) else MTP()

@@ -90,19 +90,19 @@ class CandidateDraft(BaseDrafter):
                 f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
             )
         drafted = candidates[0, ids.shape[1] :].to(ids.device)
-        # Placeholders of images may have ids beyond the vocabulary; one that was copied from the text ends the draft.
+        # Placeholders of images may have ids beyond the vocabulary; such an id that was copied ends the draft.
         copied = (drafted >= vocabulary) & torch.isin(drafted, ids[0])
-        known = int(copied.int().argmax()) if copied.any() else len(drafted)
-        drafted, scores = drafted[:known], None if scores is None else scores[:, :known]
-        if known and not 0 <= int(drafted.min()) <= int(drafted.max()) < vocabulary:
+        count = int(copied.int().argmax()) if copied.any() else len(drafted)
+        drafted, scores = drafted[:count], None if scores is None else scores[:, :count]
+        if count and not 0 <= int(drafted.min()) <= int(drafted.max()) < vocabulary:
             raise SettingError(
                 f"{name} returned token ids from {int(drafted.min())} to {int(drafted.max())}, but the model has ids 0 "
                 f"to {vocabulary - 1}."
             )
-        if scores is not None and tuple(scores.shape) != (1, known, vocabulary):
+        if scores is not None and tuple(scores.shape) != (1, count, vocabulary):
             raise SettingError(
-                f"{name} returned logits of shape {list(scores.shape)} for {known} drafted tokens. Return "
-                f"{[1, known, vocabulary]}, the processed logits that each token was drawn from, or None."
+                f"{name} returned logits of shape {list(scores.shape)} for {count} drafted tokens. Return "
+                f"{[1, count, vocabulary]}, the processed logits that each token was drawn from, or None."
             )
         return drafted, scores
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
-from .attached import attached_source
-from .controlled import ControlledDrafter, controller_of
+from ..modules.shipped import attached_head
+from .attached import source_of
+from .controlled import ControlledDrafter
 from .lookup import Lookup
 from .source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session, completed
 
@@ -39,15 +40,15 @@ class Cascade(DraftSource):
 
     def __post_init__(self) -> None:
         example = "Example: Cascade([Lookup(), EarlyExit(8)])."
-        given = tuple(self.sources) if isinstance(self.sources, Iterable) else ()
-        if not given or not all(isinstance(source, DraftSource) for source in given):
+        sources = tuple(self.sources) if isinstance(self.sources, Iterable) else ()
+        if not sources or not all(isinstance(source, DraftSource) for source in sources):
             raise SettingTypeError(f"Cascade(sources) must be a list of draft sources, got {self.sources!r}. {example}")
-        if sum(isinstance(source, Lookup) for source in given) != 1 or len(given) != len(set(map(repr, given))):
-            raise SettingError(f"Cascade(sources) needs one Lookup and different others, got {given!r}. {example}")
-        for source in given:
+        if sum(isinstance(source, Lookup) for source in sources) != 1 or len(sources) != len(set(map(repr, sources))):
+            raise SettingError(f"Cascade(sources) needs one Lookup and different others, got {sources!r}. {example}")
+        for source in sources:
             if isinstance(source, Cascade) or not source.lossless:
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
-        object.__setattr__(self, "sources", given)
+        object.__setattr__(self, "sources", sources)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`; free drafts are left out.
@@ -70,20 +71,20 @@ class Cascade(DraftSource):
     def _attached(self, session: Session) -> Iterator[DraftSource]:
         """What drafts with the head that is attached to the model, unless a source that has begun has such a head
         already, or reads the prompt's states, as adapters do."""
-        source = attached_source(session.target.model)
-        is_free = session.target.prefill_observer is None and not any(type(one) is type(source) for one in self.sources)
-        if is_free and source is not None:
-            yield source
+        head = attached_head(session.target.model)
+        if head is not None and session.target.prefill_observer is None:
+            source = source_of(head)
+            if type(source) not in map(type, self.sources):
+                yield source
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
-        free = next(source for source in self.sources if isinstance(source, Lookup))
-        controller = controller_of(session)
-        drafts = free.free_drafts(session, controller)
-        within = replace(session, in_cascade=True, round_seconds=controller.round_seconds)
+        lookup = next(source for source in self.sources if isinstance(source, Lookup))
+        free = lookup.free_drafts(session)
+        within = replace(session, in_cascade=True, round_seconds=free.controller.round_seconds)
         others: dict[str, BaseDrafter] = {}
         for source in chain(self.sources, self._attached(session)):
-            if source is free:
+            if source is lookup:
                 continue
             try:
                 if session.is_synced:
@@ -93,4 +94,4 @@ class Cascade(DraftSource):
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")
-        return ControlledDrafter(session, controller, drafts, others)
+        return ControlledDrafter(session, free, others)

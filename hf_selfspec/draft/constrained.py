@@ -1,4 +1,4 @@
-"""Drafts under grammars: without forbidden tokens, and forced ones."""
+"""Drafts under grammars, without forbidden tokens."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import torch
 
 from ..batch import Draft, Text
 from ..grammar.rows import Constraint, Spot
+from .free import parents_of
 
 
 def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
@@ -13,32 +14,21 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
     if not constraint or not draft.size:
         return draft
     spots = [constraint.at(text, row) for row in range(text.batch_size)]
-    line = [list(range(length)) for length in draft.lengths]
-    listed = draft.tokens.tolist() if draft.listed is None else draft.listed
-    rows = list(zip(spots, listed, line if draft.parents is None else draft.parents, strict=True))
-    paths = [_allowed_paths(*row) for row in rows]
+    listed, drafted = draft.tokens.tolist() if draft.listed is None else draft.listed, parents_of(draft)
+    paths = list(map(_allowed_paths, spots, listed, drafted))
     parents = [
-        [parent if path is not None else -1 for parent, path in zip(row, kept[1:], strict=True)]
-        for (_, _, row), kept in zip(rows, paths, strict=True)
+        [parent if path is not None else -1 for parent, path in zip(row, of_row[1:], strict=True)]
+        for row, of_row in zip(drafted, paths, strict=True)
     ]
     q = _drawn_as_allowed(draft, spots, paths, parents)
-    depths = [max(len(path) for path in kept if path is not None) for kept in paths]
+    depths = [max(len(path) for path in of_row if path is not None) for of_row in paths]
     return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q, listed=listed)
-
-
-def forced(text: Text, constraint: Constraint, max_new: list[int], most: int) -> Draft:
-    """At most so many tokens of each row that have to follow, or hardly have a choice, as a line."""
-    lines = [constraint.at(text, row).forced(min(count, most)) if count else () for row, count in enumerate(max_new)]
-    size = max(map(len, lines))
-    listed = [[*line, *[0] * (size - len(line))] for line in lines]
-    tokens = torch.tensor(listed, device="cpu") if size else text.ids[:, :0]
-    return Draft(tokens, list(map(len, lines)), listed=listed)
 
 
 def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:
     """The tokens down to each node, ``None`` for nodes that are forbidden or below a forbidden one."""
     paths: list[list[int] | None] = [[]]
-    for token, parent in zip(tokens, parents, strict=False):
+    for token, parent in zip(tokens, parents, strict=True):
         before = paths[parent] if parent >= 0 else None
         paths.append([*before, token] if before is not None and spot.allows(before, token) else None)
     return paths
@@ -49,11 +39,11 @@ def _drawn_as_allowed(
 ) -> torch.Tensor | None:
     """The distributions of a draft, corrected for its forbidden tokens, as if only allowed ones had been drawn."""
     q = draft.q
-    for row, (spot, known) in enumerate(zip(spots, paths, strict=True)):
-        drawn = parents[row][: draft.num_drawn] if q is not None else []
-        for node in set(drawn) - {-1}:
-            path = known[node]
-            assert q is not None
+    if q is None:
+        return None
+    for row, spot in enumerate(spots):
+        for node in set(parents[row][: draft.num_drawn]) - {-1}:
+            path = paths[row][node]
             assert path is not None
             mask = spot.mask(path).to(q.device)
             if bool(q[row, node][~mask].any()):

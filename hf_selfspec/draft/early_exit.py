@@ -29,10 +29,10 @@ class ExitSource(DraftSource, Generic[_M]):
     module: _M
     head: ReducedHead | StrPath | None = None
 
-    def _load(self, setting: str, kind: type[DraftModule]) -> Any:
+    def _load(self, setting: str, module_class: type[DraftModule]) -> Any:
         """Loads the module that a setting holds or names, and makes a relative path a whole one."""
-        kept, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), kind)
-        object.__setattr__(self, setting, kept)
+        whole, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
+        object.__setattr__(self, setting, whole)
         return module
 
     def _load_head(self) -> None:

@@ -58,8 +58,7 @@ class DynamicExit(ExitSource[ExitHeads]):
     @property
     def thresholds(self) -> list[float]:
         """For each head the lowest confidence at which its token is drafted."""
-        found: list[float] = self.__dict__["_thresholds"]
-        return found
+        return list(self.__dict__["_thresholds"])
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         """The blocks that run for every token.
@@ -138,15 +137,15 @@ class HeadsDraft(PartialDraft):
 
         def decide(level: int, here: torch.Tensor) -> bool:
             nonlocal decided, logits, state
-            found = self.heads.on(here.device).logits(level - 1, here).float()
+            exit_logits = self.heads.on(here.device).logits(level - 1, here).float()
             if logits is None or state is None or not any(decided):
-                logits, state = found, here
+                logits, state = exit_logits, here
             else:
-                kept = upload(decided, found.device)[:, None]
-                logits = torch.where(kept, logits.to(found.device), found)
-                state = torch.where(kept, state.to(here.device), here)
-            sure = (self._sure(found) >= self._thresholds[level - 1]).tolist()
-            before, decided = decided, [now or known for now, known in zip(sure, decided, strict=True)]
+                stays = upload(decided, exit_logits.device)[:, None]
+                logits = torch.where(stays, logits.to(exit_logits.device), exit_logits)
+                state = torch.where(stays, state.to(here.device), here)
+            sure = (self._sure(exit_logits) >= self._thresholds[level - 1]).tolist()
+            before, decided = decided, [now or earlier for now, earlier in zip(sure, decided, strict=True)]
             if fresh := sum(decided) - sum(before):
                 self.exits[self._bounds[level]] += fresh
             return all(decided)

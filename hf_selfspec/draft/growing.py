@@ -28,28 +28,26 @@ class GrowingDraft:
         self._text = text
         self._max_new = max_new
         self._is_read = is_read
-        self._line: list[torch.Tensor] = []
-        self._beside: list[torch.Tensor] = []
+        self._picks: list[torch.Tensor] = []  # [b, width] for each depth, the token of the line first
         self._qs: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
 
     @property
     def depth(self) -> int:
         """Number of tokens of the longest line."""
-        return len(self._line)
+        return len(self._picks)
 
     @property
     def size(self) -> int:
         """Number of tokens of the longest line and beside it."""
-        return sum(1 + tokens.shape[1] for tokens in self._beside)
+        return sum(picks.shape[1] for picks in self._picks)
 
     def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
         """Adds the next depth: tokens ``[b, width]``, the one to extend first, what they were drawn from, and states
         ``[b, n, d]`` of the tokens that were fed, from which verification can start."""
         if self._is_read:
             self._text.write_draft(picks[:, 0], self.depth)
-        self._line.append(picks[:, 0])
-        self._beside.append(picks[:, 1:])
+        self._picks.append(picks)
         if q is not None:
             self._qs.append(q)
         if state is not None:
@@ -71,17 +69,17 @@ class GrowingDraft:
         """Returns the draft so far; verification starts from states at layer ``prefix`` if it is long enough."""
         if not (t := max(self.lengths)):
             return Draft.none(self._text)
-        columns, beside = [tokens[:, None] for tokens in self._line[:t]], self._beside[:t]
-        parents: list[list[int]] | None = None
-        if any(tokens.shape[1] for tokens in beside):
-            # Siblings come after the line, those of its first token first.
+        columns, parents = [picks[:, :1] for picks in self._picks[:t]], None
+        # Siblings come after the line, those of its first token first.
+        beside = {depth: picks[:, 1:] for depth, picks in enumerate(self._picks[:t]) if picks.shape[1] > 1}
+        if beside:
             places = list(range(t))
-            for depth, tokens in enumerate(beside):
+            for depth, tokens in beside.items():
                 places += [depth] * tokens.shape[1]
             parents = [[parent if parent < length else -1 for parent in places] for length in self.lengths]
         reused = bool(self._states) and t >= reuse_from
         return Draft(
-            tokens=_joined([*columns, *beside] if parents else columns),
+            tokens=_joined([*columns, *beside.values()]),
             lengths=self.lengths,
             parents=parents,
             q=_joined([q[:, None] for q in self._qs[:t]]) if self._qs else None,

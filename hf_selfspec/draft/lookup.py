@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-from ..control.controller import Controller
 from ..control.costs import SIZES
+from ..learned.knowledge import KnowledgeOfCall
 from ..learned.saving import register
-from ..lookup.kept_texts import LookupFindings
+from ..lookup.kept_texts import STORED, LookupFindings
 from ..validation import check_count
 from .controlled import ControlledDrafter, controller_of
 from .free import FreeDrafts
 from .source import Drafter, DraftSource, Session
 
-# How many tokens of earlier texts are kept.
-_STORED, _MOST_STORED = 65_536, 2**20
-NAME = "lookup"
+# How many tokens of earlier texts are kept at most.
+_MOST_STORED = 2**20
 
 
 @register("draft")
@@ -35,7 +34,7 @@ class Lookup(DraftSource):
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    stored_tokens: int = _STORED
+    stored_tokens: int = STORED
     max_nodes: int = SIZES[-1]
 
     fixed_because = "Lookup drafts as many tokens as pay by measured costs, in a tree"
@@ -45,14 +44,13 @@ class Lookup(DraftSource):
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
-    def findings(self, vocabulary: int) -> LookupFindings:
-        """Empty findings for a model with ``vocabulary`` tokens."""
-        return LookupFindings(self.stored_tokens, vocabulary)
+    def findings(self, knowledge: KnowledgeOfCall, vocabulary: int) -> LookupFindings:
+        """What calls have learned about a model with ``vocabulary`` tokens, shared by all kinds of calls."""
+        return knowledge.of_all_kinds("lookup", lambda _: LookupFindings(self.stored_tokens, vocabulary))
 
-    def free_drafts(self, session: Session, controller: Controller) -> FreeDrafts:
-        found = session.knowledge.of_all_kinds(NAME, lambda _: self.findings(session.vocabulary))
-        return FreeDrafts(found, session, controller, self.max_nodes)
+    def free_drafts(self, session: Session) -> FreeDrafts:
+        findings = self.findings(session.knowledge, session.vocabulary)
+        return FreeDrafts(findings, session, controller_of(session), self.max_nodes)
 
     def start(self, session: Session) -> Drafter:
-        controller = controller_of(session)
-        return ControlledDrafter(session, controller, self.free_drafts(session, controller), {})
+        return ControlledDrafter(session, self.free_drafts(session), {})

@@ -14,18 +14,18 @@ from ..model.plan import LayerPlan
 from ..search.choice import ExitChoice
 from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy
-from ..search.replay import Trace, rules_for, trace
+from ..search.replay import Trace, trace
 from ..stop.rules import FixedLength, confidence
 from .looking import LookingDraft
 from .source import Session
 
-# Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
-# it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
+# Share of the time of all calls that may be spent on looking at exits, and the share while an exit seems to pay but was
+# not compared yet: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
 _BUDGET, _PROMISING = 0.03, 0.3
-# The rounds that this takes, which half of what the exit may save in the rest of the call has to make up for; where an
-# earlier call has found it, there will be further ones.
+# The rounds that a first look takes. Half of what the exit may save in the rest of the call has to make up for them;
+# where an earlier call has found the exit, further calls are expected.
 _LOOK = 18
-# Tokens on which one exit is tried. From this share of what that takes on, logits are kept for it.
+# Tokens on which one exit is tried. Logits are kept for a trial from the time on when this share of it can be paid for.
 _TRIED, _SAVING = 16, 0.7
 # Tokens of text after which only the exits that look fastest are compared, and their number. Maximum number of tokens
 # that one look covers, and the fewest that are worth it.
@@ -35,15 +35,15 @@ _LEAST = 8
 # Generated tokens after which the first look at all exits takes place, without waiting for the end of the text, and how
 # many of all rows it covers.
 _SOON, _FIRST = 32, 24
-# Texts on which forwards are timed, and how often each is on the first.
+# Number of texts on which forwards are timed, and how often each forward is timed on the first of them.
 _TIMED_TEXTS = 4
 _TIMINGS = 2
 _FIRST_STOP = FixedLength(2)
 
 
 class ProbingDraft(LookingDraft):
-    """Drafts nothing until an exit is known to pay, then from the best one. A given ``layer`` is the only one, and a
-    stop rule of the session stays; ``head`` runs in place of the model's own."""
+    """Drafts nothing until an exit is known to pay, then from the best exit: that at ``layer``, where this is not
+    ``None``, is the only one. A stop rule of the session is kept; ``head`` runs in place of the model's own."""
 
     def __init__(self, session: Session, layer: int | None, head: HeadRows | None) -> None:
         num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name
@@ -58,17 +58,15 @@ class ProbingDraft(LookingDraft):
             )
         none = LayerPlan(num_layers)
         plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
-        super().__init__(session.limits(_FIRST_STOP), plan, _TRIED, head)
+        super().__init__(session, _FIRST_STOP, plan, _TRIED, head)
         self.plan = none  # until an exit is chosen
-        self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
-        self._round_seconds = session.round_seconds
-        kind = "exit probe" if head is None else f"exit probe with {len(head.tokens)} tokens"
-        self.study: ExitStudy = session.knowledge.of(kind, lambda _: ExitStudy(num_layers, layer))
+        name = "exit probe" if head is None else f"exit probe with {len(head.tokens)} tokens"
+        self.study: ExitStudy = session.knowledge.of(name, lambda _: ExitStudy(num_layers, layer))
         self.exits = Exits(self.target.model)
         self._pace = self.study.pace
         self._budget = Budget(0.0, self.target.clock, self.study.unspent)
         self.study.unspent = 0.0
-        self._seen_columns: list[int] | None = None
+        self._covered: list[int] | None = None
         self._used: ExitChoice | None = None
         self._round_begun: float | None = None
         self._tried_at = 0
@@ -122,50 +120,44 @@ class ProbingDraft(LookingDraft):
         self._budget.share = _PROMISING if is_worth else share_of(_BUDGET, choice is not None and choice.drafts)
         if choice is None or choice is self._used:
             return
-        if self._used is None and self._seen_columns is not None and choice.drafts:
+        if self._used is None and self._covered is not None and choice.drafts:
             self._budget = Budget(self._budget.share, self.target.clock)  # what it gains is worth the first look
         self._used, layers = choice, self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
-        self.limits = replace(self.limits, stop=self._own_stop or choice.stop)
+        self.limits = replace(self.limits, stop=self._stop or choice.stop)
         self.reuse_from = choice.reuse_from
 
     def _unseen(self, text: Text) -> list[int]:
         """For each row how many generated tokens' continuations have not been looked at."""
-        if self._seen_columns is None:
-            self._seen_columns = [text.prompt_width] * text.batch_size
-        return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
+        if self._covered is None:
+            self._covered = [text.prompt_width] * text.batch_size
+        return [length - 1 - covered for length, covered in zip(text.lengths, self._covered, strict=True)]
 
+    @torch.no_grad()
     def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        study, left = self.study, self._budget.left
+        """Looks at what one exit predicts along the last tokens, if there is time for it."""
+        study, left, target = self.study, self._budget.left, self.target
         self._tried_at = self._tried_at or text.prompt_width
-        layer = study.next_exit()
-        share = layer / self.target.anatomy.num_layers
+        layer, num_layers = study.next_exit(), target.anatomy.num_layers
+        share = layer / num_layers
         cost = share * study.pace.seconds(_TRIED)
         if left < _SAVING * cost:
             return
         with self._budget.spending():
-            if self._last_logits is not None:
-                self._last_logits.add(text, verdicts, logits)
-            new = [length - self._tried_at for length in text.lengths]
-            known = self._known(new)
-            n = min(_TRIED, max(known))
+            self._last_logits.add(text, verdicts, logits)
+            counts = self._last_logits.counts([length - self._tried_at for length in text.lengths])
+            n = min(_TRIED, max(counts))
             if left < cost or n < _LEAST:
                 return
-            begun = self.target.now()
-            if (found := self._trace_of(text, layer, n, [count >= n for count in known])) is not None:
-                study.add_trial(layer, found, self._rules, self.limits.max_draft)
-            study.pace.add(n, (self.target.now() - begun) / share)
+            begun, ends = target.now(), [root + 1 for root in text.last_slots()]
+            starts, ids = text.tokens_before(ends, n + 1, target.first_slots())
+            run = ForwardPass(LayerPlan.early_exit(num_layers, layer), head_rows=self.head)
+            predicted = self._trace(target.step(ids[:, :-1], starts, run).logits, ids[:, 1:])
+            if rows := [row for row, count in enumerate(counts) if count >= n and row in target.rows]:
+                trial = Trace(predicted.accept[rows], predicted.confidence[rows])
+                study.add_trial(layer, trial, self._rules, self.limits.max_draft)
+            study.pace.add(n, (target.now() - begun) / share)
             self._tried_at = max(text.lengths)
-
-    @torch.no_grad()
-    def _trace_of(self, text: Text, layer: int, n: int, known: list[bool]) -> Trace | None:
-        """What an exit predicts along the last ``n`` tokens of the rows where their continuations are known."""
-        roots, plan = text.last_slots(), LayerPlan.early_exit(self.target.anatomy.num_layers, layer)
-        starts, ids = text.tokens_before([root + 1 for root in roots], n + 1, self.target.first_slots())
-        logits = self.target.step(ids[:, :-1], starts, ForwardPass(plan, head_rows=self.head)).logits
-        found = self._trace(logits, ids[:, 1:])
-        rows = [row for row, is_known in enumerate(known) if is_known and row in self.target.rows]
-        return Trace(found.accept[rows], found.confidence[rows]) if rows else None
 
     @torch.no_grad()
     def _probe(self, text: Text) -> None:
@@ -201,7 +193,7 @@ class ProbingDraft(LookingDraft):
             (max(root - count, start) - start, root - start) if row in self.target.rows else (0, 0)
             for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))
         ]
-        self._seen_columns = [length - 1 for length in text.lengths]
+        self._covered = [length - 1 for length in text.lengths]
         self.target.obey()  # the exits' head is run in place of a forward, which must not change meanwhile
         self.exits.attach()
         try:
@@ -218,13 +210,12 @@ class ProbingDraft(LookingDraft):
                 chunk = max(1, LOGIT_ELEMENTS // (logits.shape[-1] * n))
                 rows: list[Trace] = []
                 for start in range(0, text.batch_size, chunk):
-                    some = slice(start, start + chunk)
-                    drafted = self.exits.head(states[some].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
+                    part = slice(start, start + chunk)
+                    drafted = self.exits.head(states[part].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
                     drafted = drafted if self.head is None else self.head.only(drafted)
-                    found = trace(
-                        self.scorer.roughly(drafted.float()), scores[some], confidence(drafted), self.scorer.do_sample
-                    )
-                    rows += [found.part(row, *span) for row, span in enumerate(new[some])]
+                    roughly = self.scorer.roughly(drafted.float())
+                    along = trace(roughly, scores[part], confidence(drafted), self.scorer.do_sample)
+                    rows += [along.part(row, *span) for row, span in enumerate(new[part])]
                 traces[layer] = [row for row in rows if row.accept.size]
             return traces
         finally:

@@ -62,8 +62,8 @@ class Quantized(DraftSource):
     def __post_init__(self) -> None:
         allowed = {"bits": (4, 8), "group_size": GROUP_SIZES, "head": (4, 8, 16)}
         for name, values in allowed.items():
-            if (given := getattr(self, name)) not in values:
-                raise SettingError(f"Quantized({name}) must be one of {', '.join(map(repr, values))}, got {given!r}.")
+            if (value := getattr(self, name)) not in values:
+                raise SettingError(f"Quantized({name}) must be one of {', '.join(map(repr, values))}, got {value!r}.")
         layers = self.layers
         if layers is not None and not isinstance(layers, (EarlyExit, SkipLayers)):
             raise SettingTypeError(f"Quantized(layers) must be EarlyExit, SkipLayers or None, got {layers!r}.")
@@ -100,11 +100,11 @@ class Quantized(DraftSource):
     ) -> Wanted:
         """The layers that are packed, by their names, and how."""
         linears = linear_layers(self._layers(anatomy))
-        found = {name: (module, self.form) for name, module in linears if fits(module, self.form)}
+        wanted = {name: (module, self.form) for name, module in linears if fits(module, self.form)}
         head, form = output_head(model), self.form._replace(bits=self.head)
         if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head, form):
-            found["head"] = head, form
-        return found
+            wanted["head"] = head, form
+        return wanted
 
     @property
     def form(self) -> Form:
@@ -135,10 +135,10 @@ class Quantized(DraftSource):
                 names = set(file.keys()) if file.metadata() == _about(model) else ()
                 for name, pair in wanted.items():
                     if f"{name}.numbers" in names:
-                        given = file.get_tensor(f"{name}.numbers"), file.get_tensor(f"{name}.scales")
-                        if tuple(tuple(one.shape) for one in given) != shapes(*pair):
+                        weights = file.get_tensor(f"{name}.numbers"), file.get_tensor(f"{name}.scales")
+                        if tuple(tuple(tensor.shape) for tensor in weights) != shapes(*pair):
                             raise ValueError(f"{name} has other shapes")
-                        yield name, given
+                        yield name, weights
         except (SafetensorError, OSError, ValueError) as error:
             raise SettingError(
                 f"{path} holds no packed weights, or was cut short or changed ({brief(error)}). Save it again, or "

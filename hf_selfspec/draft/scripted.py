@@ -9,11 +9,10 @@ import torch
 from ..batch import Draft, Text
 from ..errors import UnsupportedModelError
 from ..model.partial import ForwardPass
-from ..model.target import Target
 from .source import BaseDrafter, DraftSource, Session
 
-# Right tokens of the first draft, and its nodes, the others of which are wrong: as many as free drafts have at most.
-# All of the second one are wrong.
+# Right tokens of the first draft, and all of its nodes, as many as free drafts have at most: the others are wrong.
+# Tokens of the second draft, all of them wrong.
 _DRAFTED, _NODES, _FEW = 2, 31, 2
 
 
@@ -56,10 +55,11 @@ class _ScriptedDrafter(BaseDrafter):
         if self._rounds == 2:
             listed = [[self._wrong(tokens[0])] * _FEW for tokens in right]
             return Draft(torch.tensor(listed, device="cpu"), [_FEW] * len(right), listed=listed)
-        rows = []
-        for row, (first, second, *_) in enumerate(right):
-            # Without siblings, and in every second row, the draft ends with a token that is rejected.
-            rows.append([first, self._wrong(second) if row % 2 or not self._is_tree else second])
+        # Without siblings, and in every second row, the draft ends with a token that is rejected.
+        rows = [
+            (first, self._wrong(second) if row % 2 or not self._is_tree else second)
+            for row, (first, second, *_) in enumerate(right)
+        ]
         states, prefix = self._states(text)
         wrong = [[self._wrong(row[-1])] * (self._nodes - _DRAFTED) for row in rows]
         if not self._is_tree:
@@ -80,7 +80,7 @@ class _ScriptedDrafter(BaseDrafter):
 
     def _states(self, text: Text) -> tuple[torch.Tensor | None, int]:
         """The states of each row's last token ``[b, 1, d]`` that enter a layer in the middle, and its number."""
-        target: Target = self._target
+        target = self._target
         layer = target.anatomy.num_layers // 2
         if self._script.is_simple or not layer:
             return None, 0

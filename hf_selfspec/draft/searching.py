@@ -11,11 +11,12 @@ from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
 from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
-from ..search.replay import Trace, rules_for
+from ..search.replay import Trace
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
+from ..stop.rules import ConfidenceThreshold
 from ..verify.tree import CostTree
-from .looking import LookingDraft
+from .looking import LookingDraft, lengths_before
 from .source import Session
 
 # How often each forward is timed on a text.
@@ -24,29 +25,27 @@ _TIMINGS = 2
 _TREE = 2.0
 # Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
 _SOON, _LEAST = 32, 8
-# Rounds at a time of which a search is told that has no time to try anything.
+# A search that has no time to try anything hears of so many rounds at a time.
 _RESTED = 8
+# Where neither the call nor the search has chosen a stop rule.
+USUAL_STOP = ConfidenceThreshold()
 
 
 class SearchingDraft(LookingDraft):
     """Drafts with the best set of skipped blocks so far, and tries another one after each round, by a forward over the
     last generated tokens in slots beyond the text."""
 
-    def __init__(
-        self, session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str
-    ) -> None:
+    def __init__(self, session: Session, start: LayerPlan, search: Search, ratio: float | str) -> None:
         rows = 1 if search.tries_each_round else session.num_rows
         self._window = max(_LEAST, search.context_window // rows)
-        super().__init__(session, start, self._window)
-        self._stop, self._chooses, self._tree = session.stop, chooses_stop, session.tree
-        self._round_seconds = session.round_seconds
+        super().__init__(session, USUAL_STOP, start, self._window)
+        self._tree = session.tree
 
         def make(other: SkipSearch | None) -> SkipSearch:
             space = SkipSpace.of(session.anatomy)
             share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
-            rules = rules_for(None if chooses_stop else session.stop, session.max_draft)
             best = start if other is None else other.best
-            return SkipSearch(search, space, share, best, ratio == "auto", rules, session.max_draft)
+            return SkipSearch(search, space, share, best, ratio == "auto", self._rules, session.max_draft)
 
         self.search: SkipSearch = session.knowledge.of("skip search", make)
         self._pace = self.search.pace
@@ -57,7 +56,8 @@ class SearchingDraft(LookingDraft):
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
         self._begun = self.target.clock()
-        self._waited, self._others_drafted = 0, False  # rounds since the search was told of any, and in one of these
+        # Rounds since the search was told of one, and whether another source drafted in any of them.
+        self._waited, self._others_drafted = 0, False
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
         self.target.cache.look_back(max(search.context_window, MANY), writes=False)
         self._use_best()
@@ -81,8 +81,7 @@ class SearchingDraft(LookingDraft):
         """As :meth:`update`, after a round in which another source drafted, or none."""
         self._waited += 1
         self._others_drafted |= logits.shape[1] > 1
-        if self._lengths is None:
-            self._lengths = [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]
+        self._lengths = self._lengths or lengths_before(text, verdicts)
         if self._waited < _RESTED and self._rests:
             return
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
@@ -95,8 +94,7 @@ class SearchingDraft(LookingDraft):
         search.generated += sum(text.lengths) - sum(self._lengths or text.lengths)
         self._lengths, self._behind = list(text.lengths), 0
         self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
-        if self._last_logits is not None:
-            self._last_logits.forget()
+        self._last_logits.forget()
         return True
 
     @property
@@ -104,33 +102,34 @@ class SearchingDraft(LookingDraft):
         """Whether nothing drafts, and logits are not needed yet, since there is no time to try a set for a while."""
         if self.search.choice.drafts or self._budget.share >= 1.0:
             return False
-        if self._last_logits is None:
-            return True
-        if 2 * self._budget.left >= self._pace.seconds(_LEAST):
+        if self.scorer.do_sample and 2 * self._budget.left >= self._pace.seconds(_LEAST):
             return False
         self._last_logits.forget()
         return True
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
+        """Reports a round to the search, with the ``draft`` of this source, and tries sets as far as there is time."""
         search = self.search
         if search.is_idle:
-            if self._last_logits is not None:
-                self._last_logits.forget()
+            self._last_logits.forget()
             return
         begun = self.target.now()
         with self._budget.spending():
-            before = self._lengths or [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]
+            before = self._lengths or lengths_before(text, verdicts)
             new = [after - length for after, length in zip(text.lengths, before, strict=True)]
             self._lengths, self._looked = list(text.lengths), self._looked or text.prompt_width
             if draft is None:
                 search.generated += sum(new)
             else:
-                self._watch(new, verdicts, draft, (begun - self._begun) / self._waited)
-            if self._last_logits is not None:
-                if search.is_over:
-                    self._last_logits.forget()
-                else:
-                    self._last_logits.add(text, verdicts, logits)
+                # Tokens that other sources added to this draft do not count for it.
+                accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
+                accepted = min(sum(new) - sum(count > 0 for count in new), accepted)
+                search.pace.add_round((begun - self._begun) / self._waited)
+                search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
+            if search.is_over:
+                self._last_logits.forget()
+            else:
+                self._last_logits.add(text, verdicts, logits)
             unseen = max(text.lengths) - self._looked
             if unseen > (min(self._window, _SOON) if not search.trials else self._window):
                 self._begin_window(text, unseen)
@@ -138,14 +137,6 @@ class SearchingDraft(LookingDraft):
             self._use_best()
         self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
         search.search_seconds += self._begun - begun
-
-    def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
-        """Reports a round to the search, with a draft of its own or without a draft."""
-        rows = sum(count > 0 for count in new)
-        # Tokens that other sources added to this draft do not count for it.
-        accepted = min(sum(new) - rows, sum(node >= 0 for verdict in verdicts for node in verdict.nodes))
-        self.search.pace.add_round(seconds)
-        self.search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
 
     def finish(self, text: Text) -> None:
         """Looks at the rest of the text, for searches that look at each token once."""
@@ -171,7 +162,7 @@ class SearchingDraft(LookingDraft):
         self._budget.share = share_of(search.settings.budget, choice.drafts)
         self._used = (choice, search.timings.found)
         self.plan = choice.plan
-        self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
+        self.limits = replace(self.limits, stop=self._stop or choice.stop or USUAL_STOP)
         costs = search.timings.found
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
@@ -204,8 +195,7 @@ class SearchingDraft(LookingDraft):
             self.search.closest = closest_layers(self.target, text, self.search.space.whole_layers, most)
         pace, left = self.search.pace, self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
-        known = self._last_logits is None or any(self._last_logits.counts())
-        if window < least or not known:
+        if window < least or not any(self._last_logits.counts([window] * text.batch_size)):
             return False
         plan = self.search.propose()
         if plan is None:
@@ -224,8 +214,8 @@ class SearchingDraft(LookingDraft):
         columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
         run, nodes = ForwardPass(plan), TreeLayout.replay(window)
-        found = self._trace(self.target.step(tokens[:, :-1], text.last_slots(), run, nodes).logits, tokens[:, 1:])
+        trace = self._trace(self.target.step(tokens[:, :-1], text.last_slots(), run, nodes).logits, tokens[:, 1:])
         # In rows that ended early the window reaches into the prompt, which the model did not generate.
-        known = self._known([min(window, length - text.prompt_width) for length in text.lengths])
-        known = [count if row in self.target.rows else 0 for row, count in enumerate(known)]
-        return [found.part(row, window - count, window) for row, count in enumerate(known) if count]
+        counts = self._last_logits.counts([min(window, length - text.prompt_width) for length in text.lengths])
+        counts = [count if row in self.target.rows else 0 for row, count in enumerate(counts)]
+        return [trace.part(row, window - count, window) for row, count in enumerate(counts) if count]

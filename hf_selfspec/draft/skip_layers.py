@@ -10,10 +10,9 @@ from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
 from ..search.choice import SkipChoice
 from ..search.proposers import OnTheFlySearch, Search
-from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_share
 from .partial import PartialDraft
-from .searching import SearchingDraft
+from .searching import USUAL_STOP, SearchingDraft
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
@@ -131,13 +130,13 @@ class SkipLayers(DraftSource):
         return DraftBlocks.of_choice(repr(self), find_choice(SkipChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
-        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        plan = self.plan(session.anatomy)
         if self.search is not None and session.takes_trees:
-            return SearchingDraft(limits, session.stop is None, plan, self.search, self.ratio)
+            return SearchingDraft(session, plan, self.search, self.ratio)
         if self.search is not None:
             model_name = session.anatomy.model_name
             why = f"{model_name} cannot run over its text a second time (it cannot take a tree mask)"
             if session.in_cascade:
                 raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
             warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-        return PartialDraft(limits, plan)
+        return PartialDraft(session.limits(USUAL_STOP), plan)

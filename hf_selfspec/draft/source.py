@@ -101,7 +101,8 @@ class BaseDrafter(Drafter):
         return Draft.none(text)
 
     def miss(self, text: Text) -> bool:
-        """Whether tokens may be added without rounds, after those in ``text``; by default if it observes none."""
+        """Whether it needs no rounds after ``text`` while transformers' own loop adds tokens: by default if it observes
+        none."""
         return self.observe is None
 
     def loop_steps(self, text: Text, left: int, has_loop: bool = True) -> int:
@@ -113,7 +114,7 @@ class BaseDrafter(Drafter):
         return 0
 
     def came_back(self, seconds: float) -> None:
-        """Learns what the way to that loop and back has taken, without its steps."""
+        """Learns how many seconds it took to enter that loop and to come back, without its steps."""
 
 
 class _Completed(BaseDrafter):
@@ -197,8 +198,8 @@ class Session:
         return self.affordable(longest_draft(self.stop, self.max_draft))
 
     def affordable(self, tokens: int) -> int:
-        """So many drafted tokens of a row, or as many as keep a verification's float32 logits small (below 64 MiB, or
-        1/64 of the model) and exact results possible."""
+        """``tokens``, or fewer where with so many drafted tokens of a row a verification's float32 logits would not be
+        small (below 64 MiB, or 1/64 of the model), or exact results not possible."""
         model, size = self.target.model, 4 * self.num_rows * self.vocabulary
         if self.target.is_exact:
             tokens = min(tokens, MOST_TOKENS - 1)
@@ -228,9 +229,9 @@ class DraftBlocks:
         """The blocks that a probe or a search of the source ``name`` has chosen."""
         if choice is None or not choice.drafts:
             model, pays = anatomy.model_name, "that pays on this machine"
-            found = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
+            outcome = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
             raise SettingError(
-                f"{name} has {found}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
+                f"{name} has {outcome}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
                 "what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
                 "SkipLayers(attention=[...], mlp=[...])."
             )
@@ -245,9 +246,11 @@ class DraftSource:
 
     Attributes:
         lossless: whether the output is the model's own. If not, a saved config must not choose the source.
+        takes_forwards: whether all drafts take forwards of the model, or of parts of it.
     """
 
     lossless = True
+    takes_forwards = True
 
     @property
     def is_optional(self) -> bool:
@@ -258,11 +261,6 @@ class DraftSource:
     def fixed_because(self) -> str:
         """Why stop rules and trees have no effect, empty if they have."""
         return ""
-
-    @property
-    def takes_forwards(self) -> bool:
-        """Whether all drafts take forwards of the model, or of parts of it."""
-        return True
 
     def check_synced(self) -> None:
         """Checks that drafts leave the forwards of several processes in step.

@@ -71,21 +71,22 @@ def find_adapter(processor: Any) -> Callable[[torch.Tensor], Sequence[Grammar]] 
     """The function from ``input_ids`` ``[b, s]`` to a processor's grammars, ``None`` if none is known."""
     if type(processor) is lp.PrefixConstrainedLogitsProcessor:
         processor = prefix_function(processor)
-    kind = type(processor)
-    adapter = _registered.get(kind) or LIBRARIES.get(f"{kind.__module__}.{kind.__qualname__}")
+    processor_class = type(processor)
+    name = f"{processor_class.__module__}.{processor_class.__qualname__}"
+    adapter = _registered.get(processor_class) or LIBRARIES.get(name)
     if adapter is None:
         return None
 
     def grammars(input_ids: torch.Tensor) -> Sequence[Grammar]:
-        found = adapter(processor, input_ids)
-        complete = isinstance(found, Sequence) and len(found) == len(input_ids)
-        if not complete or not all(callable(getattr(one, name, None)) for one in found for name in _METHODS):
+        rows = adapter(processor, input_ids)
+        complete = isinstance(rows, Sequence) and len(rows) == len(input_ids)
+        if not complete or not all(callable(getattr(row, method, None)) for row in rows for method in _METHODS):
             raise SettingTypeError(
-                f"the adapter that is registered for {kind.__name__} must return a grammar for each of the "
+                f"the adapter that is registered for {processor_class.__name__} must return a grammar for each of the "
                 f"{len(input_ids)} rows, with the methods mask(vocabulary), advance(token) and rollback(count), got "
-                f"{found!r}."
+                f"{rows!r}."
             )
-        return found
+        return rows
 
     return grammars
 
@@ -93,10 +94,10 @@ def find_adapter(processor: Any) -> Callable[[torch.Tensor], Sequence[Grammar]] 
 def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tensor:
     """A BoolTensor ``[vocabulary]`` of the bits of int32 ``words``; ``beyond`` is the value for tokens after them."""
     bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little", count=min(vocabulary, 32 * len(words)))
-    found = torch.from_numpy(bits.view(np.bool_))
-    if len(found) == vocabulary:
-        return found
-    return torch.cat([found, torch.full((vocabulary - len(found),), beyond, device="cpu")])
+    mask = torch.from_numpy(bits.view(np.bool_))
+    if len(mask) == vocabulary:
+        return mask
+    return torch.cat([mask, torch.full((vocabulary - len(mask),), beyond, device="cpu")])
 
 
 class _Matching:
@@ -166,8 +167,8 @@ class XGrammar(_Matching):
         except UnicodeDecodeError as error:  # it ends within a character
             text = error.object
         texts = {token: bytes(self.texts[token]) for token in self.mask(len(self.texts)).nonzero()[:, 0].tolist()}
-        found = [token for token in texts if texts[token] and text.startswith(texts[token])]
-        return max(found, key=lambda token: len(texts[token]), default=None)
+        beginnings = [token for token in texts if texts[token] and text.startswith(texts[token])]
+        return max(beginnings, key=lambda token: len(texts[token]), default=None)
 
     def take(self, token: int) -> bool | None:
         return None if self.matcher.is_terminated() else bool(self.matcher.accept_token(token))
@@ -211,8 +212,8 @@ class OutlinesCore(_Matching):
         for end in set(ends.values()):
             before.update(set(self._ends(end).values()) - {end})
         furthest = max((before[end] for end in ends.values()), default=0)
-        found = [token for token, end in ends.items() if before[end] == furthest]
-        return found[0] if len(found) == 1 else None
+        tokens = [token for token, end in ends.items() if before[end] == furthest]
+        return tokens[0] if len(tokens) == 1 else None
 
     def _ends(self, state: int) -> dict[int, int]:
         """The tokens that are allowed in a state, each with the state that it leads to; none if there are too many."""
@@ -242,7 +243,7 @@ def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> 
     return [XGrammar(matcher, bitmask, row, texts) for row, matcher in enumerate(matchers)]
 
 
-def _own(processor: Any, name: str) -> Any:
+def _private(processor: Any, name: str) -> Any:
     """An attribute of an outlines processor that is not part of outlines' public interface."""
     if not hasattr(processor, name):
         raise UnsupportedOptionError(
@@ -257,12 +258,12 @@ LIBRARIES: dict[str, Adapter] = {
         processor.matchers, processor.token_bitmask, processor.compiled_grammars[0]
     ),
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": lambda processor, _: _xgrammars(
-        _own(processor, "_matchers"), _own(processor, "_bitmask"), _own(processor, "compiled_grammar")
+        _private(processor, "_matchers"), _private(processor, "_bitmask"), _private(processor, "compiled_grammar")
     ),
     "outlines.backends.llguidance.LLGuidanceLogitsProcessor": lambda processor, _: [
-        LLGuidance(matcher) for matcher in _own(processor, "ll_matchers")
+        LLGuidance(matcher) for matcher in _private(processor, "ll_matchers")
     ],
     "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": lambda processor, input_ids: [
-        OutlinesCore(_own(processor, "_guides"), row, _own(processor, "index")) for row in range(len(input_ids))
+        OutlinesCore(_private(processor, "_guides"), row, _private(processor, "index")) for row in range(len(input_ids))
     ],
 }

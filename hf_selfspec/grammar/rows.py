@@ -31,16 +31,16 @@ class _Row:
         self._grammar, self._name = grammar, name
         self._taken: list[int] = []
         self._text: list[int] = []
-        self._known: dict[tuple[str, Path], Any] = {}
+        self._results: dict[tuple[str, Path], Any] = {}
 
     def expected(self, text: list[int], path: Path) -> int | None:
         """The token that most likely follows ``text`` and ``path``, ``None`` where the grammar does not know."""
         expected = getattr(self._grammar, "expected", None)
-        return None if expected is None else self._found("expected", text, path, expected)
+        return None if expected is None else self._result("expected", text, path, expected)
 
     def mask(self, text: list[int], path: Path) -> torch.Tensor:
         """A BoolTensor ``[v]``, true for the tokens that may follow ``text`` and ``path``."""
-        return self._found("mask", text, path, self.fresh_mask)
+        return self._result("mask", text, path, self.fresh_mask)
 
     def mask_after(self, tokens: list[int]) -> torch.Tensor:
         text = self._text if tokens[: len(self._text)] == self._text else tokens
@@ -59,8 +59,8 @@ class _Row:
     def go_to(self, text: Sequence[int], path: Path = ()) -> None:
         taken, tokens = self._taken, [*text, *path]
         same = len(text) if taken[: len(text)] == tokens[: len(text)] else 0
-        for known, token in zip(taken[same:], tokens[same:], strict=False):
-            if known != token:
+        for before, token in zip(taken[same:], tokens[same:], strict=False):
+            if before != token:
                 break
             same += 1
         if same < len(taken):
@@ -70,17 +70,17 @@ class _Row:
             self._grammar.advance(token)
             taken.append(token)
 
-    def _found(self, name: str, text: list[int], path: Path, find: Callable[[], Any]) -> Any:
+    def _result(self, name: str, text: list[int], path: Path, find: Callable[[], Any]) -> Any:
         if text is not self._text:
             if text != self._text:
-                self._known.clear()
+                self._results.clear()
             self._text = text
-        if (name, path) not in self._known:
+        if (name, path) not in self._results:
             self.go_to(text, path)
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            self._known[name, path] = find()
-        return self._known[name, path]
+            if len(self._results) >= _KEPT:
+                self._results.clear()
+            self._results[name, path] = find()
+        return self._results[name, path]
 
 
 class GrammarMask:
@@ -95,11 +95,6 @@ class GrammarMask:
         self._start = 0
         # Transformers forces what a prefix function allows where all of it has been forbidden.
         self.is_prefix_function = type(processor) is lp.PrefixConstrainedLogitsProcessor
-
-    @property
-    def vocabulary(self) -> int:
-        """``v``, known after :meth:`begin`."""
-        return self.rows[0].vocabulary
 
     def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
         """Calls the processor with the prompts ``[b, s]``, as plain ``generate`` does, before there are logits."""
@@ -128,17 +123,18 @@ class GrammarMask:
     def of_nodes(self, text: Text, draft: Draft, wanted: Sequence[bool], ends: frozenset[int]) -> torch.Tensor:
         """What may follow each node of a draft whose tokens the host knows, ``[b, t + 1, v]``; everything behind
         tokens that end a row, and after nodes that do not count."""
-        found = torch.ones(text.batch_size, draft.size + 1, self.vocabulary, dtype=torch.bool, device="cpu")
+        size, vocabulary = draft.size + 1, self.rows[0].vocabulary
+        masks = torch.ones(text.batch_size, size, vocabulary, dtype=torch.bool, device="cpu")
         assert draft.listed is not None
         for row in filter(wanted.__getitem__, range(text.batch_size)):
             chosen, paths = list(text.new[row]), dict[int, Path]({0: ()})
-            for node in range(draft.size + 1):
+            for node in range(size):
                 if node in paths:
-                    found[row, node] = self.rows[row].mask(chosen, paths[node])
+                    masks[row, node] = self.rows[row].mask(chosen, paths[node])
                     for child in draft.children(row, node):
                         if (token := draft.listed[row][child - 1]) not in ends:
                             paths[child] = (*paths[node], token)
-        return found
+        return masks
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
         """Leaves the processor as plain ``generate`` leaves it, which would have seen these new tokens of each row."""
@@ -172,17 +168,10 @@ class Spot:
         count = int(np.count_nonzero(allowed))
         if count == 1:
             return int(allowed.argmax()), 1.0
-        found = (
-            [mask.rows[self.row].expected(self.text, tuple(path)) for mask in self.masks] if count <= _NARROW else []
-        )
-        return next(((token, _LIKELY) for token in found if token is not None and allowed[token]), None)
-
-    def forced(self, most: int) -> Path:
-        """The next tokens, as long as there is hardly a choice: ``most`` tokens at most."""
-        found: Path = ()
-        while len(found) < most and (likely := self.likely(found)) is not None:
-            found += (likely[0],)
-        return found
+        if count > _NARROW:
+            return None
+        expected = (mask.rows[self.row].expected(self.text, tuple(path)) for mask in self.masks)
+        return next(((token, _LIKELY) for token in expected if token is not None and allowed[token]), None)
 
     def _masks(self, path: Sequence[int]) -> list[torch.Tensor]:
         return [mask.rows[self.row].mask(self.text, tuple(path)) for mask in self.masks]
@@ -207,7 +196,7 @@ class Constraint:
 
 def with_grammars(processors: lp.LogitsProcessorList) -> lp.LogitsProcessorList:
     """The processors, with a :class:`GrammarMask` in place of each whose grammars can be rolled back."""
-    known = [(processor, find_adapter(processor)) for processor in processors]
     return lp.LogitsProcessorList(
-        processor if adapt is None else GrammarMask(processor, adapt) for processor, adapt in known
+        processor if (adapt := find_adapter(processor)) is None else GrammarMask(processor, adapt)
+        for processor in processors
     )

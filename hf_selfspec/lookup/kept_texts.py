@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,8 +16,8 @@ from .rates import Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 
-# How many pairs of tokens have successors, and how many tokens of earlier texts are kept by default.
-_PAIRS, _STORED = 65_536, 65_536
+# How many tokens of earlier texts are kept by default.
+STORED = 65_536
 # Tokens that are added to the store while others wait.
 _PIECE = 4_096
 
@@ -25,9 +25,9 @@ _PIECE = 4_096
 class LookupFindings(Findings):
     """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
 
-    def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
+    def __init__(self, most_stored: int = STORED, vocabulary: int = 1 << 31) -> None:
         self.lock = new_lock()
-        self.successors = Successors(most_pairs)
+        self.successors = Successors()
         self.store = SuffixIndex()
         self._adding = new_lock()  # held while the store changes, before ``lock``
         self._most_stored, self._vocabulary = most_stored, vocabulary
@@ -39,19 +39,19 @@ class LookupFindings(Findings):
             self._texts += 1
             return self._texts
 
-    def end(self, texts: Iterable[Sequence[int]]) -> None:
-        self.add_texts(list(texts))
+    def end(self, texts: Sequence[Sequence[int]]) -> None:
+        self.add_texts(texts)
         if self.changed is not None:
             self.changed()
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""
-        most, known, kept = self._most_stored, set[tuple[int, ...]](), list[list[int]]()
+        most, pieces, kept = self._most_stored, set[tuple[int, ...]](), list[list[int]]()
         with self._adding:
             for text in reversed(texts):
                 if sum(map(len, kept)) >= most:
                     break
-                if new := self._unknown_end(text, known):
+                if new := self._unknown_end(text, pieces):
                     kept.append([SEPARATOR, *new[-(most // 2) :]])
             added = list(chain(*reversed(kept)))
             if len(self.store.tokens) + len(added) > most:
@@ -64,21 +64,21 @@ class LookupFindings(Findings):
                 with self.lock:
                     self.store.extend(added[start : start + _PIECE])
 
-    def _unknown_end(self, text: Sequence[int], known: set[tuple[int, ...]]) -> Sequence[int]:
-        """The end of a text that is neither in the store nor among ``known`` pieces, to which its own are added."""
+    def _unknown_end(self, text: Sequence[int], pieces: set[tuple[int, ...]]) -> Sequence[int]:
+        """The end of a text that is neither in the store nor among ``pieces``, to which those of the text are added."""
         new = None
         for start in range(0, len(text), LONGEST_MATCH):
             piece = tuple(text[start : start + LONGEST_MATCH])
-            if new is None and not (piece in known or self._is_stored(piece)):
+            if new is None and not (piece in pieces or self._is_stored(piece)):
                 # The rest is stored with the tokens before it, by which it is found.
                 new = max(0, start - LONGEST_MATCH)
             if len(piece) == LONGEST_MATCH:
-                known.add(piece)
+                pieces.add(piece)
         return () if new is None else text[new:]
 
     def _is_stored(self, piece: Sequence[int]) -> bool:
-        found = self.store.match(piece)
-        return found is not None and found.length == LONGEST_MATCH
+        match = self.store.match(piece)
+        return match is not None and match.length == LONGEST_MATCH
 
     def forget(self) -> None:
         with self._adding, self.lock:
@@ -88,22 +88,22 @@ class LookupFindings(Findings):
 
     def state(self) -> dict[str, Any]:
         with self.lock:
-            known = {
+            knowledge = {
                 # Texts could be reconstructed from these, so they are left out where texts are not kept.
-                "successors": (self.successors if self._most_stored else Successors()).state(),
+                "successors": (self.successors if self._most_stored else Successors(0)).state(),
                 "store": np.array(self.store.tokens, np.int32),
-                "rates": {kind: rates.state() for kind, rates in self.rates.items()},
+                "rates": {mode: rates.state() for mode, rates in self.rates.items()},
             }
-            return {"known": _packed(known)}
+            return {"known": _packed(knowledge)}
 
     def merge(self, state: dict[str, Any]) -> None:
         """Adds unknown texts, as older ones, and unknown pairs of another's :meth:`state`, as long as there is room."""
-        known = self._checked(state)
+        theirs = self._checked(state)
         with self._adding, self.lock:
-            self.successors.merge(known["successors"])
+            self.successors.merge(theirs["successors"])
             mine = self.store.tokens
             older: list[int] = []
-            for text in reversed(_unknown(texts_of(known["store"]), texts_of(mine))):
+            for text in reversed(_unknown(texts_of(theirs["store"]), texts_of(mine))):
                 if len(older) + len(text) + 1 > self._most_stored - len(mine):
                     break
                 older = [SEPARATOR, *text, *older]
@@ -112,36 +112,36 @@ class LookupFindings(Findings):
                 self.store.extend([*older, *mine])
 
     def restore(self, state: dict[str, Any]) -> None:
-        known = self._checked(state)
+        knowledge = self._checked(state)
         store = SuffixIndex()
-        store.extend(known["store"][-self._most_stored :] if self._most_stored else [])
-        rates = {kind: Rates.of(one) for kind, one in known["rates"].items()}
+        store.extend(knowledge["store"][-self._most_stored :] if self._most_stored else [])
+        rates = {mode: Rates.of(of_mode) for mode, of_mode in knowledge["rates"].items()}
         with self._adding, self.lock:
-            self.successors.restore(known["successors"])
+            self.successors.restore(knowledge["successors"])
             self.store, self.rates = store, defaultdict(Rates, rates)
 
     def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
         """The knowledge in the state of another or an earlier process, with tokens of this model alone."""
-        known: dict[str, Any] = _unpacked(state["known"])
-        _check_tokens(np.asarray(known["successors"]["tokens"]), self._vocabulary)
-        store = np.asarray(known["store"])
+        knowledge: dict[str, Any] = _unpacked(state["known"])
+        _check_tokens(np.asarray(knowledge["successors"]["tokens"]), self._vocabulary)
+        store = np.asarray(knowledge["store"])
         _check_tokens(store, self._vocabulary)
         if store.ndim != 1:
             raise ValueError(f"a store of the shape {store.shape}")
-        return known | {"store": store.tolist()}
+        return knowledge | {"store": store.tolist()}
 
 
-def _unknown(texts: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The texts that are not among the known ones; the beginning of either may be missing."""
-    ends: dict[tuple[int, ...], list[Sequence[int]]] = {}
-    for text in known:
-        ends.setdefault(tuple(text[-LONGEST_MATCH:]), []).append(text)
+def _unknown(texts: list[list[int]], stored: list[list[int]]) -> list[list[int]]:
+    """The texts that are not among the stored ones; the beginning of either may be missing."""
+    by_end = defaultdict[tuple[int, ...], list[list[int]]](list)
+    for text in stored:
+        by_end[tuple(text[-LONGEST_MATCH:])].append(text)
 
-    def is_known(text: Sequence[int]) -> bool:
-        like = ends.get(tuple(text[-LONGEST_MATCH:]), [])
-        return any(text[-(shorter := min(len(text), len(one))) :] == one[-shorter:] for one in like)
+    def is_stored(text: list[int]) -> bool:
+        alike = by_end[tuple(text[-LONGEST_MATCH:])]
+        return any(text[-(shorter := min(len(text), len(other))) :] == other[-shorter:] for other in alike)
 
-    return [text for text in texts if not is_known(text)]
+    return [text for text in texts if not is_stored(text)]
 
 
 def _packed(state: Any) -> Any:

@@ -32,7 +32,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
                 tops.append(Tops(Logits(output.logits.float())))
-            tokens, shares = (np.concatenate(found)[1:] for found in zip(*(top.of(0) for top in tops), strict=True))
+            tokens, shares = (np.concatenate(chunks)[1:] for chunks in zip(*(top.of(0) for top in tops), strict=True))
             with findings.lock:
                 findings.successors.see(list(pairwise(ids)), tokens, shares, findings.next_text())
             findings.end([ids])

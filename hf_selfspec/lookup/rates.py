@@ -29,14 +29,14 @@ _LIKELY, _POSSIBLE, _UNLIKELY, _UNKNOWN = range(4)
 _LIKELY_FROM, _POSSIBLE_FROM = 0.5, 0.05
 
 # Where the keys of each source begin.
-_OWN = 0
-_STORE = _OWN + _NUM_CLASSES * 4 * 3
+_TEXT = 0
+_STORE = _TEXT + _NUM_CLASSES * 4 * 3
 _SUCCESSOR = _STORE + _NUM_CLASSES * 4 * 2
 _NUM_KEYS = _SUCCESSOR + 4 * _NUM_GRADES
 
 # First guesses, from SmolLM2-135M-Instruct, greedy, 45 texts of nine kinds: matches in the text and in the store, by
 # their length; what the successors' view and other occurrences add, in log-odds.
-_OF_OWN = (0.35, 0.55, 0.68, 0.78, 0.8, 0.84, 0.93, 0.955, 0.975)
+_OF_TEXT = (0.35, 0.55, 0.68, 0.78, 0.8, 0.84, 0.93, 0.955, 0.975)
 _OF_STORE = (0.03, 0.08, 0.15, 0.4, 0.6, 0.65, 0.85, 0.9, 0.95)
 _OF_VIEW = {_LIKELY: 0.1, _POSSIBLE: -0.7, _UNLIKELY: -1.1, _UNKNOWN: 0.0}
 _OF_SUPPORT = (-1.6, 0.0, 0.3)
@@ -56,13 +56,13 @@ def view_of(probability: float | None) -> int:
     return _LIKELY if probability >= _LIKELY_FROM else _POSSIBLE if probability >= _POSSIBLE_FROM else _UNLIKELY
 
 
-def own_key(length: int, view: int, support: int) -> int:
+def text_key(length: int, view: int, support: int) -> int:
     """The key of a match in the row's own text."""
-    return _OWN + (_CLASSES[min(length, 32)] * 4 + view) * 3 + support
+    return _TEXT + (_CLASSES[min(length, 32)] * 4 + view) * 3 + support
 
 
 def store_key(length: int, view: int, is_longer: bool) -> int:
-    """The key of a match in earlier texts, ``is_longer`` than what the own text has."""
+    """The key of a match in earlier texts, ``is_longer`` than that in the row's own text."""
     return _STORE + (_CLASSES[min(length, 32)] * 4 + view) * 2 + is_longer
 
 
@@ -78,7 +78,7 @@ def _first_guesses() -> tuple[float, ...]:
         at = _CLASSES[length]
         for view, by_view in _OF_VIEW.items():
             for support, by_support in enumerate(_OF_SUPPORT):
-                guesses[own_key(length, view, support)] = _shifted(_OF_OWN[at], by_view + by_support)
+                guesses[text_key(length, view, support)] = _shifted(_OF_TEXT[at], by_view + by_support)
             for is_longer in (False, True):
                 guesses[store_key(length, view, is_longer)] = _shifted(_OF_STORE[at], by_view - (not is_longer))
     for source, rates in enumerate(_OF_SUCCESSOR):
@@ -92,33 +92,33 @@ def _shifted(probability: float, by: float) -> float:
 
 
 class Rates:
-    """Rates at which offered tokens were right, by kind of evidence, if none before were: at most 1 in all."""
+    """How often offered tokens were right, by kind of evidence, where those offered before them were wrong."""
 
     def __init__(self) -> None:
         self.rates = list(_first_guesses())
-        self._seen = [_PRIOR] * _NUM_KEYS
+        self._counts = [_PRIOR] * _NUM_KEYS
 
     def see(self, offers: Sequence[Offer], token: int) -> None:
         """Records which of the tokens that were offered at one place came next, if any did."""
-        rates, seen = self.rates, self._seen
+        rates, counts = self.rates, self._counts
         for offered, key, _ in offers:
-            seen[key] = count = min(seen[key] + 1.0, _MEMORY)
+            counts[key] = count = min(counts[key] + 1.0, _MEMORY)
             if offered == token:
                 rates[key] += (1.0 - rates[key]) / count
                 return
             rates[key] -= rates[key] / count
 
     def state(self) -> dict[str, list[float]]:
-        return {"rates": list(self.rates), "seen": list(self._seen)}
+        return {"rates": list(self.rates), "seen": list(self._counts)}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Rates:
         """The inverse of :meth:`state`; raises ``ValueError`` for anything else."""
-        rates, seen = ([float(x) for x in state[name]] for name in ("rates", "seen"))
-        if len(rates) != _NUM_KEYS or len(seen) != _NUM_KEYS:
-            raise ValueError(f"{len(rates)} rates seen {len(seen)} times, {_NUM_KEYS} expected.")
-        if not all(0 <= x <= 1 for x in rates) or not all(_PRIOR <= x <= _MEMORY for x in seen):
+        rates, counts = ([float(x) for x in state[name]] for name in ("rates", "seen"))
+        if len(rates) != _NUM_KEYS or len(counts) != _NUM_KEYS:
+            raise ValueError(f"{len(rates)} rates seen {len(counts)} times, {_NUM_KEYS} expected.")
+        if not all(0 <= x <= 1 for x in rates) or not all(_PRIOR <= x <= _MEMORY for x in counts):
             raise ValueError("Rates outside 0 to 1, or counts that are out of bounds.")
-        found = cls()
-        found.rates, found._seen = rates, seen
-        return found
+        restored = cls()
+        restored.rates, restored._counts = rates, counts
+        return restored

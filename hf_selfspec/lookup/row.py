@@ -11,31 +11,29 @@ from .tree import Sources, TokenTree, matched
 
 # The fewest tokens that have to be the same for a match to be told apart from chance without successors.
 _SURE = 3
-# Expected tokens that weigh as much as what a text has shown, and the weight of earlier drafts against the next one.
+# Tokens that are taken to have been right as often as expected before a text has shown any, and the weight of earlier
+# drafts against the next one.
 _DOUBTED, _KEPT = 3.0, 0.97
 
 
 class LookupRow:
-    """The free drafts of one row, in one kind of call, such as greedy or sampled."""
+    """The free drafts of one row after its prompt, in a call of one ``mode``, such as greedy or sampled."""
 
-    def __init__(self, findings: LookupFindings, kind: str = "") -> None:
+    def __init__(self, findings: LookupFindings, mode: str, prompt: Sequence[int]) -> None:
         self.findings = findings
-        self.own = SuffixIndex()
+        self.text = SuffixIndex()
+        self.text.extend(prompt)
         with findings.lock:
-            self._rates = findings.rates[kind]
-        self._text = findings.next_text()
+            self._rates = findings.rates[mode]
+        self._number = findings.next_text()
         self._expected = self._accepted = 0.0
         self._predicted: list[Offer] = []
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends the prompt, or tokens that did not come from a draft."""
-        self.own.extend(tokens)
 
     @property
     def sources(self) -> Sources:
         """Where trees grow from."""
-        found = self.findings
-        return Sources(self.own, found.store, found.successors, self._rates, self._text, self._acceptance_ratio)
+        store, successors = self.findings.store, self.findings.successors
+        return Sources(self.text, store, successors, self._rates, self._number, self._acceptance_ratio)
 
     @property
     def _acceptance_ratio(self) -> float:
@@ -44,17 +42,14 @@ class LookupRow:
 
     def likelihood(self) -> float:
         """How likely the token that followed an earlier occurrence of the last ones is next; 0 for short matches."""
-        self._predicted = []
-        if not (self.own.knows_end_of(self.own) or self.findings.store.knows_end_of(self.own)):
-            return 0.0
-        found, rates = matched(self.sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE), self._rates.rates
-        self._predicted = [(token, key, rates[key]) for token, key, _ in found]
-        return self._acceptance_ratio * max((offer[2] for offer in self._predicted), default=0.0)
+        rates, tail = self._rates.rates, self.text.tokens[-LONGEST_MATCH:]
+        self._predicted = [(token, key, rates[key]) for token, key, _ in matched(self.sources, tail, None, _SURE)]
+        return self._acceptance_ratio * max((rate for _, _, rate in self._predicted), default=0.0)
 
     def follow(self, emitted: Sequence[int]) -> None:
         """Appends tokens without a draft, and learns whether :meth:`likelihood` has predicted them."""
         self._rates.see(self._predicted, emitted[0])
-        self.own.extend(emitted)
+        self.text.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tokens: np.ndarray, shares: np.ndarray) -> None:
         """Learns from a round and appends its ``emitted`` tokens; ``tokens`` ``[n + 1, w]`` are the likeliest after
@@ -69,11 +64,11 @@ class LookupRow:
             expected = sum(tree.reach[node - 1] for node in free) / self._acceptance_ratio
             self._expected = _KEPT * self._expected + expected
             self._accepted = _KEPT * self._accepted + sum(node in visited for node in free)
-        own = self.own.tokens
-        nodes = (own[-1], *tree.tokens)
-        befores = (own[-2] if len(own) > 1 else SEPARATOR, *(nodes[parent] for parent in tree.parents))
+        before, last = [SEPARATOR, *self.text.tokens[-2:]][-2:]
+        nodes = (last, *tree.tokens)
+        befores = (before, *(nodes[parent] for parent in tree.parents))
         # Of a pair that occurs twice, the occurrence in the emitted text is recorded last and replaces the other.
-        order = sorted(range(int(befores[0] < 0), len(nodes)), key=visited.__contains__)
+        order = sorted(range(int(before < 0), len(nodes)), key=visited.__contains__)
         pairs = [(befores[node], nodes[node]) for node in order]
-        self.findings.successors.see(pairs, tokens[order], shares[order], self._text)
-        self.own.extend(emitted)
+        self.findings.successors.see(pairs, tokens[order], shares[order], self._number)
+        self.text.extend(emitted)

@@ -13,7 +13,7 @@ from .suffix import BITS
 _LAST = (1 << BITS) - 1
 
 
-class Found(NamedTuple):
+class Likeliest(NamedTuple):
     """Successors of the last two tokens, or of the last one alone, the likeliest first; -1 where there are fewer."""
 
     is_pair: bool
@@ -56,14 +56,14 @@ class Successors:
         if width < WIDTH:
             self._tokens[slots, width:], self._probabilities[slots, width:] = -1, 0.0
 
-    def get(self, before: int, token: int) -> Found | None:
+    def get(self, before: int, token: int) -> Likeliest | None:
         slot = self._slots.get(before << BITS | token)
         is_pair = slot is not None
         if slot is None:
             slot = self._singles.get(token)
         if slot is None:
             return None
-        return Found(is_pair, self._texts[slot], self._tokens[slot].tolist(), self._probabilities[slot].tolist())
+        return Likeliest(is_pair, self._texts[slot], self._tokens[slot].tolist(), self._probabilities[slot].tolist())
 
     def forget(self) -> None:
         Successors.__init__(self, self.most)
@@ -92,12 +92,9 @@ class Successors:
         """Restores what :meth:`state` returned, only its latest pairs if there are too many."""
         pairs, tokens, probabilities = (values[-self.most :] for values in _checked(state))
         self.forget()
-        self._pairs.extend(pairs.tolist())
-        self._texts.extend([0] * len(pairs))
         self._tokens[: len(pairs)], self._probabilities[: len(pairs)] = tokens, probabilities
-        for slot, pair in enumerate(self._pairs):
-            self._slots[pair] = slot
-            self._singles[pair & _LAST] = slot
+        for pair in pairs.tolist():
+            self._singles[pair & _LAST] = self._new(pair)
 
     def _new(self, key: int) -> int:
         slot = len(self._pairs)

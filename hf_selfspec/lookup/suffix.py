@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 # Matches are not followed back any further: the continuations of longer ones are right as often.
@@ -42,13 +43,13 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens, ``SEPARATOR`` among them where one text ends and another begins."""
-        known, earlier = self.tokens, self._earlier
+        text, earlier = self.tokens, self._earlier
         singles, pairs, triples = self._singles, self._pairs, self._triples
         single, pair, triple = self._last
-        position = len(known)
+        position = len(text)
         earlier += [-1] * (position - len(earlier))  # where an error, or an interrupt, has ended a step half-way
         for token in tokens:
-            known.append(token)
+            text.append(token)
             earlier.append(triples.get(triple, -1))
             triples[triple] = pairs[pair] = singles[single] = position
             triple = pair << BITS | token
@@ -57,15 +58,11 @@ class SuffixIndex:
             position += 1
         self._last = single, pair, triple
 
-    def knows_end_of(self, other: SuffixIndex) -> bool:
-        """Whether the last three tokens of ``other`` occur and go on here."""
-        return self._triples.get(other._last[2], -1) >= 0
-
     def match(self, tail: Sequence[int], shortest: int = 1) -> Match | None:
         """The longest suffix of ``tail`` (``LONGEST_MATCH`` tokens at most) that occurs and goes on, the latest one."""
         last = len(tail) - 1
-        if last >= 2 and (found := self._match_three(tail, last)):
-            return found if found.length >= shortest else None
+        if last >= 2 and (longest := self._match_three(tail, last)):
+            return longest if longest.length >= shortest else None
         if shortest <= 2 <= last + 1 and (position := self._pairs.get(tail[-2] << BITS | tail[-1], -1)) >= 0:
             return Match(2, position, LONE)
         if shortest <= 1 <= last + 1 and (position := self._singles.get(tail[-1], -1)) >= 0:
@@ -73,16 +70,16 @@ class SuffixIndex:
         return None
 
     def _match_three(self, tail: Sequence[int], last: int) -> Match | None:
-        known, earlier = self.tokens, self._earlier
+        text, earlier = self.tokens, self._earlier
         position = self._triples.get((tail[-3] << BITS | tail[-2]) << BITS | tail[-1], -1)
         longest, where = 0, -1
         continuations = []
         for _ in range(MOST_CANDIDATES):
             if position < 0:
                 break
-            continuations.append(known[position])
+            continuations.append(text[position])
             i, j = position - 4, last - 3
-            while i >= 0 and j >= 0 and known[i] == tail[j]:
+            while i >= 0 and j >= 0 and text[i] == tail[j]:
                 i -= 1
                 j -= 1
             if last - j > longest:
@@ -92,13 +89,11 @@ class SuffixIndex:
             position = earlier[position]
         if not longest:
             return None
-        alike = continuations.count(known[where])
+        alike = continuations.count(text[where])
         support = SHARED if alike > 1 else LONE if alike == len(continuations) else CONTESTED
         return Match(longest, where, support)
 
 
-def texts_of(tokens: Sequence[int]) -> list[Sequence[int]]:
+def texts_of(tokens: Sequence[int]) -> list[list[int]]:
     """The texts between separators, the oldest first, which may lack its beginning."""
-    ends = [place for place, token in enumerate(tokens) if token == SEPARATOR]
-    spans = zip([-1, *ends], [*ends, len(tokens)], strict=True)
-    return [tokens[start + 1 : end] for start, end in spans if end > start + 1]
+    return [list(text) for is_end, text in groupby(tokens, lambda token: token == SEPARATOR) if not is_end]

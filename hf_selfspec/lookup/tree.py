@@ -9,8 +9,8 @@ from functools import lru_cache
 from heapq import heappop, heappush
 
 from ..grammar.rows import Spot
-from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
-from .successors import Found, Successors
+from .rates import Offer, Rates, store_key, successor_keys, text_key, view_of
+from .successors import Likeliest, Successors
 from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
 
 # Nodes that are reached less often are never drafted.
@@ -26,7 +26,7 @@ _NO_KEY = -1
 @dataclass(frozen=True)
 class TokenTree:
     """Drafted nodes ``1..n`` after node 0, the row's last token: tokens, parents (which come first), the probability to
-    ``reach`` each, and ``offers``, all free tokens that were found after some."""
+    ``reach`` each, and ``offers``, for some nodes all free tokens that may follow."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -73,12 +73,12 @@ class TokenTree:
 class Sources:
     """Where free tokens come from; ``acceptance_ratio`` is how often drafts were right over how often expected."""
 
-    own: SuffixIndex
+    text: SuffixIndex
     store: SuffixIndex
     successors: Successors
     rates: Rates
-    text: int = 0
-    acceptance_ratio: float = 1.0
+    text_number: int
+    acceptance_ratio: float
 
 
 def grow(
@@ -119,7 +119,7 @@ def grow(
         if gain - prices[size] > best:
             best = gain - prices[size]
             kept = size
-    return growth.tree(kept)
+    return growth.tree().first(kept)
 
 
 @lru_cache
@@ -129,13 +129,13 @@ def _corners(costs: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
     def slope(few: int, many: int) -> float:
         return (costs[many] - costs[few]) / (many - few)
 
-    found: list[tuple[int, ...]] = [()]
+    hulls: list[tuple[int, ...]] = [()]
     for count in range(len(costs) - 1, 0, -1):
-        hull = found[-1]
+        hull = hulls[-1]
         while len(hull) > 1 and slope(count, hull[0]) >= slope(hull[0], hull[1]):
             hull = hull[1:]
-        found.append((count, *hull))
-    return tuple(reversed(found))
+        hulls.append((count, *hull))
+    return tuple(reversed(hulls))
 
 
 class _Growth:
@@ -143,7 +143,7 @@ class _Growth:
 
     def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Spot | None) -> None:
         self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
-        self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
+        self.text_tail = sources.text.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
         self.tokens = [self.text_tail[-1] if self.text_tail else SEPARATOR, *seed.tokens]
@@ -207,18 +207,18 @@ class _Growth:
         sources = self.sources
         rates = sources.rates.rates
         tail = (self.text_tail + path)[-LONGEST_MATCH:]
-        found = sources.successors.get(tail[-2], tail[-1]) if len(tail) > 1 else None
+        successors = sources.successors.get(tail[-2], tail[-1]) if len(tail) > 1 else None
         left, whole = 1.0, _WHOLE
         offers: list[Offer] = []
-        for token, key, share in matched(sources, tail, found):
+        for token, key, share in matched(sources, tail, successors):
             offers.append((token, key, left * rates[key]))
             left *= 1.0 - rates[key]
             whole -= share
-        if found is None:
+        if successors is None:
             return offers
         named = [offer[0] for offer in offers]
-        first_key, edges = successor_keys(found.is_pair, found.text == sources.text)
-        for token, share in zip(found.tokens, found.probabilities, strict=True):
+        first_key, edges = successor_keys(successors.is_pair, successors.text == sources.text_number)
+        for token, share in zip(successors.tokens, successors.probabilities, strict=True):
             if token < 0 or left < least:
                 break
             if token not in named:
@@ -229,57 +229,49 @@ class _Growth:
                 whole -= share
         return offers
 
-    def tree(self, size: int) -> TokenTree:
-        end = size + 1
-        return TokenTree(
-            tuple(self.tokens[1:end]),
-            tuple(self.parents[1:end]),
-            tuple(self.reach[1:end]),
-            {node: offers for node, offers in self.offers.items() if node < end},
-        )
+    def tree(self) -> TokenTree:
+        return TokenTree(tuple(self.tokens[1:]), tuple(self.parents[1:]), tuple(self.reach[1:]), self.offers)
 
 
 def matched(
-    sources: Sources, tail: Sequence[int], found: Found | None, shortest: int = 1
+    sources: Sources, tail: Sequence[int], successors: Likeliest | None, shortest: int = 1
 ) -> list[tuple[int, int, float]]:
     """The tokens that followed the longest matches, their keys, and the share of each among the successors."""
-    own = sources.own.match(tail, shortest)
-    stored = sources.store.match(tail, SHORTEST_STORED)
-    if stored is not None and sources.store.tokens[stored.position] == SEPARATOR:
-        stored = None
-    own_length = own.length if own is not None else 0
-    stored_length = stored.length if stored is not None else 0
-    candidates: list[tuple[int, int, float]] = []
-    if own is not None:
-        token = sources.own.tokens[own.position]
+    in_text = sources.text.match(tail, shortest)
+    in_store = sources.store.match(tail, SHORTEST_STORED)
+    if in_store is not None and sources.store.tokens[in_store.position] == SEPARATOR:
+        in_store = None
+    is_longer = in_store is not None and (in_text is None or in_store.length > in_text.length)
+    matches: list[tuple[int, int, float]] = []
+    if in_text is not None:
+        token = sources.text.tokens[in_text.position]
         # Successors of a single token are worth less than a match of two.
-        judges = found if own_length == 1 or found is None or found.is_pair else None
-        support = CONTESTED if stored_length > own_length else own.support
-        share = _share(judges, token)
-        candidates.append((token, own_key(own_length, view_of(share), support), share or 0.0))
-    if stored is not None:
-        token = sources.store.tokens[stored.position]
-        share = _share(found, token)
-        one = token, store_key(stored_length, view_of(share), stored_length > own_length), share or 0.0
-        if stored_length > own_length:
-            # The longer match comes first.
-            return [one, *(other for other in candidates if other[0] != token)]
-        return [*candidates, one] if candidates[0][0] != token else candidates
-    return candidates
+        is_judged = in_text.length == 1 or (successors is not None and successors.is_pair)
+        share = _share(successors if is_judged else None, token)
+        support = CONTESTED if is_longer else in_text.support
+        matches.append((token, text_key(in_text.length, view_of(share), support), share or 0.0))
+    if in_store is not None:
+        token = sources.store.tokens[in_store.position]
+        share = _share(successors, token)
+        stored = token, store_key(in_store.length, view_of(share), is_longer), share or 0.0
+        others = [match for match in matches if match[0] != token]
+        # The longer match comes first.
+        return [stored, *others] if is_longer else [*matches, stored] if others else matches
+    return matches
 
 
-def _share(found: Found | None, token: int) -> float | None:
+def _share(successors: Likeliest | None, token: int) -> float | None:
     """The probability of ``token`` among successors, ``None`` where none are known."""
-    if found is None:
+    if successors is None:
         return None
-    return found.probabilities[found.tokens.index(token)] if token in found.tokens else 0.0
+    return successors.probabilities[successors.tokens.index(token)] if token in successors.tokens else 0.0
 
 
 def _with_likely(offers: list[Offer], token: int, probability: float) -> list[Offer]:
     """The offers with one more token that has this probability where none of them is right."""
     left = max(1.0 - sum(map(_probability, offers)), 0.0) * probability
-    known = next((offer for offer in offers if offer[0] == token), (token, _NO_KEY, 0.0))
-    return [(token, known[1], known[2] + left), *(offer for offer in offers if offer[0] != token)]
+    _, key, offered = next((offer for offer in offers if offer[0] == token), (token, _NO_KEY, 0.0))
+    return [(token, key, offered + left), *(offer for offer in offers if offer[0] != token)]
 
 
 def _probability(offer: Offer) -> float:

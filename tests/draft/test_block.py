@@ -33,10 +33,12 @@ from hf_selfspec import (
     load_head,
     load_mtp,
 )
-from hf_selfspec.draft import MTP, Cascade, Lookup, cascade, controlled, states
-from hf_selfspec.draft.attached import attached_source
+from hf_selfspec.draft import MTP, Cascade, Lookup, cascade, states
+from hf_selfspec.draft.attached import source_of
+from hf_selfspec.draft.free import Seed
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.modules.block import BlockHead
+from hf_selfspec.modules.shipped import attached_head
 
 # Free drafts are worth their verification, as on a device that memory bounds.
 pytestmark = pytest.mark.machine("verification_is_free")
@@ -150,8 +152,8 @@ def test_free_drafts_are_grafted_by_the_confidence_heads_estimates(monkeypatch: 
     with torch.no_grad():
         head.confidence_head.proj.weight.zero_()
         head.confidence_head.proj.bias.fill_(math.log(4.0))  # 0.8
-    make = controlled._seed
-    monkeypatch.setattr(controlled, "_seed", lambda *given: seeds.append(make(*given).tree.reach) or make(*given))
+    of_row = Seed.of_row
+    monkeypatch.setattr(Seed, "of_row", lambda *row: seeds.append(of_row(*row).tree.reach) or of_row(*row))
     spec = SelfSpec(Cascade([Lookup(), Block(head)]), FixedLength(3))
     plain = model.generate(**ROW, max_new_tokens=40, do_sample=False, pad_token_id=0)
     for _ in range(2):
@@ -209,21 +211,22 @@ def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: p
     begun: list[list[str]] = []
 
     class Begun(cascade.ControlledDrafter):
-        def __init__(self, session: Any, controller: Any, free: Any, others: dict[str, Any]) -> None:
-            super().__init__(session, controller, free, others)
+        def __init__(self, session: Any, free: Any, others: dict[str, Any]) -> None:
+            super().__init__(session, free, others)
             begun.append(list(others))
 
     monkeypatch.setattr(cascade, "ControlledDrafter", Begun)
     plain = model.generate(**BATCH, max_new_tokens=20)
     for name, kind in (("block", "Block("), ("mtp", "MTP("), ("adapter", "EarlyExitAdapter(")):
         head = load_head(model, tmp_path / name)
-        assert repr(attached_source(model)).startswith(kind)
+        assert attached_head(model) is head
+        assert repr(source_of(head)).startswith(kind)
         with unchanged(model):
             assert torch.equal(model.generate(**BATCH, max_new_tokens=20, assistant=SelfSpec()), plain)
         assert [name for name in begun.pop() if name.startswith(kind)], head
     with pytest.raises(SettingError, match="made for another model"):
         load_head(other, tmp_path / "block")
-    assert attached_source(other) is None
+    assert attached_head(other) is None
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_text("{}")
     with pytest.raises(SettingError, match="holds no head that LlamaForCausalLM can draft with"):

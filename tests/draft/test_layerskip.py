@@ -406,11 +406,9 @@ def test_early_exit_only_returns_no_cache_and_takes_none():
 @pytest.mark.parametrize("name", ["llama", "opt", "qwen3_next"])
 def test_single_exits_that_are_tried_change_nothing(name, monkeypatch):
     """Each in turn, on the last tokens of a text, before one looks as if it paid."""
-    tried, trial, model = [], probe.ProbingDraft._trace_of, build(name)
+    tried, add_trial, model = [], ExitStudy.add_trial, build(name)
     monkeypatch.setattr(ExitStudy, "is_promising", False)
-    monkeypatch.setattr(
-        probe.ProbingDraft, "_trace_of", lambda self, *given: tried.append(given) or trial(self, *given)
-    )
+    monkeypatch.setattr(ExitStudy, "add_trial", lambda *trial: tried.append(trial) or add_trial(*trial))
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
     for rows in (1, 3):
         inputs = ragged_batch((4, 9, 6)[:rows], seed=11)

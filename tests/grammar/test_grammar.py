@@ -205,7 +205,7 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
         return processor
 
     def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
-        processor.rows[0]._known.clear()
+        processor.rows[0]._results.clear()
         return processor.rows[0].mask(list(text), ()).tolist()
 
     expected = []

@@ -147,9 +147,9 @@ class Replay:
             num_rows=1,
         )
         controller = Controller(self.found, "replay", self.on_cpu)
-        free = FreeDrafts(self.texts, session, controller, 31) if self.has_free else None
+        free = FreeDrafts(self.texts if self.has_free else None, session, controller, 31)
         others: Any = {name: _Source(self, *settings) for name, *settings in self.sources}
-        return ControlledDrafter(session, controller, free, others)
+        return ControlledDrafter(session, free, others)
 
     def _round(self, drafter: ControlledDrafter, active: int) -> None:
         text = self._text()

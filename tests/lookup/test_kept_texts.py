@@ -27,6 +27,7 @@ from hf_selfspec.learned import findings as files_shared
 from hf_selfspec.learned import knowledge as all_findings
 from hf_selfspec.learned.files import written_whole
 from hf_selfspec.lookup.kept_texts import LookupFindings
+from hf_selfspec.lookup.successors import Successors
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.machine("verification_is_free")
@@ -208,7 +209,8 @@ def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -
 
 def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> None:
     """They come in as the oldest, and pairs only where there is room."""
-    mine, theirs = LookupFindings(100, most_pairs=8), LookupFindings(100, most_pairs=8)
+    mine, theirs = LookupFindings(100), LookupFindings(100)
+    mine.successors, theirs.successors = Successors(8), Successors(8)
     for knowledge, start in ((mine, 0), (theirs, 500)):
         for text in range(6):
             tokens = list(range(start + 10 * text, start + 10 * text + 10))

@@ -41,14 +41,12 @@ def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupFindings, L
         row = row_of(text[:100], knowledge, kind)
         play(row, text[100:])
         if number < texts:
-            knowledge.add_texts([row.own.tokens])
+            knowledge.add_texts([row.text.tokens])
     return knowledge, row
 
 
 def row_of(text: list[int], knowledge: LookupFindings | None = None, kind: str = "") -> LookupRow:
-    row = LookupRow(knowledge or LookupFindings(), kind)
-    row.extend(text)
-    return row
+    return LookupRow(knowledge or LookupFindings(), kind, text)
 
 
 def play(row: LookupRow, text: Sequence[int]) -> None:
@@ -203,7 +201,7 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
     assert grow(row.sources, STEEP, 1.0, 8).tokens == ()
     assert grow(row.sources, (1.0,), 1.0, 8).tokens == ()
-    assert grow(LookupRow(LookupFindings()).sources, FREE, 1.0, 8).tokens == ()
+    assert grow(row_of([]).sources, FREE, 1.0, 8).tokens == ()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -225,7 +223,7 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
     ) -> dict[tuple[int, int], int]:
         row = row_of(text, knowledge := LookupFindings())
         row.learn(tree, emitted, np.array(likeliest)[:, None], np.full((len(likeliest), 1), 0.5))
-        assert row.own.tokens == text + emitted
+        assert row.text.tokens == text + emitted
         pairs = product(range(10), range(10))
         found = {pair: knowledge.successors.get(*pair) for pair in pairs}
         return {pair: one.tokens[0] for pair, one in found.items() if one is not None and one.is_pair}
@@ -243,7 +241,7 @@ def test_matches_that_fail_are_trusted_less() -> None:
     for _ in range(300):
         tree = grow(row.sources, FREE, 1.0, 8)
         row.learn(tree, [rng.randrange(100, 104)], *np.zeros((2, len(tree) + 1, 0)))
-        row.extend([rng.randrange(4) for _ in range(4)])
+        row.text.extend([rng.randrange(4) for _ in range(4)])
     assert grow(row.sources, FREE, 1.0, 8, branching=False).expected < before
 
 
@@ -266,7 +264,7 @@ def test_what_is_known_lasts() -> None:
     assert other.state() == knowledge.state()
     trees = []
     for found in (knowledge, other):
-        trees.append(grow(row_of(row.own.tokens, found, "greedy").sources, FREE, 1.0, 8))
+        trees.append(grow(row_of(row.text.tokens, found, "greedy").sources, FREE, 1.0, 8))
     assert trees[0] == trees[1]
     assert len(trees[0]) > 5
 
