@@ -16,7 +16,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import cache_for
 from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.costs import seconds_of
+from hf_selfspec.search.forward_costs import seconds_of
 
 COUNTS = (1, 2, 3, 4, 8, 16, 32)
 

@@ -40,7 +40,7 @@ from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.costs import seconds_of
+from hf_selfspec.search.forward_costs import seconds_of
 
 SHAPES = {
     "tiny": LlamaShape(64, 4, 128, 256, heads=4, key_heads=2),  # for trying the command

@@ -15,7 +15,7 @@ from timing import add_trained, load, print_head, print_row, print_table_head, p
 
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.control.controller import FREE, Controller
-from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.control.cost_curve import CostCurve
 from hf_selfspec.data.prompts import read_prompts
 
 TOGETHER, MOST = 256, 31

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..forks import new_lock
-from .costs import CostCurve, one_at_a_time
+from .cost_curve import CostCurve, one_at_a_time
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02

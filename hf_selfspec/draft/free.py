@@ -8,7 +8,7 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
-from ..control.costs import SIZES
+from ..control.cost_curve import SIZES
 from ..lookup.kept_texts import LookupFindings
 from ..lookup.row import LookupRow
 from ..lookup.tree import TokenTree, grow

@@ -8,7 +8,7 @@ import torch
 from ..batch import Text, Verdict
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
-from ..search.costs import Budget, Pace, Stopwatch
+from ..search.forward_costs import Budget, Pace, Stopwatch
 from ..search.replay import Trace, trace
 from ..stop.rules import confidence
 from .partial import PartialDraft

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..control.controller import Controller
-from ..control.costs import SIZES
+from ..control.cost_curve import SIZES
 from ..learned.saving import register
 from ..lookup.kept_texts import LookupFindings
 from ..validation import check_count

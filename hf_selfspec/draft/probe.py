@@ -12,8 +12,8 @@ from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.choice import ExitChoice
-from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy
+from ..search.forward_costs import Budget, share_of
 from ..search.replay import Trace, rules_for, trace
 from ..stop.rules import FixedLength, confidence
 from .looking import LookingDraft

@@ -9,12 +9,12 @@ from ..batch import Draft, Text, Verdict
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..search.costs import MANY, Budget, share_of
+from ..search.forward_costs import MANY, Budget, share_of
 from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
-from ..verify.tree import CostTree
+from ..verify.siblings import CostTree
 from .looking import LookingDraft
 from .source import Session
 

@@ -11,7 +11,7 @@ from ..learned.files import as_count, as_number
 from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
-from .costs import ForwardCosts
+from .forward_costs import ForwardCosts
 from .replay import Rule, Trace, replays
 
 

@@ -10,7 +10,7 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import Choice, ExitChoice, replayed
-from .costs import ForwardCosts, Pace, Stopwatch
+from .forward_costs import ForwardCosts, Pace, Stopwatch
 from .replay import Rule, Trace
 
 # Tokens of text after which a probe stops looking.

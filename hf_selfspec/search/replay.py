@@ -16,7 +16,7 @@ import torch
 
 from ..model.plan import LayerPlan
 from ..stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
-from .costs import ForwardCosts
+from .forward_costs import ForwardCosts
 
 Rule = FixedLength | ConfidenceThreshold | ProductThreshold
 

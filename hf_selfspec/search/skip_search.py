@@ -13,7 +13,7 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
-from .costs import ForwardCosts, Pace, Stopwatch
+from .forward_costs import ForwardCosts, Pace, Stopwatch
 from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial

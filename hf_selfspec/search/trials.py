@@ -13,7 +13,7 @@ import numpy as np
 from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import SkipChoice, pays
-from .costs import ForwardCosts
+from .forward_costs import ForwardCosts
 from .proposers import Estimates, SkipSpace
 from .replay import Replays, Rule, Trace, replays
 

@@ -24,8 +24,8 @@ from ..model.plan import LayerPlan
 from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import StrPath, check_count
-from ..verify.tree import Tree
-from .costs import seconds_of
+from ..verify.siblings import Tree
+from .forward_costs import seconds_of
 from .proposers import ClosestLayers, SkipSpace
 from .replay import rules_for
 

@@ -5,7 +5,7 @@ from itertools import count
 import torch
 
 from ..batch import Draft, Text, Verdict
-from .choosing import choose_greedy, choose_sampled
+from .acceptance import choose_greedy, choose_sampled
 from .scoring import Scorer
 from .stopping import Stopper
 

@@ -3,7 +3,7 @@
 A walk starts at the last token of the text and moves to the child that holds the token chosen there, until there is
 none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
 the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
-(:mod:`.choosing`). Either way, the same forward yields one token more than were accepted.
+(:mod:`.acceptance`). Either way, the same forward yields one token more than were accepted.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..model.logits import Logits, Tops, best_tokens
 from ..model.transfer import read, upload
-from .choosing import accept_line, choose_greedy, choose_sampled, draw
+from .acceptance import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
 

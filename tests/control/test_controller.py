@@ -16,7 +16,7 @@ from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import Cascade, ClosestLayers, EarlyExit, Lookup, SelfSpec, Session, SkipLayers
 from hf_selfspec.control.controller import ArmStats, Controller, Measurements
-from hf_selfspec.control.costs import SIZES, CostCurve
+from hf_selfspec.control.cost_curve import SIZES, CostCurve
 from hf_selfspec.draft import controlled
 from hf_selfspec.stop.rules import FixedLength
 
