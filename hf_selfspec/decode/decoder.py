@@ -25,10 +25,9 @@ from ..model.prefill import prefill
 from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between
 from ..stats import GenerationStats
-from ..verify.in_step import verify_in_step
 from ..verify.scoring import Scorer, check_highest
 from ..verify.stopping import Stopper
-from ..verify.walk import verify
+from ..verify.walk import verify, verify_in_step
 from .loop import Loop
 from .output import Output
 

@@ -65,8 +65,10 @@ class Scorer:
         self.grammar = self.grammars[0] if is_alone else None
         self._empty = len(processors) == 0
         self._all = processors
-        rows = ((_of_row(one, row, batch_size) for one in processors) for row in range(batch_size))
-        self._rows = list(map(lp.LogitsProcessorList, rows))
+        self._rows = [
+            lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
+            for row in range(batch_size)
+        ]
         self._batch_size = batch_size
         self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
 

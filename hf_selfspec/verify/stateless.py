@@ -2,7 +2,8 @@
 
 One that keeps a state from step to step (a grammar matcher, a counter) is right only if it is called as plain
 ``generate`` calls it: once for each emitted token, in order, on the whole text so far. Drafting would call it for
-tokens that are never emitted. So whatever is not known to be stateless is called that way, see :mod:`.in_step`.
+tokens that are never emitted. So all but those known to be stateless are called that way, see
+:func:`.walk.verify_in_step`.
 """
 
 from collections.abc import Iterable
@@ -25,10 +26,10 @@ _PROCESSORS = (
 _CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria", "ConfidenceCriteria")
 
 _registered: set[type] = {
-    kind
+    member
     for name in _PROCESSORS
     for ending in ("", "LogitsProcessor", "LogitsWarper")
-    if isinstance(kind := getattr(lp, name + ending, None), type)
+    if isinstance(member := getattr(lp, name + ending, None), type)
 } | {getattr(stopping_criteria, name) for name in _CRITERIA}
 
 
@@ -54,17 +55,16 @@ def register_stateless(kind: type) -> None:
     _registered.add(kind)
 
 
-def stateful(given: Iterable[Any]) -> tuple[str, ...]:
+def stateful(functions: Iterable[Any]) -> tuple[str, ...]:
     """Names of those processors or criteria that may keep a state."""
-    return tuple(getattr(one, "__name__", type(one).__name__) for one in given if not is_stateless(one))
+    return tuple(getattr(each, "__name__", type(each).__name__) for each in functions if not is_stateless(each))
 
 
-def is_stateless(given: Any) -> bool:
+def is_stateless(function: Any) -> bool:
     """Whether a logits processor, a stopping criterion or a function of either is known to keep no state."""
-    declared = getattr(given, "is_stateless", None)
+    declared = getattr(function, "is_stateless", None)
     if isinstance(declared, bool):
         return declared
-    kind = type(given)
-    if kind is lp.PrefixConstrainedLogitsProcessor:
-        return is_stateless(prefix_function(given))
-    return kind in _registered
+    if type(function) is lp.PrefixConstrainedLogitsProcessor:
+        return is_stateless(prefix_function(function))
+    return type(function) in _registered

@@ -4,8 +4,12 @@ A walk starts at the last token of the text and moves to the child that holds th
 none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
 the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
 (:mod:`.acceptance`). Either way, the same forward yields one token more than were accepted.
+
+Rows walk one after another (:func:`verify`), or all together where logits processors or stopping criteria keep a state
+(:func:`verify_in_step`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,6 +22,9 @@ from ..model.transfer import read, upload
 from .acceptance import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
+
+# A token, and its index among some candidates.
+_Choice = tuple[int, int | None]
 
 # Where nodes are scored one by one: the host need not wait there, and not all are reached.
 _ONE_BY_ONE = "cpu"
@@ -32,12 +39,30 @@ class _Choices:
     accepted: list[list[bool]] | None = None
     instead: list[list[int]] | None = None
 
-    def at(self, row: int, node: int, candidates: list[int]) -> tuple[int, int | None]:
-        """The token, and its index among the candidates or ``None``."""
+    def at(self, row: int, node: int, candidates: list[int]) -> _Choice:
         if self.accepted is not None and self.instead is not None and candidates:
             return (candidates[0], 0) if self.accepted[row][node] else (self.instead[row][node], None)
         token = self.tokens[row][node]
         return token, candidates.index(token) if token in candidates else None
+
+
+class _Walk:
+    """The way of each row through the draft: ``choose`` returns the token that follows a row's node, and its index
+    among the tokens of the node's children or ``None``."""
+
+    def __init__(
+        self, draft: Draft, drafted: list[list[int]], choose: Callable[[int, int, list[int], list[int]], _Choice]
+    ) -> None:
+        self.verdicts = [Verdict([], [], False, []) for _ in draft.lengths]
+        self._draft, self._drafted, self._choose = draft, drafted, choose
+
+    def step(self, row: int, node: int) -> int:
+        """Takes the token after a node, and returns the child that holds it, -1 if there is none."""
+        children = self._draft.children(row, node)
+        token, index = self._choose(row, node, children, [self._drafted[row][child - 1] for child in children])
+        child = -1 if index is None else children[index]
+        self.verdicts[row].add(token, child, node)
+        return child
 
 
 def verify(
@@ -76,10 +101,10 @@ def verify(
     device = logits.found.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
     at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
-    known = [draft.tokens] if draft.listed is None else []
+    unlisted = [draft.tokens] if draft.listed is None else []
     scores: torch.Tensor | None = None
     if scorer.is_greedy and scores_so_far is None:
-        *found, highest = _greedy(logits, known, along, text.batch_size)
+        *fetched, highest = _greedy(logits, unlisted, along, text.batch_size)
     else:
         if at_once:
             scores = scorer.everywhere(logits.of_all)
@@ -90,65 +115,90 @@ def verify(
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
         checked = [] if whose is None else [logits.of_all.amax(-1)]
-        found = read(*known, *(chosen or ()), *checked, along=along)
-        highest = found.pop() if checked else []
-    drafted = found.pop(0) if draft.listed is None else draft.listed
+        fetched = read(*unlisted, *(chosen or ()), *checked, along=along)
+        highest = fetched.pop() if checked else []
+    drafted = fetched.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
         check_highest(chain.from_iterable(highest), whose)
-    choices = _Choices(*found) if found else None
-    choose = choose_sampled if scorer.do_sample else choose_greedy
-    verdicts = []
-    for row in range(text.batch_size):
-        verdict = Verdict([], [], False, [])
-        verdicts.append(verdict)
-        if done[row]:
-            continue
-        seen = None if scores_so_far is None else list(scores_so_far[row])
-        node: int | None = 0
-        while node is not None:
-            children = draft.children(row, node)
-            candidates = [drafted[row][child - 1] for child in children]
-            index: int | None
-            if draft.skips_verification and children and seen is None:
-                token, index = candidates[0], 0
-            elif choices is not None:
-                token, index = choices.at(row, node, candidates)
-            else:
-                if scores is not None:
-                    at_node = scores[row, node]
-                elif scorer.prefix_free:
-                    at_node = scorer.everywhere(logits.of_all[row, node])
-                else:
-                    at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits.of_all[row, node])
-                if draft.skips_verification and children:
-                    token, index = candidates[0], 0
-                else:
-                    token, index = choose(at_node, candidates, *draft.candidates(row, node, children))
-                if seen is not None:
-                    # A copy: a view would keep the rejected positions alive as well.
-                    verdict.scores.append(at_node.clone())
-                    seen.append(verdict.scores[-1])
-            if stopper.reads_text or not (scorer.prefix_free or grammar is not None):
-                text.put_one(row, len(verdict.tokens), token)
-            confirmed = -1 if index is None else children[index]
-            verdict.add(token, confirmed, node)
-            node = None if index is None else confirmed
-            verdict.stopped = stopper(text, row, len(verdict.tokens), token, seen)
-            if verdict.stopped:
-                break
-    return verdicts
+    choices = _Choices(*fetched) if fetched else None
+    pick = choose_sampled if scorer.do_sample else choose_greedy
+
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> _Choice:
+        is_kept = draft.skips_verification and bool(children)
+        if is_kept and scores_so_far is None:
+            return candidates[0], 0
+        if choices is not None:
+            return choices.at(row, node, candidates)
+        if scores is not None:
+            at_node = scores[row, node]
+        elif scorer.prefix_free:
+            at_node = scorer.everywhere(logits.of_all[row, node])
+        else:
+            at_node = scorer.row(row, text.prefix(row, len(walk.verdicts[row].tokens)), logits.of_all[row, node])
+        if scores_so_far is not None:
+            # A copy: a view would keep the rejected positions alive as well.
+            walk.verdicts[row].scores.append(at_node.clone())
+        return (candidates[0], 0) if is_kept else pick(at_node, candidates, *draft.candidates(row, node, children))
+
+    walk = _Walk(draft, drafted, choose)
+    reads_text = stopper.reads_text or not (scorer.prefix_free or grammar is not None)
+    for row, verdict in enumerate(walk.verdicts):
+        node = -1 if done[row] else 0
+        while node >= 0 and not verdict.stopped:
+            node = walk.step(row, node)
+            count, token = len(verdict.tokens), verdict.tokens[-1]
+            if reads_text:
+                text.put_one(row, count - 1, token)
+            scores_of_row = None if scores_so_far is None else [*scores_so_far[row], *verdict.scores]
+            verdict.stopped = stopper(text, row, count, token, scores_of_row)
+    return walk.verdicts
 
 
-def _greedy(logits: Logits, known: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
-    """What is ``known`` as lists, and for all nodes the tokens with the highest logits and these."""
+def verify_in_step(
+    text: Text,
+    draft: Draft,
+    logits: torch.Tensor,
+    scorer: Scorer,
+    stopper: Stopper,
+    done: list[bool],
+    steps: list[torch.Tensor] | None,
+    pad_token: int,
+) -> list[Verdict]:
+    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
+    processors and criteria are called for the whole batch as by plain ``generate``."""
+    pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
+
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> _Choice:
+        return pick(scores[row], candidates, *draft.candidates(row, node, children))
+
+    walk = _Walk(draft, draft.tokens.tolist(), choose)
+    nodes = [0 for _ in done]
+    for ahead in range(draft.size + 1):
+        at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
+        scores = scorer.in_step(text.with_draft(ahead).clone(), at_nodes)
+        if steps is not None:
+            steps.append(scores)
+        nodes = [0 if ended else walk.step(row, nodes[row]) for row, ended in enumerate(done)]
+        for row, (verdict, ended) in enumerate(zip(walk.verdicts, done, strict=True)):
+            text.put_one(row, ahead, pad_token if ended else verdict.tokens[-1])
+        ends = stopper.in_step(text.with_draft(ahead + 1).clone(), steps)
+        for verdict, ended, ends_here in zip(walk.verdicts, done, ends, strict=True):
+            verdict.stopped = ends_here and not ended
+        if min(nodes) < 0 or any(verdict.stopped for verdict in walk.verdicts):
+            break
+    return walk.verdicts
+
+
+def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
+    """The drafted tokens if they are ``unlisted``, and for all nodes the tokens with the highest logits and these."""
     if along is None:
-        return read(*known, *logits.best)
-    listed, best = read(*known, along=along), along.best(num_rows)
+        return read(*unlisted, *logits.best)
+    listed, best = read(*unlisted, along=along), along.best(num_rows)
     return [*listed, *(read(*logits.best) if best is None else best)]
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
-    """The fields of :class:`_Choices` from scores ``[b, t + 1, v]``, ``None`` where not found for all nodes at once."""
+    """The fields of :class:`_Choices` from scores ``[b, t + 1, v]``, ``None`` where a node needs them one by one."""
     if not do_sample:
         return (best_tokens(scores),)
     p = scores.softmax(-1)
