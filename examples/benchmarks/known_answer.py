@@ -115,7 +115,7 @@ def follow(model: LlamaForCausalLM, known: SkipLayers, ratio: float, settings: A
         model.generate(**prompt, max_new_tokens=_TOKENS, assistant=spec, stopping_criteria=criteria, **_SAMPLED)
         seed += 1
     watch.note(search)
-    steps, leaders = zip(*search.found, strict=True)
+    steps, leaders = zip(*search.best_sets, strict=True)
     known_plan = known.plan(Anatomy.of(model))
     places = search.space.places(known_plan)
     *matchness, known_matchness = held_out_matchness(model, [*leaders, known_plan])

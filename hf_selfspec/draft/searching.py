@@ -166,13 +166,13 @@ class SearchingDraft(LookingDraft):
         search, choice = self.search, self.search.choice
         self.needs_ended_rows = not search.is_over
         self.expected_speedup = choice.expected_speedup if choice.drafts else 0.0
-        if self._used == (choice, search.timings.found):
+        if self._used == (choice, search.timings.latest):
             return
         self._budget.share = share_of(search.settings.budget, choice.drafts)
-        self._used = (choice, search.timings.found)
+        self._used = (choice, search.timings.latest)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
-        costs = search.timings.found
+        costs = search.timings.latest
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)

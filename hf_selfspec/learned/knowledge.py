@@ -47,7 +47,7 @@ def _write_rest() -> None:
 
 @dataclass
 class ModelRecord:
-    """All that is known of one model."""
+    """What was learned about one model."""
 
     findings: dict[Key, Any] = field(default_factory=dict)  # the most recently used ones last
     memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
@@ -95,15 +95,15 @@ class Knowledge:
             thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
             self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
-    def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
+    def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda findings: True) -> Any:
         """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""
         with self.lock:
-            return next((found for found in reversed(self.record(model).findings.values()) if wanted(found)), None)
+            return next(filter(wanted, reversed(self.record(model).findings.values())), None)
 
-    def choice(self, model: PreTrainedModel, kind: type | tuple[type, ...] = object) -> Any:
+    def choice(self, model: PreTrainedModel, choice_class: type | tuple[type, ...] = object) -> Any:
         """What a probe or a search has chosen, if it is of that class, for the last kind of call with one."""
-        found = self.latest(model, lambda one: hasattr(one, "choice") and isinstance(one.choice, kind))
-        return None if found is None else found.choice
+        study = self.latest(model, lambda each: hasattr(each, "choice") and isinstance(each.choice, choice_class))
+        return None if study is None else study.choice
 
     def check(self, model: PreTrainedModel) -> None:
         """Checks that what was read from a file belongs to ``model``."""
@@ -126,7 +126,7 @@ class Knowledge:
                 record, fingerprint = self.record(model), Fingerprint.of_decoder(model)
                 for file in record.files.values():
                     findings |= file.kept
-                findings |= {key: found.state() for key, found in record.findings.items()}
+                findings |= {key: of_key.state() for key, of_key in record.findings.items()}
             return Saved(dict(settings), fingerprint, findings, path)
 
     def forget_texts(self) -> None:
@@ -144,8 +144,8 @@ class Knowledge:
                     problems.append(error)
             with self.lock:
                 for record in self._records.values():
-                    for found in record.findings.values():
-                        found.forget()
+                    for findings in record.findings.values():
+                        findings.forget()
                     for path in record.files.keys() & set(held):
                         record.files[path].begin()
                 if self.saved is not None:
@@ -190,7 +190,7 @@ class KnowledgeOfCall:
     def all_findings(self) -> list[Findings]:
         """All findings for this kind of call, none before the first such call."""
         with self.knowledge.lock:
-            return [found for key, found in self._record.findings.items() if key.kind in (self.kind, None)]
+            return [of_key for key, of_key in self._record.findings.items() if key.kind in (self.kind, None)]
 
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
@@ -200,8 +200,8 @@ class KnowledgeOfCall:
     def measurements(self) -> Measurements:
         """What rounds have cost and sources have brought, which is found again in each process."""
         with self.knowledge.lock:
-            known = self._record.measurements
-            return known.setdefault(self.kind, Measurements(next(iter(known.values()), None)))
+            by_kind = self._record.measurements
+            return by_kind.setdefault(self.kind, Measurements(next(iter(by_kind.values()), None)))
 
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)

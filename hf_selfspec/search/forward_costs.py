@@ -98,12 +98,12 @@ class ForwardCosts:
 @dataclass
 class Stopwatch:
     """Times of forwards (``early`` without some layers, ``attention`` without MLP blocks, ``full``, ``few``, ``many``)
-    and of ``draft``, on several texts; ``found`` are the costs by the ``texts`` so far."""
+    and of ``draft``, on several texts; ``latest`` are the costs by the ``texts`` so far."""
 
     early: LayerPlan
     attention: LayerPlan | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    found: ForwardCosts | None = None
+    latest: ForwardCosts | None = None
     texts: int = 0
     _before: dict[str, int] = field(default_factory=dict)  # numbers of times of earlier texts
 
@@ -136,25 +136,25 @@ class Stopwatch:
         """Ends the times of a text, with the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed."""
         self.texts += 1
         self._before = {name: len(times) for name, times in self.seconds.items()}
-        self.found = replace(self.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
-        return self.found
+        self.latest = replace(self.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
+        return self.latest
 
     def costs(self) -> ForwardCosts:
         """The costs by the shortest times: disturbances, and the warm-up of the first one, only make a time longer."""
-        found = {name: min(times) for name, times in self.seconds.items()}
-        layers, full = self.early.num_layers, found["full"]
-        layer = max(full - found["early"], 0.0) / len(self.early.skipped_layers)
+        shortest = {name: min(times) for name, times in self.seconds.items()}
+        layers, full, few = self.early.num_layers, shortest["full"], shortest["few"]
+        layer = max(full - shortest["early"], 0.0) / len(self.early.skipped_layers)
         mlp = layer / 2
         if self.attention is not None:
-            mlp = min(max(full - found["attention"], 0.0) / len(self.attention.skipped_mlp), layer)
-        token = max(found["many"] - max(found["few"], full), 0.0) / (layers * (MANY - FEW))
+            mlp = min(max(full - shortest["attention"], 0.0) / len(self.attention.skipped_mlp), layer)
+        token = max(shortest["many"] - max(few, full), 0.0) / (layers * (MANY - FEW))
         return ForwardCosts(
             fixed=max(full - layers * layer, 0.0),
             attention=layer - mlp,
             mlp=mlp,
-            several=max(found["few"] - full - layers * token * (FEW - 1), 0.0),
+            several=max(few - full - layers * token * (FEW - 1), 0.0),
             token=token,
-            step=max(found["draft"] - found["early"], 0.0),
+            step=max(shortest["draft"] - shortest["early"], 0.0),
             num_layers=layers,
         )
 

@@ -133,8 +133,7 @@ class Records:
         if not self.sets:
             return {}
         scores = self.estimates().sets
-        found = scores if self.costs is None else np.exp(scores)
-        return dict(zip(self.sets, found.tolist(), strict=True))
+        return dict(zip(self.sets, (scores if self.costs is None else np.exp(scores)).tolist(), strict=True))
 
     def leaders(self) -> list[LayerPlan]:
         worth = self.worth()
@@ -166,10 +165,10 @@ class Records:
 
 
 def _shares(values: list[float]) -> np.ndarray:
-    found = np.array([values], float)
-    if found.ndim != 2 or not found.size or not ((found >= 0) & (found <= 1)).all():
+    shares = np.array([values], float)
+    if shares.ndim != 2 or not shares.size or not ((shares >= 0) & (shares <= 1)).all():
         raise ValueError("acceptances and confidences lie between 0 and 1")
-    return found
+    return shares
 
 
 def _short(values: np.ndarray) -> list[float]:
@@ -207,13 +206,13 @@ def estimate(
         effects = inverse @ (skipped.T @ (counted * above) - in_window.T @ (score_in_window / per_window))
         text = (score_in_window - in_window @ effects) / per_window
         near = _nearness(skipped @ effects)
-    left = above - skipped @ effects - text[windows]
+    residual = above - skipped @ effects - text[windows]
     total = counted.sum()
-    noise = (counted * left**2).sum() / max(total - _DEGREES * width, _DEGREES * total)
-    own = np.bincount(sets, weights * left) / (np.bincount(sets, weights) + _DOUBT)
+    noise = (counted * residual**2).sum() / max(total - _DEGREES * width, _DEGREES * total)
+    of_set = np.bincount(sets, weights * residual) / (np.bincount(sets, weights) + _DOUBT)
     usual = level + np.average(text[windows], weights=weights)
     doubt = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))
-    return Estimates(usual + (blocks - middle) @ effects + own, effects, doubt)
+    return Estimates(usual + (blocks - middle) @ effects + of_set, effects, doubt)
 
 
 def _nearness(suggested: np.ndarray) -> np.ndarray:
