@@ -98,9 +98,7 @@ class Records:
     def add(self, trial: Trial) -> None:
         record = self.sets.setdefault(trial.plan, SetRecord(self._row(trial.plan)))
         record.trials.append(trial)
-        if self.costs is not None:
-            record.runs.append(self._replay(trial))
-        self._compare_rules(record)
+        self._replay(record)
 
     def _row(self, plan: LayerPlan) -> np.ndarray:
         """What estimates go by: the blocks that a set skips, or their share in tenths, where few sets are tried."""
@@ -111,16 +109,16 @@ class Records:
     def use(self, costs: ForwardCosts) -> None:
         self.costs = costs
         for record in self.sets.values():
-            record.runs = [self._replay(trial) for trial in record.trials]
-            self._compare_rules(record)
+            record.runs = []
+            self._replay(record)
 
-    def _compare_rules(self, record: SetRecord) -> None:
-        record.rule = Replays.total(record.runs).fastest if record.runs else 0
+    def _replay(self, record: SetRecord) -> None:
+        """Replays the trials that were not replayed yet, and chooses the fastest rule."""
         self._estimates = None
-
-    def _replay(self, trial: Trial) -> Replays:
-        assert self.costs is not None
-        return replays(trial.traces, self._rules, trial.plan, self.costs, self._max_draft)
+        if self.costs is not None:
+            for trial in record.trials[len(record.runs) :]:
+                record.runs.append(replays(trial.traces, self._rules, trial.plan, self.costs, self._max_draft))
+            record.rule = Replays.total(record.runs).fastest
 
     def estimates(self) -> Estimates:
         """The estimated scores by blocks, kept until there is a new trial."""

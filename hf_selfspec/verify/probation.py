@@ -183,8 +183,8 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             outcome = Outcome(is_simple=is_simple)
             script = Scripted(tuple(map(tuple, chosen.tolist())), is_simple)
             try:
-                forced = _short(call, number, forces=True)
-                logits = decode(_forced(replace(forced, anatomy=outcome.applied(call.anatomy)), chosen), script)
+                forced = _short(call, number, chosen)
+                logits = decode(replace(forced, anatomy=outcome.applied(call.anatomy)), script)
             except Exception as error:  # whatever a model of others raises is a reason not to draft with it
                 reasons.append(brief(error))
                 is_final = is_final and not is_out_of_memory(error)
@@ -214,15 +214,19 @@ class PlainError(Exception):
         self.tokens = tokens
 
 
-def _short(call: Any, count: int, forces: bool = False) -> Any:
-    """The call with a few greedy tokens, a cache of its own, and without anything that the user sees."""
-    config = copy.copy(call.generation_config)
+def _short(call: Any, count: int, forced: torch.Tensor | None = None) -> Any:
+    """The call with a few greedy tokens, or those of ``forced`` ``[b, n]`` and their logits, a cache of its own, and
+    without anything that the user sees."""
+    config, processors = copy.copy(call.generation_config), LogitsProcessorList()
     config.do_sample, config.output_scores = False, False
-    config.return_dict_in_generate = config.output_logits = forces
+    config.return_dict_in_generate = config.output_logits = forced is not None
     config.compile_config = None
+    if forced is not None:
+        rows, width = forced.tolist(), call.input_ids.shape[1]
+        processors.append(PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1))
     return replace(
         call,
-        logits_processor=LogitsProcessorList(),
+        logits_processor=processors,
         stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(call.input_ids.shape[1] + count)]),
         generation_config=config,
         streamer=None,
@@ -232,27 +236,22 @@ def _short(call: Any, count: int, forces: bool = False) -> Any:
     )
 
 
-def _forced(short: Any, chosen: torch.Tensor) -> Any:
-    """The call with given tokens ``[b, n]``."""
-    rows, width = chosen.tolist(), short.input_ids.shape[1]
-    processor = PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1)
-    return replace(short, logits_processor=LogitsProcessorList([processor]))
-
-
 def _allowed(single: Any, expected: torch.Tensor) -> float:
     """How far logits may be apart, by how far those of the prompts ``[b, v]`` move where embeddings change a little."""
     device = single.input_ids.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else single.model.dtype
-    rounding, noise = torch.finfo(dtype).eps, list[float]()
+    rounding, noise = torch.finfo(dtype).eps, None
     shake = _Shake(rounding, threading.get_ident())
     # An embedding of others may return, or need, something else.
     with suppress(Exception), single.model.get_input_embeddings().register_forward_hook(shake):
         try:
-            noise.append(_apart([expected], _by_plain(single)[1]))
+            noise = _apart([expected], _by_plain(single)[1])
         finally:
             shake.thread = None
     times, most = (_TIMES, _MOST) if dtype.itemsize > 2 else (_TIMES_16, _MOST_16)
-    return min(most, times * max(noise[0], rounding)) if noise and shake.was_used else _ROUNDINGS * rounding
+    if noise is None or not shake.was_used:
+        return _ROUNDINGS * rounding
+    return min(most, times * max(noise, rounding))
 
 
 class _Shake:

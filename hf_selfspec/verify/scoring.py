@@ -13,40 +13,9 @@ from ..batch import Text
 from ..errors import NumericalError
 from ..grammar.rows import GrammarMask
 from ..model.internals import prefix_function
-from .stateless import is_stateless, stateful
+from .stateless import PREFIX_FREE, ROW_BLIND, is_stateless, stateful
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-# These depend on the scores alone, so any number of positions can be processed in one call.
-_PREFIX_FREE = (
-    lp.TemperatureLogitsWarper,
-    lp.TopKLogitsWarper,
-    lp.TopPLogitsWarper,
-    lp.MinPLogitsWarper,
-    lp.TypicalLogitsWarper,
-    lp.EpsilonLogitsWarper,
-    lp.EtaLogitsWarper,
-    lp.SuppressTokensLogitsProcessor,
-    lp.LogitNormalization,
-    lp.InfNanRemoveLogitsProcessor,
-)
-
-# These depend on one row's prefix and scores, whichever row it is (some of them once bound to their row, `_of_row`).
-_ROW_BLIND = (
-    *_PREFIX_FREE,
-    lp.RepetitionPenaltyLogitsProcessor,
-    lp.ForcedBOSTokenLogitsProcessor,
-    lp.SuppressTokensAtBeginLogitsProcessor,
-    lp.ExponentialDecayLengthPenalty,
-    lp.NoRepeatNGramLogitsProcessor,
-    lp.MinLengthLogitsProcessor,
-    lp.MinNewTokensLengthLogitsProcessor,
-    lp.NoBadWordsLogitsProcessor,
-    lp.SequenceBiasLogitsProcessor,
-    lp.ForcedEOSTokenLogitsProcessor,
-    lp.PrefixConstrainedLogitsProcessor,
-    GrammarMask,
-)
 
 
 class Scorer:
@@ -55,13 +24,13 @@ class Scorer:
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
         self.stateful = stateful(processors)  # names; with any, all processors are called by `in_step` alone
-        self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
         others = [processor for processor in processors if not isinstance(processor, GrammarMask)]
         # The one that alone depends on the prefix, and whose masks can be known for all nodes of a draft at once.
         is_alone = len(self.grammars) == 1 and not self.grammars[0].is_prefix_function
-        is_alone &= all(type(processor) in _PREFIX_FREE for processor in others)
+        is_alone &= all(type(processor) in PREFIX_FREE for processor in others)
         self.grammar = self.grammars[0] if is_alone else None
         self._empty = len(processors) == 0
         self._all = processors
@@ -70,7 +39,7 @@ class Scorer:
             for row in range(batch_size)
         ]
         self._batch_size = batch_size
-        self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
+        self._row_blind = all(type(processor) in ROW_BLIND for processor in others)
 
     @property
     def is_greedy(self) -> bool:

@@ -10,7 +10,6 @@ Rows walk one after another (:func:`verify`), or all together where logits proce
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,46 +22,20 @@ from .acceptance import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
 
-# A token, and its index among some candidates.
-_Choice = tuple[int, int | None]
+# The token that follows a row's node, by its children and their tokens, and its index among these or ``None``.
+_Choose = Callable[[int, int, list[int], list[int]], tuple[int, int | None]]
 
 # Where nodes are scored one by one: the host need not wait there, and not all are reached.
 _ONE_BY_ONE = "cpu"
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """What the full model chooses at each row and node: the next ``tokens``; for a line of drawn tokens, whether the
-    next one is ``accepted`` and the one ``instead`` of it."""
-
-    tokens: list[list[int]]
-    accepted: list[list[bool]] | None = None
-    instead: list[list[int]] | None = None
-
-    def at(self, row: int, node: int, candidates: list[int]) -> _Choice:
-        if self.accepted is not None and self.instead is not None and candidates:
-            return (candidates[0], 0) if self.accepted[row][node] else (self.instead[row][node], None)
-        token = self.tokens[row][node]
-        return token, candidates.index(token) if token in candidates else None
-
-
-class _Walk:
-    """The way of each row through the draft: ``choose`` returns the token that follows a row's node, and its index
-    among the tokens of the node's children or ``None``."""
-
-    def __init__(
-        self, draft: Draft, drafted: list[list[int]], choose: Callable[[int, int, list[int], list[int]], _Choice]
-    ) -> None:
-        self.verdicts = [Verdict([], [], False, []) for _ in draft.lengths]
-        self._draft, self._drafted, self._choose = draft, drafted, choose
-
-    def step(self, row: int, node: int) -> int:
-        """Takes the token after a node, and returns the child that holds it, -1 if there is none."""
-        children = self._draft.children(row, node)
-        token, index = self._choose(row, node, children, [self._drafted[row][child - 1] for child in children])
-        child = -1 if index is None else children[index]
-        self.verdicts[row].add(token, child, node)
-        return child
+def _step(draft: Draft, drafted: list[list[int]], row: int, node: int, choose: _Choose, verdict: Verdict) -> int:
+    """Adds the token after a row's node to its verdict; returns the child that holds the token, -1 if there is none."""
+    children = draft.children(row, node)
+    token, index = choose(row, node, children, [drafted[row][child - 1] for child in children])
+    child = -1 if index is None else children[index]
+    verdict.add(token, child, node)
+    return child
 
 
 def verify(
@@ -120,38 +93,43 @@ def verify(
     drafted = fetched.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
         check_highest(chain.from_iterable(highest), whose)
-    choices = _Choices(*fetched) if fetched else None
+    # What the full model chooses at each row and node, if that could be computed for all at once. For a line of drawn
+    # tokens also whether the next one is accepted, and the token that takes its place if it is not.
+    tokens, accepted, instead = (*fetched, None, None, None)[:3]
+    verdicts = [Verdict([], [], False, []) for _ in done]
     pick = choose_sampled if scorer.do_sample else choose_greedy
 
-    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> _Choice:
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
         is_kept = draft.skips_verification and bool(children)
         if is_kept and scores_so_far is None:
             return candidates[0], 0
-        if choices is not None:
-            return choices.at(row, node, candidates)
+        if accepted is not None and candidates:
+            return (candidates[0], 0) if accepted[row][node] else (instead[row][node], None)
+        if tokens is not None:
+            token = tokens[row][node]
+            return token, candidates.index(token) if token in candidates else None
         if scores is not None:
             at_node = scores[row, node]
         elif scorer.prefix_free:
             at_node = scorer.everywhere(logits.of_all[row, node])
         else:
-            at_node = scorer.row(row, text.prefix(row, len(walk.verdicts[row].tokens)), logits.of_all[row, node])
+            at_node = scorer.row(row, text.prefix(row, len(verdicts[row].tokens)), logits.of_all[row, node])
         if scores_so_far is not None:
             # A copy: a view would keep the rejected positions alive as well.
-            walk.verdicts[row].scores.append(at_node.clone())
+            verdicts[row].scores.append(at_node.clone())
         return (candidates[0], 0) if is_kept else pick(at_node, candidates, *draft.candidates(row, node, children))
 
-    walk = _Walk(draft, drafted, choose)
     reads_text = stopper.reads_text or not (scorer.prefix_free or grammar is not None)
-    for row, verdict in enumerate(walk.verdicts):
+    for row, verdict in enumerate(verdicts):
         node = -1 if done[row] else 0
         while node >= 0 and not verdict.stopped:
-            node = walk.step(row, node)
+            node = _step(draft, drafted, row, node, choose, verdict)
             count, token = len(verdict.tokens), verdict.tokens[-1]
             if reads_text:
                 text.put_one(row, count - 1, token)
             scores_of_row = None if scores_so_far is None else [*scores_so_far[row], *verdict.scores]
             verdict.stopped = stopper(text, row, count, token, scores_of_row)
-    return walk.verdicts
+    return verdicts
 
 
 def verify_in_step(
@@ -168,25 +146,26 @@ def verify_in_step(
     processors and criteria are called for the whole batch as by plain ``generate``."""
     pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
 
-    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> _Choice:
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
         return pick(scores[row], candidates, *draft.candidates(row, node, children))
 
-    walk = _Walk(draft, draft.tokens.tolist(), choose)
-    nodes = [0 for _ in done]
+    drafted, nodes = draft.tokens.tolist(), [0 for _ in done]
+    verdicts = [Verdict([], [], False, []) for _ in done]
     for ahead in range(draft.size + 1):
         at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
         scores = scorer.in_step(text.with_draft(ahead).clone(), at_nodes)
         if steps is not None:
             steps.append(scores)
-        nodes = [0 if ended else walk.step(row, nodes[row]) for row, ended in enumerate(done)]
-        for row, (verdict, ended) in enumerate(zip(walk.verdicts, done, strict=True)):
-            text.put_one(row, ahead, pad_token if ended else verdict.tokens[-1])
+        for row, verdict in enumerate(verdicts):
+            if not done[row]:
+                nodes[row] = _step(draft, drafted, row, nodes[row], choose, verdict)
+            text.put_one(row, ahead, pad_token if done[row] else verdict.tokens[-1])
         ends = stopper.in_step(text.with_draft(ahead + 1).clone(), steps)
-        for verdict, ended, ends_here in zip(walk.verdicts, done, ends, strict=True):
+        for verdict, ended, ends_here in zip(verdicts, done, ends, strict=True):
             verdict.stopped = ends_here and not ended
-        if min(nodes) < 0 or any(verdict.stopped for verdict in walk.verdicts):
+        if min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
             break
-    return walk.verdicts
+    return verdicts
 
 
 def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
@@ -198,7 +177,7 @@ def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, nu
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
-    """The fields of :class:`_Choices` from scores ``[b, t + 1, v]``, ``None`` where a node needs them one by one."""
+    """What the full model chooses from scores ``[b, t + 1, v]``, ``None`` where a node needs them one by one."""
     if not do_sample:
         return (best_tokens(scores),)
     p = scores.softmax(-1)
