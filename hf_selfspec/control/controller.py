@@ -1,4 +1,4 @@
-"""The one place that decides who drafts in a round, if anyone, by what the rounds before have brought and taken."""
+"""The one place that decides which source drafts in a round, if any, by the tokens and times of earlier rounds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from .cost_curve import CostCurve, one_at_a_time
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
-# Free drafts, and those where nothing would draft but the last tokens occurred before; other arms are named by source.
+# The arm of free drafts, and their arm in rounds where they pay only since the last tokens occurred before. Other arms
+# have the names of their sources.
 FREE, MATCHES = "free drafts", "matches"
 # The weight of the rounds before against the next one.
 _MEMORY = 0.98
-# What a source is taken to bring that was never timed: it is tried where free drafts are not surer than that.
+# The speed-up that is assumed of a source that was never timed: it is tried where free drafts do not promise more.
 _HOPED = 2.0
-# Rounds after which results are trusted; those of free drafts come in bursts, and after these losses in plain rounds.
+# Rounds after which results are trusted. Those of free drafts come in bursts, so they take more rounds, or this loss in
+# plain rounds.
 _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
 # Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose
 # at least so many plain rounds, and one of free drafts, which learn from wrong tokens, at most so many.
@@ -212,8 +214,8 @@ class Controller:
         drafted: int = 0,
         gained: int | None = None,
     ) -> None:
-        """Records a round in which ``name`` drafted, or was asked in vain, or nobody was; all rows gain ``tokens``, of
-        which it has brought ``gained``, by default all."""
+        """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
+        rows gain ``tokens``, of which the source has brought ``gained``, by default all."""
         if not self._rows:
             return
         curve = self.curve

@@ -29,7 +29,7 @@ from .files import path_of, reported, unfinished
 from .findings import PATIENCE, CacheFile, Findings, begins_anew, locked
 from .saving import Key, Kind, Saved
 
-# How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
+# How many calls are kept for plots, and how many points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
 
 _F = TypeVar("_F", bound=Findings)
@@ -51,7 +51,7 @@ class ModelRecord:
 
     findings: dict[Key, Any] = field(default_factory=dict)  # the most recently used ones last
     memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
-    measurements: dict[Kind, Measurements] = field(default_factory=dict)  # found again in each process
+    measurements: dict[Kind, Measurements] = field(default_factory=dict)  # of this process
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
     files: dict[Path, CacheFile] = field(default_factory=dict)  # of cache_dir
 
@@ -65,7 +65,7 @@ class Knowledge:
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.text_paths: set[Path] = set()  # used by this process, also for models that no longer exist
         self.lock = new_lock()  # held while anything here is read or changed, never while a file is waited for
-        # What has something new to write, by models, which it does not hold.
+        # Models with something new to write, held weakly, and what writes it once it has its model again.
         self.unwritten: weakref.WeakKeyDictionary[PreTrainedModel, KnowledgeOfCall] = weakref.WeakKeyDictionary()
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
@@ -198,7 +198,7 @@ class KnowledgeOfCall:
             return self._record.memories[self.kind]
 
     def measurements(self) -> Measurements:
-        """What rounds have cost and sources have brought, which is found again in each process."""
+        """What rounds have cost and sources have brought; each process measures it again."""
         with self.knowledge.lock:
             by_kind = self._record.measurements
             return by_kind.setdefault(self.kind, Measurements(next(iter(by_kind.values()), None)))
@@ -213,7 +213,7 @@ class KnowledgeOfCall:
         return None if saved is None else saved.path.parent
 
     def read(self) -> Saved | None:
-        """What was read from a file for this model, or another process has written; ``None`` if there is nothing."""
+        """What was loaded from a file for this model, else the file of ``cache_dir``; ``None`` if there is neither."""
         if self.knowledge.saved is not None:
             self.knowledge.check(self.model)
             return self.knowledge.saved

@@ -108,8 +108,7 @@ class ExitStudy(Findings):
             if self.choice is not None and self.choice.tokens > choice.tokens:
                 choice = self.choice  # from a file, and based on more text
             self.choice = choice
-        if self.changed is not None:
-            self.changed()
+        self.changed()
         return choice
 
     def state(self) -> dict[str, Any]:

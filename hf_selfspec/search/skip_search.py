@@ -182,8 +182,7 @@ class SkipSearch(Findings):
             self._since_better = 0 if is_better else self._since_better + 1
             if self._is_done():
                 self.is_over, self._queue = True, []
-        if self.changed is not None:
-            self.changed()
+        self.changed()
 
     def _is_done(self) -> bool:
         """Whether the search ends after a trial; where it is only done with sets of one ratio, it begins another."""

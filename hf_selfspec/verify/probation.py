@@ -39,10 +39,10 @@ from ..model.transfer import is_out_of_memory
 from ..model.unseen import Unseen
 from ..settings import Settings
 
-# Tokens that plain generate makes for one row and for several, each by a forward; another one is for its rounding, and
-# perhaps one for what counts. Ours takes a prefill, a draft with two right tokens (up to three forwards), a round with
-# a short draft and one without. Where that fails, and nothing counts, three forwards follow without states and
-# siblings. That is 16 at most.
+# Tokens that plain generate makes for one row and for several, each by a forward. Another one shows its rounding, and
+# perhaps one whether it depends on a count of forwards. Ours takes a prefill, a draft with two right tokens (up to
+# three forwards), a round with a short draft and one without. Where that fails, and nothing counts forwards, three more
+# follow without states and siblings. That is 16 at most.
 TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 # How far logits may differ, as a multiple of how far they move where the last bits of the embeddings change, in float32
 # and in 16 bits. Of 14 tiny architectures, the demo model and SmolLM2-135M, one row and three, the furthest are at 2.2
@@ -113,7 +113,7 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
     )
     with outcomes.lock:
-        # Some change what they hold in each forward, so that it tells nothing, or depend on that.
+        # Some models change their attributes in each forward, so these say nothing, or depend on such attributes.
         loose = (unseen.reasons, *situation[1:])
         for key in (unseen.reasons, loose, situation):
             if key in outcomes:
@@ -122,7 +122,7 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         try:
             outcome = _compared(call, decode, before)
             key = loose if before.moves else situation
-        except PlainError:  # what that leaves is plain's
+        except PlainError:  # the model stays as plain generate leaves it
             raise
         except _StatefulError as error:
             key, outcome = unseen.reasons, Outcome(str(error))

@@ -23,7 +23,7 @@ class Scorer:
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
-        self.stateful = stateful(processors)  # names; with any, all processors are called by `in_step` alone
+        self.stateful = stateful(processors)  # names; with any, all are called only as by plain `generate`
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
@@ -33,7 +33,7 @@ class Scorer:
         is_alone &= all(type(processor) in PREFIX_FREE for processor in others)
         self.grammar = self.grammars[0] if is_alone else None
         self._empty = len(processors) == 0
-        self._all = processors
+        self.processors = processors
         self._rows = [
             lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
             for row in range(batch_size)
@@ -50,12 +50,8 @@ class Scorer:
         """The scorer without processors that may keep a state: these must not see tokens that are not emitted."""
         if not self.stateful:
             return self
-        stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
+        stateless = lp.LogitsProcessorList(processor for processor in self.processors if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
-
-    def in_step(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as in plain ``generate``."""
-        return self._all(input_ids, logits)
 
     def everywhere(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds, or with the tokens ``[..., v]`` that
@@ -64,7 +60,7 @@ class Scorer:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        for processor in self._all:  # the list itself would look up what each of them takes, in every call
+        for processor in self.processors:  # the list itself would look up what each of them takes, in every call
             if allowed is not None and processor is self.grammar:
                 flat = flat.masked_fill(~allowed.view_as(flat), -torch.inf)
             else:
@@ -86,7 +82,7 @@ class Scorer:
         if self.prefix_free:
             return self.everywhere(logits)
         if all(wanted) and min(text.lengths) == max(text.lengths):
-            return self._all(text.with_draft(ahead), logits.clone())
+            return self.processors(text.with_draft(ahead), logits.clone())
         scores = logits.clone()
         for row, want in enumerate(wanted):
             if want:

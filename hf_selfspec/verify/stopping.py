@@ -21,7 +21,7 @@ class Stopper:
             for token in criterion.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.stateful = stateful(criteria)  # names; with any, all criteria are called by `in_step` alone
+        self.stateful = stateful(criteria)  # names; with any, all are called only as by plain `generate`
         self.criteria = criteria
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
         self.reads_text = bool(self._others)
@@ -38,10 +38,6 @@ class Stopper:
             expanded = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
             done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), expanded)[row])
         return done
-
-    def in_step(self, input_ids: torch.Tensor, scores: list[torch.Tensor] | None) -> list[bool]:
-        """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as in plain ``generate``."""
-        return self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
 
     def max_new(self, text: Text, row: int) -> int:
         """The number of tokens that ``row`` may still get by the limit on its length."""

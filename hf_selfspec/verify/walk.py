@@ -153,14 +153,15 @@ def verify_in_step(
     verdicts = [Verdict([], [], False, []) for _ in done]
     for ahead in range(draft.size + 1):
         at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
-        scores = scorer.in_step(text.with_draft(ahead).clone(), at_nodes)
+        scores = scorer.processors(text.with_draft(ahead).clone(), at_nodes)
         if steps is not None:
             steps.append(scores)
         for row, verdict in enumerate(verdicts):
             if not done[row]:
                 nodes[row] = _step(draft, drafted, row, nodes[row], choose, verdict)
             text.put_one(row, ahead, pad_token if done[row] else verdict.tokens[-1])
-        ends = stopper.in_step(text.with_draft(ahead + 1).clone(), steps)
+        scores_so_far = None if steps is None else tuple(steps)
+        ends = stopper.criteria(text.with_draft(ahead + 1).clone(), scores_so_far).tolist()
         for verdict, ended, ends_here in zip(verdicts, done, ends, strict=True):
             verdict.stopped = ends_here and not ended
         if min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
