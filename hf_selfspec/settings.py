@@ -21,7 +21,7 @@ from .draft.source import DraftSource
 from .errors import SettingError, SettingTypeError
 from .learned import saving
 from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .learned.saving import Kind
+from .learned.saving import CallKind
 from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.mtp import MtpHead
@@ -85,7 +85,7 @@ class Settings:
         """What drafts; a generator of candidates becomes one."""
         return self.draft if isinstance(self.draft, DraftSource) else Candidates(self.draft)
 
-    def _known(self, model: PreTrainedModel, kind: Kind = (False, False)) -> KnowledgeOfCall:
+    def _known(self, model: PreTrainedModel, kind: CallKind = (False, False)) -> KnowledgeOfCall:
         """What was learned of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
         return KnowledgeOfCall(self._knowledge, model, kind, self._saved, self.cache_dir, self.task)
 

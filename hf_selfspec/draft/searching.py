@@ -49,7 +49,7 @@ class SearchingDraft(LookingDraft):
             return SkipSearch(search, space, share, best, ratio == "auto", rules, session.max_draft)
 
         self.search: SkipSearch = session.knowledge.of("skip search", make)
-        self._pace = self.search.pace
+        self._timings = self.search.timings
         self._budget = Budget(0.0, self.target.clock)
         self._looked = 0
         self._behind = 0
@@ -106,7 +106,7 @@ class SearchingDraft(LookingDraft):
             return False
         if self._last_logits is None:
             return True
-        if 2 * self._budget.left >= self._pace.seconds(_LEAST):
+        if 2 * self._budget.left >= self._timings.expected(_LEAST):
             return False
         self._last_logits.forget()
         return True
@@ -144,7 +144,7 @@ class SearchingDraft(LookingDraft):
         rows = sum(count > 0 for count in new)
         # Tokens that other sources added to this draft do not count for it.
         accepted = min(sum(new) - rows, sum(node >= 0 for verdict in verdicts for node in verdict.nodes))
-        self.search.pace.add_round(seconds)
+        self._timings.add_round(seconds)
         self.search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
 
     def finish(self, text: Text) -> None:
@@ -189,10 +189,10 @@ class SearchingDraft(LookingDraft):
         if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
-            if not self.measure(text, search.timings, _TIMINGS):
+            if not self.measure(text, _TIMINGS):
                 return
             self._timed = True
-            search.pace.add(MANY, min(search.timings.seconds["many"][-_TIMINGS:]))
+            self._timings.add_forward(MANY, min(self._timings.seconds["many"][-_TIMINGS:]))
             search.time(self._round_seconds())
         while self._try(text, least) and not search.settings.tries_each_round:
             pass
@@ -202,8 +202,8 @@ class SearchingDraft(LookingDraft):
             if not self._has_time(most + 1):
                 return False
             self.search.closest = closest_layers(self.target, text, self.search.space.whole_layers, most)
-        pace, left = self.search.pace, self._budget.left
-        window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
+        left = self._budget.left
+        window = self._behind if left == math.inf else min(self._behind, self._timings.most_tokens(left))
         known = self._last_logits is None or any(self._last_logits.counts())
         if window < least or not known:
             return False
@@ -212,7 +212,7 @@ class SearchingDraft(LookingDraft):
             return False
         begun = self.target.clock()
         traces = self._traces(text, plan, window)
-        pace.add(window, self.target.clock() - begun)
+        self._timings.add_forward(window, self.target.clock() - begun)
         self.search.register(plan, traces)
         self._tried = True
         return True

@@ -27,7 +27,7 @@ from ..validation import StrPath
 from . import saving
 from .files import path_of, reported, unfinished
 from .findings import PATIENCE, CacheFile, Findings, begins_anew, locked
-from .saving import Key, Kind, Saved
+from .saving import CallKind, Key, Saved
 
 # How many calls are kept for plots, and how many points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
@@ -50,8 +50,8 @@ class ModelRecord:
     """What was learned about one model."""
 
     findings: dict[Key, Any] = field(default_factory=dict)  # the most recently used ones last
-    memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
-    measurements: dict[Kind, Measurements] = field(default_factory=dict)  # of this process
+    memories: dict[CallKind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
+    measurements: dict[CallKind, Measurements] = field(default_factory=dict)  # of this process
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
     files: dict[Path, CacheFile] = field(default_factory=dict)  # of cache_dir
 
@@ -150,7 +150,7 @@ class Knowledge:
                         record.files[path].begin()
                 if self.saved is not None:
                     # Texts are in findings for all kinds of calls.
-                    kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
+                    kept = {key: state for key, state in self.saved.findings.items() if key.call_kind is not None}
                     self.saved = replace(self.saved, findings=kept)
             for path in held:
                 try:
@@ -170,7 +170,7 @@ class KnowledgeOfCall:
 
     knowledge: Knowledge  # all that the ``SelfSpec`` has learned
     model: PreTrainedModel
-    kind: Kind
+    call_kind: CallKind
     settings: Callable[[], Mapping[str, Any]]
     cache_dir: StrPath | None
     task: str
@@ -181,7 +181,7 @@ class KnowledgeOfCall:
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
         """Returns a source's findings for this kind of call; ``make`` begins them, given those of another kind."""
-        return self._used(Key(self.kind, name), make)
+        return self._used(Key(self.call_kind, name), make)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
         """As :meth:`of`, for findings that all kinds of calls share, in a file of their own."""
@@ -190,18 +190,18 @@ class KnowledgeOfCall:
     def all_findings(self) -> list[Findings]:
         """All findings for this kind of call, none before the first such call."""
         with self.knowledge.lock:
-            return [of_key for key, of_key in self._record.findings.items() if key.kind in (self.kind, None)]
+            return [of_key for key, of_key in self._record.findings.items() if key.call_kind in (self.call_kind, None)]
 
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
         with self.knowledge.lock:
-            return self._record.memories[self.kind]
+            return self._record.memories[self.call_kind]
 
     def measurements(self) -> Measurements:
         """What rounds have cost and sources have brought; each process measures it again."""
         with self.knowledge.lock:
             by_kind = self._record.measurements
-            return by_kind.setdefault(self.kind, Measurements(next(iter(by_kind.values()), None)))
+            return by_kind.setdefault(self.call_kind, Measurements(next(iter(by_kind.values()), None)))
 
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)
@@ -217,7 +217,7 @@ class KnowledgeOfCall:
         if self.knowledge.saved is not None:
             self.knowledge.check(self.model)
             return self.knowledge.saved
-        file = self._file(Key(self.kind, ""))
+        file = self._file(Key(self.call_kind, ""))
         return saving.read(file.path) if file is not None and file.path.exists() else None
 
     def write(self, patience: float | None = None) -> None:
@@ -270,23 +270,23 @@ class KnowledgeOfCall:
         if self.cache_dir is None or is_tensor_parallel(self.model):
             return None  # the processes of one model may have different folders, and would then draft differently
         settings = json.dumps([saving.FORMAT, self.settings()], sort_keys=True).encode()
-        ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
+        ending = "" if key.call_kind is not None else "-" + key.source.replace(" ", "-")
         name = f"{self.task}-{hashlib.sha256(settings).hexdigest()[:12]}{ending}.json"
         path = path_of(self.cache_dir) / self.fingerprint().name / name
         with self.knowledge.lock:
-            return self._record.files.setdefault(path, CacheFile(path, has_texts=key.kind is None))
+            return self._record.files.setdefault(path, CacheFile(path, has_texts=key.call_kind is None))
 
     def _used(self, key: Key, make: Callable[[Any], _F]) -> _F:
         with self.knowledge.lock:
-            findings = self._record.findings
-            if key not in findings:
-                of_source = (findings[other] for other in findings if other.source == key.source)
-                findings[key] = self._begun(key, make, next(of_source, None))
-            findings[key] = findings.pop(key)  # the last one in use
-            return cast(_F, findings[key])
+            used = self._record.findings
+            used[key] = used.pop(key, None) or self._begun(key, make)  # the last one in use
+            return cast(_F, used[key])
 
-    def _begun(self, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
-        """New findings, which begin with what a file holds and are written to it."""
+    def _begun(self, key: Key, make: Callable[[Any], _F]) -> _F:
+        """New findings, which begin with what a file holds, or those for another kind of call, and are written to the
+        file."""
+        of_source = (findings for other, findings in self._record.findings.items() if other.source == key.source)
+        other = next(of_source, None)
         saved, file, findings = self.knowledge.saved, self._file(key), make(other)
         if saved is not None:
             findings = _restored(saved, key, make, other)
@@ -303,10 +303,10 @@ class KnowledgeOfCall:
 def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
     """New findings as the file has them, or begun with those for another kind of call."""
     findings = make(other)
-    states = {of_key.kind: state for of_key, state in saved.findings.items() if of_key.source == key.source}
+    states = {of_key.call_kind: state for of_key, state in saved.findings.items() if of_key.source == key.source}
     with saving.reading(saved.path):
-        if key.kind in states:
-            findings.restore(states[key.kind])
+        if key.call_kind in states:
+            findings.restore(states[key.call_kind])
         elif states and other is None:
             # What another kind of call has found is a better start than nothing.
             first = make(None)

@@ -30,13 +30,13 @@ _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
 
 # Whether tokens are sampled, and whether there are several rows.
-Kind = tuple[bool, bool]
+CallKind = tuple[bool, bool]
 
 
 class Key(NamedTuple):
     """What findings are about: a kind of calls, and the draft source that keeps them."""
 
-    kind: Kind | None  # None for all
+    call_kind: CallKind | None  # None for all
     source: str
 
 
@@ -170,7 +170,7 @@ def write(saved: Saved) -> None:
         "findings": [
             {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}
             for key, state in saved.findings.items()
-            for do_sample, several_rows in [key.kind or (None, None)]
+            for do_sample, several_rows in [key.call_kind or (None, None)]
         ],
         "text_id": saved.text_id,
     }
@@ -213,7 +213,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _key(entry: dict[str, Any]) -> Key:
-    kind, source = (entry["do_sample"], entry["several_rows"]), entry["source"]
-    if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
-        raise TypeError(f"{kind!r}, {source!r} is not a kind of call and a source")
-    return Key(None if kind[0] is None else kind, source)
+    flags, source = (entry["do_sample"], entry["several_rows"]), entry["source"]
+    if not isinstance(source, str) or {type(flag) for flag in flags} not in ({bool}, {type(None)}):
+        raise TypeError(f"{flags!r}, {source!r} is not a kind of call and a source")
+    return Key(None if flags[0] is None else flags, source)

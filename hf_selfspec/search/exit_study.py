@@ -10,7 +10,7 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import Choice, ExitChoice, replayed
-from .forward_costs import ForwardCosts, Pace, Stopwatch
+from .forward_costs import ForwardCosts, Stopwatch
 from .replay import Rule, Trace
 
 # Tokens of text after which a probe stops looking.
@@ -32,7 +32,6 @@ class ExitStudy(Findings):
     def __init__(self, num_layers: int, layer: int | None = None) -> None:
         self.num_layers = num_layers
         self.layers = exits_to_try(num_layers) if layer is None else [layer]
-        self.pace = Pace()
         self.timings = Stopwatch(LayerPlan.early_exit(num_layers, self.layers[len(self.layers) // 3]))
         self.look = _LOOK  # duration of a look at all exits, in forwards of the same size
         self.tokens = 0  # of text that was looked at

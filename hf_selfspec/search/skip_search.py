@@ -13,7 +13,7 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
-from .forward_costs import ForwardCosts, Pace, Stopwatch
+from .forward_costs import ForwardCosts, Stopwatch
 from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial
@@ -57,7 +57,7 @@ class SkipSearch(Findings):
         self.best_sets: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # and from which step on
         self.generated = 0  # tokens of these calls
         self.search_seconds = 0.0  # of trials in these calls
-        self.timings, self.pace = Stopwatch(*space.timed_plans()), Pace()
+        self.timings = Stopwatch(*space.timed_plans())
         self._lock = new_lock()
         self._start_over()
 

@@ -105,10 +105,10 @@ def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
-def check_highest(highest: Iterable[float], whose: str) -> None:
-    """Raises a ``NumericalError`` where no token can be chosen by the highest logits of ``whose`` model."""
+def check_highest(highest: Iterable[float], model_name: str) -> None:
+    """Raises a ``NumericalError`` where no token can be chosen by a model's highest logits."""
     if not all(map(math.isfinite, highest)):
         raise NumericalError(
-            f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
+            f"{model_name} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
             "bfloat16 and float32 do not)."
         )

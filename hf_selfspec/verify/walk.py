@@ -46,7 +46,7 @@ def verify(
     stopper: Stopper,
     done: list[bool],
     scores_so_far: list[list[torch.Tensor]] | None,
-    whose: str | None = None,
+    model_name: str | None = None,
     along: Tops | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
@@ -59,7 +59,7 @@ def verify(
         stopper: stopping criteria, tested after each token; the walk ends where one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
-        whose: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
+        model_name: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
         along: what the draft needs of the logits, read in the same transfer.
 
     Returns:
@@ -70,7 +70,7 @@ def verify(
     """
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
     # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
-    # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
+    # and none is needed after a rejection. Without a draft there is one node, model_name prefix is the text.
     device = logits.found.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
     at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
@@ -87,12 +87,12 @@ def verify(
         elif not draft.size:
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
-        checked = [] if whose is None else [logits.of_all.amax(-1)]
+        checked = [] if model_name is None else [logits.of_all.amax(-1)]
         fetched = read(*unlisted, *(chosen or ()), *checked, along=along)
         highest = fetched.pop() if checked else []
     drafted = fetched.pop(0) if draft.listed is None else draft.listed
-    if whose is not None:
-        check_highest(chain.from_iterable(highest), whose)
+    if model_name is not None:
+        check_highest(chain.from_iterable(highest), model_name)
     # What the full model chooses at each row and node, if that could be computed for all at once. For a line of drawn
     # tokens also whether the next one is accepted, and the token that takes its place if it is not.
     tokens, accepted, instead = (*fetched, None, None, None)[:3]
