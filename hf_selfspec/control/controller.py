@@ -77,9 +77,17 @@ class ArmStats:
         if self.rounds == 1 and not self.weight:
             return  # the first round selects and warms up kernels
         self.lost += spent - gained
-        most = max(gained, 1.0 + drafted / rows)
-        for name, value in zip(_SUMS, (1.0, gained, most, spent, accepted, drafted), strict=True):
-            setattr(self, name, _MEMORY * getattr(self, name) + value)
+        self._scale(_MEMORY)
+        self.weight += 1.0
+        self.gained += gained
+        self.most += max(gained, 1.0 + drafted / rows)
+        self.spent += spent
+        self.accepted += accepted
+        self.drafted += drafted
+
+    def _scale(self, factor: float) -> None:
+        for name in _SUMS:
+            setattr(self, name, factor * getattr(self, name))
 
     def wait(self, pace: float, rounds: int = 1, switch: float = 0.0) -> None:
         """Records rounds of other sources, ``pace`` times as fast as plain ones. A source that would lose little is
@@ -90,19 +98,15 @@ class ArmStats:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
             rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
             if rounds_lost * min(loss, self.most_lost) + switch <= self.waiting * _PRICE:
-                self.doubt() if self.is_trusted else self._forget()
-
-    def _forget(self) -> None:
-        for name in _SUMS:
-            setattr(self, name, 0.0)
-        self.rounds = 1  # kernels are warm
+                if self.is_trusted:
+                    return self.doubt()
+                self._scale(0.0)
+                self.rounds = 1  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""
         if self.is_trusted:
-            scale = min(1.0, _TRIED / self.weight)
-            for name in _SUMS:
-                setattr(self, name, scale * getattr(self, name))
+            self._scale(min(1.0, _TRIED / self.weight))
             self.rounds, self.lost = self.trusted_after - _TRIED, 0.0
 
 
@@ -180,11 +184,9 @@ class Controller:
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
         """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
-        best = max(promised, key=lambda name: self.speedup(name, promised[name]), default=None)
-        if best is None:
-            return None
-        speedup = self.speedup(best, promised[best])
-        return best if speedup >= LEAST_SPEEDUP and speedup > free else None
+        speedups = {name: self.speedup(name, estimate) for name, estimate in promised.items()}
+        best = max(speedups, key=lambda name: speedups[name], default=None)
+        return best if best is not None and speedups[best] >= LEAST_SPEEDUP and speedups[best] > free else None
 
     def loop_steps(self, left: int) -> int:
         """How many of ``left`` steps transformers' own loop should run until sources are compared with it again."""
@@ -231,13 +233,8 @@ class Controller:
             pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
             for stats in self.arms.values():
                 if stats is used:
-                    stats.add(
-                        (tokens if gained is None else gained) / self._rows,
-                        seconds / self.plain,
-                        accepted,
-                        drafted,
-                        self._rows,
-                    )
+                    gained = tokens if gained is None else gained
+                    stats.add(gained / self._rows, seconds / self.plain, accepted, drafted, self._rows)
                 else:
                     stats.wait(pace)
 
