@@ -184,9 +184,11 @@ class Controller:
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
         """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
-        speedups = {name: self.speedup(name, estimate) for name, estimate in promised.items()}
-        best = max(speedups, key=lambda name: speedups[name], default=None)
-        return best if best is not None and speedups[best] >= LEAST_SPEEDUP and speedups[best] > free else None
+        best = max(promised, key=lambda name: self.speedup(name, promised[name]), default=None)
+        if best is None:
+            return None
+        speedup = self.speedup(best, promised[best])
+        return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
     def loop_steps(self, left: int) -> int:
         """How many of ``left`` steps transformers' own loop should run until sources are compared with it again."""
