@@ -68,7 +68,7 @@ class CostCurve:
         self._until_loop, self._again = 0, _LOOP_AGAIN // 2
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
         self._tokens = self._seconds = 0.0
-        self._total = self._since_plain = 0
+        self._total = self._until_refresh = self._since_plain = 0
         self.costs = self._measured()
 
     @property
@@ -148,7 +148,9 @@ class CostCurve:
         self._last[size] = self._total
         if self._rounds[size] > 1:  # as above
             self._times[size].append(seconds)
-        if self._total % _REFRESHED == 0 or self._rounds[size] == 2:
+        self._until_refresh -= 1
+        if self._until_refresh <= 0 or self._rounds[size] == 2:
+            self._until_refresh = _REFRESHED
             for other, last in enumerate(self._last):
                 if self._total - last >= _STALE and self._times[other]:
                     self._times[other].popleft()
