@@ -83,9 +83,9 @@ from .train.lora import fit_draft_lora as fit_draft_lora
 from .train.mtp import fit_mtp as fit_mtp
 from .train.probe import fit_probe as fit_probe
 from .train.reduced_head import fit_reduced_head as fit_reduced_head
+from .verify.siblings import CostTree as CostTree
+from .verify.siblings import TopKTree as TopKTree
 from .verify.stateless import register_stateless as register_stateless
-from .verify.tree import CostTree as CostTree
-from .verify.tree import TopKTree as TopKTree
 
 __version__: str
 __all__: list[str]

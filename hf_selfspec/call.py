@@ -49,8 +49,8 @@ from .settings import Settings
 from .stats import GenerationStats, generated
 from .verify.probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
 from .verify.scoring import Scorer
+from .verify.siblings import Tree
 from .verify.stopping import Stopper
-from .verify.tree import Tree
 
 # Initial cache slots where the final length of the text is not known.
 FIRST_SLOTS = 1024

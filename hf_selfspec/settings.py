@@ -30,7 +30,7 @@ from .search.proposers import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .validation import MOST_DRAFT, StrPath, check_count, check_flag
-from .verify.tree import Tree
+from .verify.siblings import Tree
 
 # Most characters of a task's name: at four bytes each, the name of its file stays within the limit of file systems.
 _LONGEST_TASK = 50

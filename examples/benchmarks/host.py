@@ -14,7 +14,7 @@ from timing import Table, add_trained, load, parsed, parser_with, print_head, pr
 
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.control.controller import FREE, Controller
-from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.control.cost_curve import CostCurve
 from hf_selfspec.data.prompts import read_prompts
 
 TOGETHER, MOST = 256, 31

@@ -88,7 +88,7 @@ def follow(model: LlamaForCausalLM, answer: SkipLayers, settings: Any) -> Course
         model.generate(**prompt, max_new_tokens=_TOKENS, assistant=spec, stopping_criteria=criteria, **_SAMPLED)
         seed += 1
     watch.seconds[search.steps] = search.search_seconds
-    starts, leaders = zip(*search.found, strict=True)
+    starts, leaders = zip(*search.best_sets, strict=True)
     steps = [*starts, search.steps]
     plan = answer.plan(Anatomy.of(model))
     *matchness, best = held_out_matchness(model, [*leaders, plan])

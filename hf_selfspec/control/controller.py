@@ -1,4 +1,4 @@
-"""The one place that decides who drafts in a round, if anyone, by what the rounds before have brought and taken."""
+"""The one place that decides which source drafts in a round, if any, by the tokens and times of earlier rounds."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..forks import new_lock
-from .costs import CostCurve, one_at_a_time
+from .cost_curve import CostCurve, one_at_a_time
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
-# Free drafts, and those where nothing would draft but the last tokens occurred before; other arms are named by source.
+# The arm of free drafts, and their arm in rounds where they pay only since the last tokens occurred before. Other arms
+# have the names of their sources.
 FREE, MATCHES = "free drafts", "matches"
 # The weight of the rounds before against the next one.
 _MEMORY = 0.98
-# What a source is taken to bring that was never timed: it is tried where free drafts are not surer than that.
+# The speed-up that is assumed of a source that was never timed: it is tried where free drafts do not promise more.
 _HOPED = 2.0
-# Rounds after which results are trusted; those of free drafts come in bursts, and after these losses in plain rounds.
+# Rounds after which results are trusted. Those of free drafts come in bursts, so they take more rounds, or this loss in
+# plain rounds.
 _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
-# The share of the time that looks at sources that do not pay may cost, what a round of one loses at least, and what one
-# of free drafts, which learn from what was wrong, loses at most.
+# Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose
+# at least so many plain rounds, and one of free drafts, which learn from wrong tokens, at most so many.
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
-# Steps of transformers' own loop that are timed, and those between two looks whether something would draft.
+# Steps of transformers' own loop that are timed, and steps until sources are compared with it again.
 _TIMED, _LOOK = 5, 16
-# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots, as batches of more than eight rows do that differ
-# by an eighth; the most curves.
+# Contexts of up to 1,024, 4,096, 16,384, ... slots share a curve, and so do batches of more than eight rows that differ
+# by an eighth. The last one is the maximum number of curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
-# In which older rounds count less.
+# The sums of :class:`ArmStats`, in which older rounds count less.
 _SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
 
 
@@ -60,8 +62,8 @@ class ArmStats:
         return self.rounds >= self.trusted_after or (self.rounds >= _TRIED and self.lost >= self.may_lose)
 
     def speedup(self, promised: float | None) -> float:
-        """Tokens per second over those of plain rounds; until there are results ``promised``, its own estimate, but no
-        more than if all that it has drafted had been right."""
+        """Tokens per second over those of plain rounds. Until results are trusted it is ``promised``, the source's own
+        estimate, but no more than if all of its tokens had been right."""
         if promised == 0.0:
             return 0.0
         if self.is_trusted:
@@ -75,32 +77,36 @@ class ArmStats:
         if self.rounds == 1 and not self.weight:
             return  # the first round selects and warms up kernels
         self.lost += spent - gained
-        most = max(gained, 1.0 + drafted / rows)
-        for name, value in zip(_SUMS, (1.0, gained, most, spent, accepted, drafted), strict=True):
-            setattr(self, name, _MEMORY * getattr(self, name) + value)
+        self._scale(_MEMORY)
+        self.weight += 1.0
+        self.gained += gained
+        self.most += max(gained, 1.0 + drafted / rows)
+        self.spent += spent
+        self.accepted += accepted
+        self.drafted += drafted
+
+    def _scale(self, factor: float) -> None:
+        for name in _SUMS:
+            setattr(self, name, factor * getattr(self, name))
 
     def wait(self, pace: float, rounds: int = 1, switch: float = 0.0) -> None:
-        """Records rounds of others, ``pace`` times as fast as nothing; what would lose little may be tried again, where
-        the way there takes ``switch`` plain rounds more."""
+        """Records rounds of other sources, ``pace`` times as fast as plain ones. A source that would lose little is
+        tried again; ``switch`` are the plain rounds that it takes to leave transformers' own loop for that."""
         self.waiting += rounds
         is_tried = self.is_trusted or self.drafted > 0.0
         if is_tried and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
             rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
             if rounds_lost * min(loss, self.most_lost) + switch <= self.waiting * _PRICE:
-                self.doubt() if self.is_trusted else self._forget()
-
-    def _forget(self) -> None:
-        for name in _SUMS:
-            setattr(self, name, 0.0)
-        self.rounds = 1  # kernels are warm
+                if self.is_trusted:
+                    return self.doubt()
+                self._scale(0.0)
+                self.rounds = 1  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""
         if self.is_trusted:
-            scale = min(1.0, _TRIED / self.weight)
-            for name in _SUMS:
-                setattr(self, name, scale * getattr(self, name))
+            self._scale(min(1.0, _TRIED / self.weight))
             self.rounds, self.lost = self.trusted_after - _TRIED, 0.0
 
 
@@ -119,25 +125,26 @@ class Measurements:
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
         step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
         rows = -(-rows // step) * step
-        found = self._curves.pop((device, rows, reach), None)
-        if found is None:
-            found = CostCurve(on_cpu, rows, is_frozen)
-            known = {key: curve for key, curve in self._curves.items() if key[0] == device and curve.is_measured}
-            if known:
-                found.begin_like(known[min(known, key=lambda k: (abs(math.log(k[1] / rows)), abs(k[2] - reach)))])
+        curve = self._curves.pop((device, rows, reach), None)
+        if curve is None:
+            curve = CostCurve(on_cpu, rows, is_frozen)
+            measured = [key for key, other in self._curves.items() if key[0] == device and other.is_measured]
+            if measured:
+                nearest = min(measured, key=lambda key: (abs(math.log(key[1] / rows)), abs(key[2] - reach)))
+                curve.begin_like(self._curves[nearest])
             if len(self._curves) >= _MOST:
                 self._curves.pop(next(iter(self._curves)))
-        self._curves[device, rows, reach] = found  # the last one in use
-        return found
+        self._curves[device, rows, reach] = curve  # the last one in use
+        return curve
 
 
 class Controller:
     """Chooses in each round between sources and nothing; frozen, it times nothing, so all processes decide alike."""
 
-    def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
+    def __init__(self, measurements: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
-        self._found, self._device, self._on_cpu, self._is_frozen = found, device, on_cpu, is_frozen
-        self.arms, self._rows, self._lock = found.arms, 0, found._lock
+        self._measurements, self._device, self._on_cpu, self._is_frozen = measurements, device, on_cpu, is_frozen
+        self.arms, self._rows, self._lock = measurements.arms, 0, measurements._lock
         self.has_loop = False  # whether transformers' own loop can serve parts of this call
         with self._lock:
             self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
@@ -145,7 +152,7 @@ class Controller:
     def begin(self, rows: int, running: int, context: int) -> None:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
-        self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
+        self.curve = self._measurements.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 
     @property
     def plain(self) -> float:
@@ -184,7 +191,7 @@ class Controller:
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
     def loop_steps(self, left: int) -> int:
-        """Steps, of ``left``, that transformers' own loop should go on for until the next look where nothing drafts."""
+        """How many of ``left`` steps transformers' own loop should run until sources are compared with it again."""
         curve = self.curve
         if not self.has_loop or not self._rows or left < 2 * _TIMED or curve.wants_loop is None:
             return 0
@@ -211,8 +218,8 @@ class Controller:
         drafted: int = 0,
         gained: int | None = None,
     ) -> None:
-        """Records a round in which ``name`` drafted, or was asked in vain, or nobody was; all rows gain ``tokens``, of
-        which it has brought ``gained``, by default all."""
+        """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
+        rows gain ``tokens``, of which the source has brought ``gained``, by default all."""
         if not self._rows:
             return
         curve = self.curve
@@ -228,13 +235,8 @@ class Controller:
             pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
             for stats in self.arms.values():
                 if stats is used:
-                    stats.add(
-                        (tokens if gained is None else gained) / self._rows,
-                        seconds / self.plain,
-                        accepted,
-                        drafted,
-                        self._rows,
-                    )
+                    gained = tokens if gained is None else gained
+                    stats.add(gained / self._rows, seconds / self.plain, accepted, drafted, self._rows)
                 else:
                     stats.wait(pace)
 

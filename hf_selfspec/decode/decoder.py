@@ -23,9 +23,8 @@ from ..model.partial import ForwardPass
 from ..model.prefill import prefill
 from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between
-from ..verify.in_step import verify_in_step
 from ..verify.scoring import Scorer, check_highest
-from ..verify.walk import verify
+from ..verify.walk import verify, verify_in_step
 from .loop import Loop
 from .output import Output
 

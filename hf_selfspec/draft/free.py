@@ -11,7 +11,7 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
-from ..control.costs import SIZES
+from ..control.cost_curve import SIZES
 from ..lookup.kept_texts import LookupFindings
 from ..lookup.rates import Rates
 from ..lookup.row import LookupRow

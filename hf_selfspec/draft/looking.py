@@ -8,7 +8,7 @@ import torch
 from ..batch import Text, Verdict
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
-from ..search.costs import Budget, Pace, Stopwatch
+from ..search.forward_costs import Budget, Stopwatch
 from ..search.replay import Trace, rules_for, trace
 from ..stop.rules import StopRule, confidence
 from .partial import PartialDraft
@@ -17,10 +17,10 @@ from .source import Session
 
 class LookingDraft(PartialDraft):
     """A draft that chooses its blocks, and a stop rule where the session has none, by looking at the text; subclasses
-    set the budget and the pace of forwards."""
+    set the budget and the timings."""
 
     _budget: Budget
-    _pace: Pace
+    _timings: Stopwatch
 
     def __init__(
         self, session: Session, usual_stop: StopRule, plan: LayerPlan, window: int, head: HeadRows | None = None
@@ -32,7 +32,7 @@ class LookingDraft(PartialDraft):
         self._last_logits = LastLogits(window if self.reads_logits else 0)
 
     def _has_time(self, tokens: int) -> bool:
-        return self._pace.seconds(tokens) <= self._budget.left
+        return self._timings.expected(tokens) <= self._budget.left
 
     def _trace(self, logits: torch.Tensor | None, following: torch.Tensor) -> Trace:
         """What logits ``[b, n, v]`` of a draft are worth where the text goes on with these tokens ``[b, n]``."""
@@ -43,13 +43,13 @@ class LookingDraft(PartialDraft):
             return Trace.of(drafted.argmax(-1) == following, sure)
         return trace(drafted, self.scorer.roughly(self._last_logits.of(drafted)), sure, do_sample=True)
 
-    def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> bool:
+    def measure(self, text: Text, repeats: int) -> bool:
         """Times forwards at the end of the text as far as there is time; the text in the cache stays as it is."""
         device, steps, usual = text.ids.device, self.steps, (self.plan, self.limits)
-        self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
+        self.plan, self.limits = self._timings.early, replace(self.limits, tree=None)
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            complete = stopwatch.measure(
+            complete = self._timings.measure(
                 self.target, text, repeats, lambda: self._in_steps(text, [1] * text.batch_size), self._has_time
             )
         self.steps, self._drafted, (self.plan, self.limits) = steps, [], usual

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..control.costs import SIZES
+from ..control.cost_curve import SIZES
 from ..learned.knowledge import KnowledgeOfCall
 from ..learned.saving import register
 from ..lookup.kept_texts import STORED, LookupFindings

@@ -15,7 +15,7 @@ from ..modules.probe import LinearProbe
 from ..stats import GenerationStats
 from ..stop.adaptive import AdaptiveThreshold
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
-from ..verify.choosing import draw_without_replacement
+from ..verify.acceptance import draw_without_replacement
 from .growing import DraftStep, GrowingDraft
 from .source import BaseDrafter, Session
 

@@ -12,8 +12,8 @@ from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.choice import ExitChoice
-from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy
+from ..search.forward_costs import Budget, share_of
 from ..search.replay import Trace, trace
 from ..stop.rules import FixedLength, confidence
 from .looking import LookingDraft
@@ -63,7 +63,7 @@ class ProbingDraft(LookingDraft):
         name = "exit probe" if head is None else f"exit probe with {len(head.tokens)} tokens"
         self.study: ExitStudy = session.knowledge.of(name, lambda _: ExitStudy(num_layers, layer))
         self.exits = Exits(self.target.model)
-        self._pace = self.study.pace
+        self._timings = self.study.timings
         self._budget = Budget(0.0, self.target.clock, self.study.unspent)
         self.study.unspent = 0.0
         self._covered: list[int] | None = None
@@ -93,7 +93,7 @@ class ProbingDraft(LookingDraft):
         if not study.is_over:
             now = self.target.now()
             if self._round_begun is not None and logits.shape[1] == 1:
-                study.pace.add_round(now - self._round_begun)
+                self._timings.add_round(now - self._round_begun)
             if study.choice is None and not study.is_promising:
                 self._try_exit(text, verdicts, logits)
             elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._has_time(_LEAST):
@@ -140,7 +140,7 @@ class ProbingDraft(LookingDraft):
         self._tried_at = self._tried_at or text.prompt_width
         layer, num_layers = study.next_exit(), target.anatomy.num_layers
         share = layer / num_layers
-        cost = share * study.pace.seconds(_TRIED)
+        cost = share * self._timings.expected(_TRIED)
         if left < _SAVING * cost:
             return
         with self._budget.spending():
@@ -156,7 +156,7 @@ class ProbingDraft(LookingDraft):
             if rows := [row for row, count in enumerate(counts) if count >= n and row in target.rows]:
                 trial = Trace(predicted.accept[rows], predicted.confidence[rows])
                 study.add_trial(layer, trial, self._rules, self.limits.max_draft)
-            study.pace.add(n, (target.now() - begun) / share)
+            self._timings.add_forward(n, (target.now() - begun) / share)
             self._tried_at = max(text.lengths)
 
     @torch.no_grad()
@@ -166,18 +166,18 @@ class ProbingDraft(LookingDraft):
         with self._budget.spending():
             is_timed = study.timings.texts < _TIMED_TEXTS
             repeats = _TIMINGS if study.choice is None else 1
-            if is_timed and not self.measure(text, study.timings, repeats):
+            if is_timed and not self.measure(text, repeats):
                 return
             n = min(max(self._unseen(text)), max(_LEAST, _WINDOW // text.batch_size))
             if self._budget.share < 1.0:
-                most = study.pace.tokens(self._budget.left / study.look)
+                most = self._timings.most_tokens(self._budget.left / study.look)
                 if study.choice is None:  # the first look chooses, so it waits until it can take in enough
                     n = min(n, max(_LEAST, _FIRST // text.batch_size))
                     most = most if most >= n else 0
                 n = min(n, most)
                 if n < min(_LEAST, max(self._unseen(text))):
                     return
-            begun, expected = self.target.now(), study.pace.seconds(n)
+            begun, expected = self.target.now(), self._timings.expected(n)
             traces = self._traces(text, n)
             study.look = (self.target.now() - begun) / expected or study.look
             rounds = self._round_seconds() if is_timed else None

@@ -9,13 +9,13 @@ from ..batch import Draft, Text, Verdict
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..search.costs import MANY, Budget, share_of
+from ..search.forward_costs import MANY, Budget, share_of
 from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio
 from ..search.replay import Trace
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
 from ..stop.rules import ConfidenceThreshold
-from ..verify.tree import CostTree
+from ..verify.siblings import CostTree
 from .looking import LookingDraft, lengths_before
 from .source import Session
 
@@ -48,7 +48,7 @@ class SearchingDraft(LookingDraft):
             return SkipSearch(search, space, share, best, ratio == "auto", self._rules, session.max_draft)
 
         self.search: SkipSearch = session.knowledge.of("skip search", make)
-        self._pace = self.search.pace
+        self._timings = self.search.timings
         self._budget = Budget(0.0, self.target.clock)
         self._looked = 0
         self._behind = 0
@@ -102,7 +102,7 @@ class SearchingDraft(LookingDraft):
         """Whether nothing drafts, and logits are not needed yet, since there is no time to try a set for a while."""
         if self.search.choice.drafts or self._budget.share >= 1.0:
             return False
-        if self.scorer.do_sample and 2 * self._budget.left >= self._pace.seconds(_LEAST):
+        if self.scorer.do_sample and 2 * self._budget.left >= self._timings.expected(_LEAST):
             return False
         self._last_logits.forget()
         return True
@@ -124,7 +124,7 @@ class SearchingDraft(LookingDraft):
                 # Tokens that other sources added to this draft do not count for it.
                 accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
                 accepted = min(sum(new) - sum(count > 0 for count in new), accepted)
-                search.pace.add_round((begun - self._begun) / self._waited)
+                self._timings.add_round((begun - self._begun) / self._waited)
                 search.watch(self.plan, sum(draft.lengths), accepted, tokens=sum(new))
             if search.is_over:
                 self._last_logits.forget()
@@ -157,13 +157,13 @@ class SearchingDraft(LookingDraft):
         search, choice = self.search, self.search.choice
         self.needs_ended_rows = not search.is_over
         self.expected_speedup = choice.expected_speedup if choice.drafts else 0.0
-        if self._used == (choice, search.timings.found):
+        if self._used == (choice, search.timings.latest):
             return
         self._budget.share = share_of(search.settings.budget, choice.drafts)
-        self._used = (choice, search.timings.found)
+        self._used = (choice, search.timings.latest)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=self._stop or choice.stop or USUAL_STOP)
-        costs = search.timings.found
+        costs = search.timings.latest
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
@@ -180,10 +180,10 @@ class SearchingDraft(LookingDraft):
         if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
-            if not self.measure(text, search.timings, _TIMINGS):
+            if not self.measure(text, _TIMINGS):
                 return
             self._timed = True
-            search.pace.add(MANY, min(search.timings.seconds["many"][-_TIMINGS:]))
+            self._timings.add_forward(MANY, min(self._timings.seconds["many"][-_TIMINGS:]))
             search.time(self._round_seconds())
         while self._try(text, least) and not search.settings.tries_each_round:
             pass
@@ -193,8 +193,8 @@ class SearchingDraft(LookingDraft):
             if not self._has_time(most + 1):
                 return False
             self.search.closest = closest_layers(self.target, text, self.search.space.whole_layers, most)
-        pace, left = self.search.pace, self._budget.left
-        window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
+        left = self._budget.left
+        window = self._behind if left == math.inf else min(self._behind, self._timings.most_tokens(left))
         if window < least or not any(self._last_logits.counts([window] * text.batch_size)):
             return False
         plan = self.search.propose()
@@ -202,7 +202,7 @@ class SearchingDraft(LookingDraft):
             return False
         begun = self.target.clock()
         traces = self._traces(text, plan, window)
-        pace.add(window, self.target.clock() - begun)
+        self._timings.add_forward(window, self.target.clock() - begun)
         self.search.register(plan, traces)
         self._tried = True
         return True

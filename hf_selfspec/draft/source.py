@@ -25,7 +25,7 @@ from ..search.choice import Choice
 from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule, longest_draft
 from ..verify.scoring import Scorer
-from ..verify.tree import Tree
+from ..verify.siblings import Tree
 
 # Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
 RoundSeconds = Callable[[], Sequence[float]]

@@ -25,12 +25,12 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def path_of(given: StrPath) -> Path:
+def path_of(path: StrPath) -> Path:
     """Returns a path that the user gave, with a home folder in place of ``~``."""
     try:
-        return Path(given).expanduser()
+        return Path(path).expanduser()
     except RuntimeError as error:
-        raise SettingError(f"{os.fspath(given)}: {error} Give the whole path.") from error
+        raise SettingError(f"{os.fspath(path)}: {error} Give the whole path.") from error
 
 
 @contextmanager
@@ -121,14 +121,14 @@ def check_folder(name: str, folder: StrPath, files: Iterable[str] = ()) -> None:
 def read_text(path: Path) -> str:
     """Returns the content of a file; raises a ``ValueError`` if it cannot be read or is not text in UTF-8."""
     try:
-        found = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(_reason(error)) from error
-    if "\0" in found:
+    if "\0" in text:
         raise ValueError("it has null bytes")
-    return found
+    return text
 
 
 def read_json(path: Path) -> Any:

@@ -16,14 +16,14 @@ from .saving import Key, Saved
 # Seconds to wait while another process holds a file, at the end of a process and where texts are to be forgotten; calls
 # do not wait.
 PATIENCE = 10.0
-# Seconds between two writes of texts, doubled after each that was not possible, and the most.
+# Seconds between two writes of texts; they double after each write that was not possible, up to a maximum.
 WRITTEN, _MOST_WAITED = 10.0, 640.0
 
 
 class Findings:
-    """What is known of one model for one kind of call; a source overrides what it needs."""
+    """What a source has learned about one model for one kind of call; a source overrides what it needs."""
 
-    changed: Callable[[], object] | None = None  # called when there is something new to save
+    changed: Callable[[], object] = staticmethod(lambda: None)  # called when there is something new to save
 
     @property
     def is_idle(self) -> bool:
@@ -31,17 +31,17 @@ class Findings:
         return False
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds what is known to the statistics of a call."""
+        """Adds what was learned to the statistics of a call."""
 
     def state(self) -> dict[str, Any]:
-        """What is known, as JSON values."""
+        """What was learned, as JSON values."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Adds what another process knows, as :meth:`state` returned it there; raises what :meth:`restore` does."""
+        """Adds what another process has learned, as :meth:`state` returned it there; raises as :meth:`restore` does."""
 
     def forget(self) -> None:
         """Drops users' texts, if there are any, and what follows from them."""
@@ -89,7 +89,7 @@ class CacheFile:
         return self.has_news and (not self.has_texts or monotonic() - self._last_write >= self._pause)
 
     def count_write(self, is_done: bool) -> None:
-        """Called after a write; what was not possible is due again later and later."""
+        """Called after a write; one that was not possible is due again, after a longer and longer pause."""
         self._last_write, self._pause = monotonic(), WRITTEN if is_done else min(2 * self._pause, _MOST_WAITED)
         self.has_news |= not is_done
 
@@ -100,7 +100,7 @@ class CacheFile:
             with begins_anew():
                 saved = saving.read(self.path)
         self._version = version
-        if version is None or saved is not None:  # of one that cannot be used nobody has dropped texts
+        if version is None or saved is not None:  # a file that cannot be used does not mean that texts were dropped
             self._text_id = "" if saved is None else saved.text_id
         self.kept = {} if saved is None or self.has_texts else saved.findings
         return saved

@@ -27,9 +27,9 @@ from ..validation import StrPath
 from . import saving
 from .files import path_of, reported, unfinished
 from .findings import PATIENCE, CacheFile, Findings, begins_anew, locked
-from .saving import Key, Kind, Saved
+from .saving import CallKind, Key, Saved
 
-# How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
+# How many calls are kept for plots, and how many points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
 
 _F = TypeVar("_F", bound=Findings)
@@ -47,11 +47,11 @@ def _write_rest() -> None:
 
 @dataclass
 class ModelRecord:
-    """All that is known of one model."""
+    """What was learned about one model."""
 
     findings: dict[Key, Any] = field(default_factory=dict)  # the most recently used ones last
-    memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
-    measurements: dict[Kind, Measurements] = field(default_factory=dict)  # found again in each process
+    memories: dict[CallKind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
+    measurements: dict[CallKind, Measurements] = field(default_factory=dict)  # of this process
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
     files: dict[Path, CacheFile] = field(default_factory=dict)  # of cache_dir
 
@@ -65,7 +65,7 @@ class Knowledge:
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.text_paths: set[Path] = set()  # used by this process, also for models that no longer exist
         self.lock = new_lock()  # held while anything here is read or changed, never while a file is waited for
-        # What has something new to write, by models, which it does not hold.
+        # Models with something new to write, held weakly, and what writes it once it has its model again.
         self.unwritten: weakref.WeakKeyDictionary[PreTrainedModel, KnowledgeOfCall] = weakref.WeakKeyDictionary()
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
@@ -95,15 +95,15 @@ class Knowledge:
             thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
             self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
-    def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
+    def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda findings: True) -> Any:
         """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""
         with self.lock:
-            return next((found for found in reversed(self.record(model).findings.values()) if wanted(found)), None)
+            return next(filter(wanted, reversed(self.record(model).findings.values())), None)
 
-    def choice(self, model: PreTrainedModel, kind: type | tuple[type, ...] = object) -> Any:
+    def choice(self, model: PreTrainedModel, choice_class: type | tuple[type, ...] = object) -> Any:
         """What a probe or a search has chosen, if it is of that class, for the last kind of call with one."""
-        found = self.latest(model, lambda one: hasattr(one, "choice") and isinstance(one.choice, kind))
-        return None if found is None else found.choice
+        study = self.latest(model, lambda each: hasattr(each, "choice") and isinstance(each.choice, choice_class))
+        return None if study is None else study.choice
 
     def check(self, model: PreTrainedModel) -> None:
         """Checks that what was read from a file belongs to ``model``."""
@@ -126,7 +126,7 @@ class Knowledge:
                 record, fingerprint = self.record(model), Fingerprint.of_decoder(model)
                 for file in record.files.values():
                     findings |= file.kept
-                findings |= {key: found.state() for key, found in record.findings.items()}
+                findings |= {key: of_key.state() for key, of_key in record.findings.items()}
             return Saved(dict(settings), fingerprint, findings, path)
 
     def forget_texts(self) -> None:
@@ -144,13 +144,13 @@ class Knowledge:
                     problems.append(error)
             with self.lock:
                 for record in self._records.values():
-                    for found in record.findings.values():
-                        found.forget()
+                    for findings in record.findings.values():
+                        findings.forget()
                     for path in record.files.keys() & set(held):
                         record.files[path].begin()
                 if self.saved is not None:
                     # Texts are in findings for all kinds of calls.
-                    kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
+                    kept = {key: state for key, state in self.saved.findings.items() if key.call_kind is not None}
                     self.saved = replace(self.saved, findings=kept)
             for path in held:
                 try:
@@ -170,7 +170,7 @@ class KnowledgeOfCall:
 
     knowledge: Knowledge  # all that the ``SelfSpec`` has learned
     model: PreTrainedModel
-    kind: Kind
+    call_kind: CallKind
     settings: Callable[[], Mapping[str, Any]]
     cache_dir: StrPath | None
     task: str
@@ -181,7 +181,7 @@ class KnowledgeOfCall:
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
         """Returns a source's findings for this kind of call; ``make`` begins them, given those of another kind."""
-        return self._used(Key(self.kind, name), make)
+        return self._used(Key(self.call_kind, name), make)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
         """As :meth:`of`, for findings that all kinds of calls share, in a file of their own."""
@@ -190,18 +190,18 @@ class KnowledgeOfCall:
     def all_findings(self) -> list[Findings]:
         """All findings for this kind of call, none before the first such call."""
         with self.knowledge.lock:
-            return [found for key, found in self._record.findings.items() if key.kind in (self.kind, None)]
+            return [of_key for key, of_key in self._record.findings.items() if key.call_kind in (self.call_kind, None)]
 
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
         with self.knowledge.lock:
-            return self._record.memories[self.kind]
+            return self._record.memories[self.call_kind]
 
     def measurements(self) -> Measurements:
-        """What rounds have cost and sources have brought, which is found again in each process."""
+        """What rounds have cost and sources have brought; each process measures it again."""
         with self.knowledge.lock:
-            known = self._record.measurements
-            return known.setdefault(self.kind, Measurements(next(iter(known.values()), None)))
+            by_kind = self._record.measurements
+            return by_kind.setdefault(self.call_kind, Measurements(next(iter(by_kind.values()), None)))
 
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)
@@ -213,11 +213,11 @@ class KnowledgeOfCall:
         return None if saved is None else saved.path.parent
 
     def read(self) -> Saved | None:
-        """What was read from a file for this model, or another process has written; ``None`` if there is nothing."""
+        """What was loaded from a file for this model, else the file of ``cache_dir``; ``None`` if there is neither."""
         if self.knowledge.saved is not None:
             self.knowledge.check(self.model)
             return self.knowledge.saved
-        file = self._file(Key(self.kind, ""))
+        file = self._file(Key(self.call_kind, ""))
         return saving.read(file.path) if file is not None and file.path.exists() else None
 
     def write(self, patience: float | None = None) -> None:
@@ -270,23 +270,23 @@ class KnowledgeOfCall:
         if self.cache_dir is None or is_tensor_parallel(self.model):
             return None  # the processes of one model may have different folders, and would then draft differently
         settings = json.dumps([saving.FORMAT, self.settings()], sort_keys=True).encode()
-        ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
+        ending = "" if key.call_kind is not None else "-" + key.source.replace(" ", "-")
         name = f"{self.task}-{hashlib.sha256(settings).hexdigest()[:12]}{ending}.json"
         path = path_of(self.cache_dir) / self.fingerprint().name / name
         with self.knowledge.lock:
-            return self._record.files.setdefault(path, CacheFile(path, has_texts=key.kind is None))
+            return self._record.files.setdefault(path, CacheFile(path, has_texts=key.call_kind is None))
 
     def _used(self, key: Key, make: Callable[[Any], _F]) -> _F:
         with self.knowledge.lock:
-            findings = self._record.findings
-            if key not in findings:
-                of_source = (findings[other] for other in findings if other.source == key.source)
-                findings[key] = self._begun(key, make, next(of_source, None))
-            findings[key] = findings.pop(key)  # the last one in use
-            return cast(_F, findings[key])
+            used = self._record.findings
+            used[key] = used.pop(key, None) or self._begun(key, make)  # the last one in use
+            return cast(_F, used[key])
 
-    def _begun(self, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
-        """New findings, which begin with what a file holds and are written to it."""
+    def _begun(self, key: Key, make: Callable[[Any], _F]) -> _F:
+        """New findings, which begin with what a file holds, or those for another kind of call, and are written to the
+        file."""
+        of_source = (findings for other, findings in self._record.findings.items() if other.source == key.source)
+        other = next(of_source, None)
         saved, file, findings = self.knowledge.saved, self._file(key), make(other)
         if saved is not None:
             findings = _restored(saved, key, make, other)
@@ -303,10 +303,10 @@ class KnowledgeOfCall:
 def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
     """New findings as the file has them, or begun with those for another kind of call."""
     findings = make(other)
-    states = {of_key.kind: state for of_key, state in saved.findings.items() if of_key.source == key.source}
+    states = {of_key.call_kind: state for of_key, state in saved.findings.items() if of_key.source == key.source}
     with saving.reading(saved.path):
-        if key.kind in states:
-            findings.restore(states[key.kind])
+        if key.call_kind in states:
+            findings.restore(states[key.call_kind])
         elif states and other is None:
             # What another kind of call has found is a better start than nothing.
             first = make(None)

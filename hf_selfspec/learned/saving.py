@@ -30,13 +30,13 @@ _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
 
 # Whether tokens are sampled, and whether there are several rows.
-Kind = tuple[bool, bool]
+CallKind = tuple[bool, bool]
 
 
 class Key(NamedTuple):
     """What findings are about: a kind of calls, and the draft source that keeps them."""
 
-    kind: Kind | None  # None for all
+    call_kind: CallKind | None  # None for all
     source: str
 
 
@@ -75,18 +75,18 @@ def register(*places: Place) -> Callable[[_T], _T]:
             'register("draft"), register("stop") or register("tree") above the class.'
         )
 
-    def add(kind: _T) -> _T:
-        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
-            raise SettingTypeError(f"register takes a dataclass of settings, got {kind!r}.")
+    def add(cls: _T) -> _T:
+        if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
+            raise SettingTypeError(f"register takes a dataclass of settings, got {cls!r}.")
         for place in places:
-            known = _places.setdefault(place, {}).setdefault(kind.__name__, kind)
-            if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+            namesake = _places.setdefault(place, {}).get(cls.__name__, cls)
+            if (namesake.__module__, namesake.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise SettingError(
-                    f"{kind.__module__}.{kind.__qualname__} cannot be registered: {known.__module__}."
-                    f"{known.__qualname__} has this name already. Give your class another name."
+                    f"{cls.__module__}.{cls.__qualname__} cannot be registered: {namesake.__module__}."
+                    f"{namesake.__qualname__} has this name already. Give your class another name."
                 )
-            _places[place][kind.__name__] = kind  # a module that is reloaded defines its class again
-        return kind
+            _places[place][cls.__name__] = cls  # a module that is reloaded defines its class again
+        return cls
 
     return add
 
@@ -98,15 +98,15 @@ def class_named(name: object, setting: str | None = None) -> type | None:
     if name in hf_selfspec.__all__:
         getattr(hf_selfspec, name)  # which registers a public class of this package
     places = _places.values() if setting is None else [_places.get(_INSIDE.get(setting, setting), {})]
-    return next((kinds[name] for kinds in places if name in kinds), None)
+    return next((classes[name] for classes in places if name in classes), None)
 
 
 def encode(value: Any, name: str) -> Any:
     """Returns settings as JSON values; only objects of registered classes can be among them."""
-    kind = type(value)
-    if any(kinds.get(kind.__name__) is kind for kinds in _places.values()):
+    cls = type(value)
+    if any(classes.get(cls.__name__) is cls for classes in _places.values()):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
-        return {"class": kind.__name__, **fields}
+        return {"class": cls.__name__, **fields}
     if isinstance(value, (tuple, list)):
         return [encode(item, name) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -130,25 +130,24 @@ def decode(value: Any, name: str, only_here: bool = False) -> Any:
     """The inverse of :func:`encode`; ``name`` contains the names of the settings around it, e.g. ``draft.search``."""
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
-        kind = class_named(value.get("class"), setting)
-        if kind is None:
+        cls = class_named(value.get("class"), setting)
+        if cls is None:
             raise SettingError(
                 f"{name} has the class {value.get('class')!r}, which is not allowed there. If it is your own, import "
                 "the module that registers it (hf_selfspec.register) before loading."
             )
-        given = {field: one for field, one in value.items() if field != "class"}
-        _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
-        return kind(**{field: decode(one, f"{name}.{field}", only_here) for field, one in given.items()})
+        fields = {field: content for field, content in value.items() if field != "class"}
+        _check_names(f"{name}.", fields, [field.name for field in dataclasses.fields(cls)])
+        return cls(**{field: decode(content, f"{name}.{field}", only_here) for field, content in fields.items()})
     is_place = setting in PARTS and not isinstance(value, int)  # the bits of a head are no place
     if is_place and not (value is None and PARTS[setting]):
         _check_place(name, value, only_here)
     return tuple(decode(item, name, only_here) for item in value) if isinstance(value, list) else value
 
 
-def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot set. It may set {', '.join(known)}.")
+def _check_names(where: str, names: Iterable[str], allowed: Sequence[str]) -> None:
+    if unknown := sorted(set(names) - set(allowed)):
+        raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot set. It may set {', '.join(allowed)}.")
 
 
 def _check_place(name: str, value: Any, only_here: bool) -> None:
@@ -171,7 +170,7 @@ def write(saved: Saved) -> None:
         "findings": [
             {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}
             for key, state in saved.findings.items()
-            for do_sample, several_rows in [key.kind or (None, None)]
+            for do_sample, several_rows in [key.call_kind or (None, None)]
         ],
         "text_id": saved.text_id,
     }
@@ -189,11 +188,11 @@ def read(path: Path) -> Saved:
                 f"it has format {content['format']!r}, but this version of hf_selfspec reads format {FORMAT}. "
                 "Save it again with this version, or install the one it was saved with."
             )
-        kept = content["fingerprint"]
+        fingerprint = content["fingerprint"]
         return Saved(
             settings=decode_settings(content["settings"]),
-            fingerprint=None if kept is None else Fingerprint.read(kept, "fingerprint"),
-            findings={_key(one): dict(one["state"]) for one in content["findings"]},
+            fingerprint=None if fingerprint is None else Fingerprint.read(fingerprint, "fingerprint"),
+            findings={_key(entry): dict(entry["state"]) for entry in content["findings"]},
             path=path,
             text_id=str(content["text_id"]),
         )
@@ -213,8 +212,8 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _key(one: dict[str, Any]) -> Key:
-    kind, source = (one["do_sample"], one["several_rows"]), one["source"]
-    if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
-        raise TypeError(f"{kind!r}, {source!r} is not a kind of call and a source")
-    return Key(None if kind[0] is None else kind, source)
+def _key(entry: dict[str, Any]) -> Key:
+    flags, source = (entry["do_sample"], entry["several_rows"]), entry["source"]
+    if not isinstance(source, str) or {type(flag) for flag in flags} not in ({bool}, {type(None)}):
+        raise TypeError(f"{flags!r}, {source!r} is not a kind of call and a source")
+    return Key(None if flags[0] is None else flags, source)

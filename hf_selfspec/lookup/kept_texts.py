@@ -41,8 +41,7 @@ class LookupFindings(Findings):
 
     def end(self, texts: Sequence[Sequence[int]]) -> None:
         self.add_texts(texts)
-        if self.changed is not None:
-            self.changed()
+        self.changed()
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""

@@ -66,7 +66,7 @@ def plot(calls: Sequence[GenerationStats], search: SkipSearch | None, path: StrP
 
 
 def _sets(axes: Axes, search: SkipSearch) -> None:
-    changes = list(search.found)
+    changes = list(search.best_sets)
     last = max(len(search.trials), changes[-1][0] + 1)
     for index, (step, plan) in enumerate(changes):
         end = changes[index + 1][0] if index + 1 < len(changes) else last

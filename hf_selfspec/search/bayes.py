@@ -31,47 +31,49 @@ class _BestExchange(UpperConfidenceBound):
     def suggest(self, gp: Any, target_space: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         sets, scores = target_space.params, target_space.target
         gp.fit(sets, scores)
-        known = {row.tobytes() for row in sets}
-        found, height = sets[np.argmax(scores)], -np.inf
+        scored = {row.tobytes() for row in sets}
+        best, height = sets[np.argmax(scores)], -np.inf
         for _ in range(_STEPS):
-            ways = self._exchanged(found)
-            ways = ways[[row.tobytes() not in known for row in ways]]
-            heights = self.base_acq(*gp.predict(ways, return_std=True)) if len(ways) else np.array([-np.inf])
+            neighbours = self._neighbours(best)
+            neighbours = neighbours[[row.tobytes() not in scored for row in neighbours]]
+            if not len(neighbours):
+                break
+            heights = self.base_acq(*gp.predict(neighbours, return_std=True))
             if heights.max() <= height:
                 break
-            height, found = heights.max(), ways[np.argmax(heights)]
-        return np.asarray(found)
+            height, best = heights.max(), neighbours[np.argmax(heights)]
+        return np.asarray(best)
 
-    def _exchanged(self, found: np.ndarray) -> np.ndarray:
-        """Sets ``[n, blocks]`` that differ from ``found`` in one skipped and one running block, or in one block."""
-        skipped, running = np.flatnonzero(found > 0.5), np.flatnonzero(found <= 0.5)
+    def _neighbours(self, blocks: np.ndarray) -> np.ndarray:
+        """Sets ``[n, blocks]`` that differ from a set in one skipped and one running block, or in one block."""
+        skipped, running = np.flatnonzero(blocks > 0.5), np.flatnonzero(blocks <= 0.5)
         pairs = np.stack(np.meshgrid(skipped, running), -1).reshape(-1, 2)
         pairs = self._rng.permutation(pairs)[:_EXCHANGES]
-        ways = np.repeat(found[None], len(pairs), 0)
+        neighbours = np.repeat(blocks[None], len(pairs), 0)
         rows = np.arange(len(pairs))
-        ways[rows, pairs[:, 0]], ways[rows, pairs[:, 1]] = 0.0, 1.0
+        neighbours[rows, pairs[:, 0]], neighbours[rows, pairs[:, 1]] = 0.0, 1.0
         if self._resize:
-            one_changed = np.abs(found[None] - np.eye(len(found)))
-            ways = np.concatenate([ways, one_changed[one_changed.sum(1) > 0]])
-        return ways
+            resized = np.abs(blocks[None] - np.eye(len(blocks)))
+            neighbours = np.concatenate([neighbours, resized[resized.sum(1) > 0]])
+        return neighbours
 
 
 def suggest(
     space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
     """The set with the highest upper confidence bound near the best ones, with ``resize`` maybe of a new size."""
-    known = list(scores)
-    if len(known) > _HISTORY:
-        best = sorted(known, key=lambda plan: -scores[plan])[: _HISTORY // 2]
-        known = list(dict.fromkeys([*best, *known[-(_HISTORY // 2) :]]))
+    plans = list(scores)
+    if len(plans) > _HISTORY:
+        best = sorted(plans, key=lambda plan: -scores[plan])[: _HISTORY // 2]
+        plans = list(dict.fromkeys([*best, *plans[-(_HISTORY // 2) :]]))
     names = [f"{place:04d}" for place in range(len(space.blocks))]
     optimiser = BayesianOptimization(
         f=None, pbounds=dict.fromkeys(names, (0.0, 1.0)), acquisition_function=_BestExchange(rng, resize), verbose=0
     )
     kernel = ConstantKernel(0.1, (1e-3, 10.0)) * DotProduct(1.0, (1e-2, 10.0))
     optimiser.set_gp_params(kernel=kernel, alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)
-    for plan in known:
+    for plan in plans:
         optimiser.register(params=space.row(plan), target=scores[plan])
     with muted():  # about length scales at the end of their range
-        found = optimiser.suggest()
-    return space.plan(place for place, name in enumerate(names) if found[name] > 0.5)
+        suggested = optimiser.suggest()
+    return space.plan(place for place, name in enumerate(names) if suggested[name] > 0.5)

@@ -11,7 +11,7 @@ from ..learned.files import as_count, as_number
 from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
-from .costs import ForwardCosts
+from .forward_costs import ForwardCosts
 from .replay import Rule, Trace, replays
 
 
@@ -76,8 +76,8 @@ class ExitChoice(Choice):
 
     def state(self) -> dict[str, Any]:
         by_layer = list(self.by_layer.items())
-        found = {"layer": self.layer, "by_layer": by_layer, "reuse_from": self.reuse_from, "tokens": self.tokens}
-        return found | super().state()
+        of_exits = {"layer": self.layer, "by_layer": by_layer, "reuse_from": self.reuse_from, "tokens": self.tokens}
+        return of_exits | super().state()
 
     @classmethod
     def of_state(cls, state: dict[str, Any], num_layers: int) -> ExitChoice:
@@ -113,8 +113,8 @@ class SkipChoice(Choice):
     matchness: float
 
     def state(self) -> dict[str, Any]:
-        found = {"set": self.plan.picture(), "drafts": self.drafts, "matchness": self.matchness}
-        return found | super().state()
+        of_set = {"set": self.plan.picture(), "drafts": self.drafts, "matchness": self.matchness}
+        return of_set | super().state()
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> SkipChoice:

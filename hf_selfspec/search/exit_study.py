@@ -10,7 +10,7 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import Choice, ExitChoice, replayed
-from .costs import ForwardCosts, Pace, Stopwatch
+from .forward_costs import ForwardCosts, Stopwatch
 from .replay import Rule, Trace
 
 # Tokens of text after which a probe stops looking.
@@ -32,7 +32,6 @@ class ExitStudy(Findings):
     def __init__(self, num_layers: int, layer: int | None = None) -> None:
         self.num_layers = num_layers
         self.layers = exits_to_try(num_layers) if layer is None else [layer]
-        self.pace = Pace()
         self.timings = Stopwatch(LayerPlan.early_exit(num_layers, self.layers[len(self.layers) // 3]))
         self.look = _LOOK  # duration of a look at all exits, in forwards of the same size
         self.tokens = 0  # of text that was looked at
@@ -72,14 +71,14 @@ class ExitStudy(Findings):
     def next_exit(self) -> int:
         return self.layers[int(_PLACES[self._trials % len(_PLACES)] * len(self.layers))]
 
-    def add_trial(self, layer: int, found: Trace, candidates: Sequence[Rule], max_draft: int) -> None:
+    def add_trial(self, layer: int, trace: Trace, candidates: Sequence[Rule], max_draft: int) -> None:
         """Records what one exit predicts along a few tokens: it may pay, or no exit does where enough were tried."""
         free = ForwardCosts(0.0, 1.0, 0.0, several=0.0, token=0.0, step=0.0, num_layers=self.num_layers)
-        bound = replayed(LayerPlan.early_exit(self.num_layers, layer), candidates, [found], free, max_draft)
+        bound = replayed(LayerPlan.early_exit(self.num_layers, layer), candidates, [trace], free, max_draft)
         assert bound.expected_speedup is not None
         with self._lock:
             self._trials += 1
-            self.tokens += found.tokens
+            self.tokens += trace.tokens
             self._bounds[layer] = bound.expected_speedup
             self.is_promising = bound.expected_speedup >= _MAY_PAY
             if not self.is_promising and self.tokens >= _TRIED and self._trials >= 2 * len(_PLACES):
@@ -103,13 +102,12 @@ class ExitStudy(Findings):
             self.tokens = _tokens(self._traces)
             if rounds is not None:
                 self.timings.complete(rounds)
-            assert self.timings.found is not None, "the first text comes with timings"
-            choice = choose_exit(self._traces, candidates, self.timings.found, max_draft)
+            assert self.timings.latest is not None, "the first text comes with timings"
+            choice = choose_exit(self._traces, candidates, self.timings.latest, max_draft)
             if self.choice is not None and self.choice.tokens > choice.tokens:
                 choice = self.choice  # from a file, and based on more text
             self.choice = choice
-        if self.changed is not None:
-            self.changed()
+        self.changed()
         return choice
 
     def state(self) -> dict[str, Any]:
@@ -126,12 +124,12 @@ def choose_exit(
     traces: dict[int, list[Trace]], candidates: Sequence[Rule], costs: ForwardCosts, max_draft: int
 ) -> ExitChoice:
     """The exit and rule with the least expected time per token, by what each exit predicts along the same texts."""
-    found = {
+    choices = {
         layer: replayed(LayerPlan.early_exit(costs.num_layers, layer), candidates, texts, costs, max_draft)
         for layer, texts in traces.items()
     }
-    speeds = {layer: one.expected_speedup or 0.0 for layer, one in found.items()}
-    best = found[max(speeds, key=lambda layer: speeds[layer])]
+    speeds = {layer: choice.expected_speedup or 0.0 for layer, choice in choices.items()}
+    best = choices[max(speeds, key=lambda layer: speeds[layer])]
     return _exit_choice(best, speeds, _tokens(traces), costs.reuse_from(best.plan.first_altered))
 
 

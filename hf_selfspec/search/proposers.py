@@ -133,15 +133,14 @@ class SkipSpace:
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
-        attention, mlp, both = ({layer for layer, block in self.blocks if block == name} for name in (*_BLOCKS, _LAYER))
-        return tuple(sorted(attention & mlp | both))
+        return tuple(sorted(self.plan(range(len(self.blocks))).skipped_layers))
 
     def timed_plans(self) -> tuple[LayerPlan, LayerPlan | None]:
         """The plans whose times give the costs of blocks: without every second layer, and without MLP blocks if any."""
-        some = frozenset(self.whole_layers[::2])
+        every_second = frozenset(self.whole_layers[::2])
         mlp = frozenset(layer for layer, block in self.blocks if block == "mlp")
         without = LayerPlan(self.num_layers, frozenset(), mlp) if mlp else None
-        return LayerPlan(self.num_layers, some, some), without
+        return LayerPlan(self.num_layers, every_second, every_second), without
 
     def count(self, ratio: float) -> int:
         """Number of blocks that a skip ratio corresponds to, at least one."""
@@ -222,7 +221,7 @@ def closest_layers(target: Target, text: Text, layers: Sequence[int], most: int)
     copies = text.last_tokens().expand(-1, most + 1)
     run = ForwardPass(target.full_plan, stop=num_layers, after_layer=after_layer)
     target.step(copies, text.last_slots(), run, TreeLayout.independent(most + 1))
-    table = torch.stack([found.to(skips[0].device) for found in skips]).tolist()
+    table = torch.stack([of_layer.to(skips[0].device) for of_layer in skips]).tolist()
     plans = []
     for count in range(1, most + 1):
         skipped: set[int] = set()

@@ -16,7 +16,7 @@ import torch
 
 from ..model.plan import LayerPlan
 from ..stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
-from .costs import ForwardCosts
+from .forward_costs import ForwardCosts
 
 Rule = FixedLength | ConfidenceThreshold | ProductThreshold
 
@@ -36,8 +36,8 @@ class Trace:
     @classmethod
     def of(cls, accept: torch.Tensor, confidence: torch.Tensor) -> Trace:
         """The trace of tensors ``[b, n]``; a draft that overflows (float16) counts as never accepted."""
-        both = torch.stack([accept.float(), confidence.float()]).cpu()  # one wait for a GPU
-        return cls(*np.nan_to_num(both.double().numpy(), nan=0.0))
+        columns = torch.stack([accept.float(), confidence.float()]).cpu()  # one wait for a GPU
+        return cls(*np.nan_to_num(columns.double().numpy(), nan=0.0))
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
-from .costs import ForwardCosts, Pace, Stopwatch
+from .forward_costs import ForwardCosts, Stopwatch
 from .proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from .replay import Rule, Trace
 from .trials import Feedback, Records, Trial
@@ -54,15 +54,15 @@ class SkipSearch(Findings):
         self._first_ratio, self._rules, self._max_draft = ratio, rules, max_draft
         self.choice = self._untried(start)
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
-        self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # best sets, from which step on
+        self.best_sets: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # and from which step on
         self.generated = 0  # tokens of these calls
         self.search_seconds = 0.0  # of trials in these calls
-        self.timings, self.pace = Stopwatch(*space.timed_plans()), Pace()
+        self.timings = Stopwatch(*space.timed_plans())
         self._lock = new_lock()
         self._start_over()
 
     def _start_over(self) -> None:
-        costs = self.timings.found if self.auto else None
+        costs = self.timings.latest if self.auto else None
         self._records = Records(self.space, self._rules, self._max_draft, costs, by_size=self._finds_closest)
         self._feedback = Feedback()
         self.window = self.steps = self._since_better = 0
@@ -182,8 +182,7 @@ class SkipSearch(Findings):
             self._since_better = 0 if is_better else self._since_better + 1
             if self._is_done():
                 self.is_over, self._queue = True, []
-        if self.changed is not None:
-            self.changed()
+        self.changed()
 
     def _is_done(self) -> bool:
         """Whether the search ends after a trial; where it is only done with sets of one ratio, it begins another."""
@@ -230,12 +229,12 @@ class SkipSearch(Findings):
         self.choice = self._records.choice(best) or self._untried(best, worth[best])
         if best != before:
             self._feedback = Feedback()
-            self.found.append((len(self.trials), best))
+            self.best_sets.append((len(self.trials), best))
         return best != before
 
     def state(self) -> dict[str, Any]:
         with self._lock:
-            costs = self.timings.found
+            costs = self.timings.latest
             return {
                 "phase": self.phase,
                 "generated": self.generated,
@@ -248,13 +247,13 @@ class SkipSearch(Findings):
         """Restores what :meth:`state` returned; raises KeyError, TypeError or ValueError for anything else."""
         layers, choice = self.space.num_layers, SkipChoice.of_state(state)
         costs = None if state["costs"] is None else ForwardCosts.of_state(state["costs"], layers)
-        trials = sorted((Trial.of(one) for one in state["tries"]), key=lambda trial: trial.generated)
+        trials = sorted(map(Trial.of, state["tries"]), key=lambda trial: trial.generated)
         generated, is_over = as_count(state["generated"]), bool(_PHASES.index(state["phase"]))
         if any(plan.num_layers != layers for plan in (choice.plan, *(trial.plan for trial in trials))):
             raise ValueError(f"a set for another depth than {layers} layers")
         with self._lock:
-            self.timings.found, self.generated, self.choice = costs, generated, choice
-            self.found = deque([(0, choice.plan)], maxlen=_LOGGED)
+            self.timings.latest, self.generated, self.choice = costs, generated, choice
+            self.best_sets = deque([(0, choice.plan)], maxlen=_LOGGED)
             self.trials.extend(trials)
             self._start_over()
             for trial in trials:

@@ -13,7 +13,7 @@ import numpy as np
 from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import SkipChoice, pays
-from .costs import ForwardCosts
+from .forward_costs import ForwardCosts
 from .proposers import Estimates, SkipSpace
 from .replay import Replays, Rule, Trace, replays
 
@@ -98,9 +98,7 @@ class Records:
     def add(self, trial: Trial) -> None:
         record = self.sets.setdefault(trial.plan, SetRecord(self._row(trial.plan)))
         record.trials.append(trial)
-        if self.costs is not None:
-            record.runs.append(self._replay(trial))
-        self._compare_rules(record)
+        self._replay(record)
 
     def _row(self, plan: LayerPlan) -> np.ndarray:
         """What estimates go by: the blocks that a set skips, or their share in tenths, where few sets are tried."""
@@ -111,16 +109,16 @@ class Records:
     def use(self, costs: ForwardCosts) -> None:
         self.costs = costs
         for record in self.sets.values():
-            record.runs = [self._replay(trial) for trial in record.trials]
-            self._compare_rules(record)
+            record.runs = []
+            self._replay(record)
 
-    def _compare_rules(self, record: SetRecord) -> None:
-        record.rule = Replays.total(record.runs).fastest if record.runs else 0
+    def _replay(self, record: SetRecord) -> None:
+        """Replays the trials that were not replayed yet, and chooses the fastest rule."""
         self._estimates = None
-
-    def _replay(self, trial: Trial) -> Replays:
-        assert self.costs is not None
-        return replays(trial.traces, self._rules, trial.plan, self.costs, self._max_draft)
+        if self.costs is not None:
+            for trial in record.trials[len(record.runs) :]:
+                record.runs.append(replays(trial.traces, self._rules, trial.plan, self.costs, self._max_draft))
+            record.rule = Replays.total(record.runs).fastest
 
     def estimates(self) -> Estimates:
         """The estimated scores by blocks, kept until there is a new trial."""
@@ -133,8 +131,7 @@ class Records:
         if not self.sets:
             return {}
         scores = self.estimates().sets
-        found = scores if self.costs is None else np.exp(scores)
-        return dict(zip(self.sets, found.tolist(), strict=True))
+        return dict(zip(self.sets, (scores if self.costs is None else np.exp(scores)).tolist(), strict=True))
 
     def leaders(self) -> list[LayerPlan]:
         worth = self.worth()
@@ -166,10 +163,10 @@ class Records:
 
 
 def _shares(values: list[float]) -> np.ndarray:
-    found = np.array([values], float)
-    if found.ndim != 2 or not found.size or not ((found >= 0) & (found <= 1)).all():
+    shares = np.array([values], float)
+    if shares.ndim != 2 or not shares.size or not ((shares >= 0) & (shares <= 1)).all():
         raise ValueError("acceptances and confidences lie between 0 and 1")
-    return found
+    return shares
 
 
 def _short(values: np.ndarray) -> list[float]:
@@ -207,13 +204,13 @@ def estimate(
         effects = inverse @ (skipped.T @ (counted * above) - in_window.T @ (score_in_window / per_window))
         text = (score_in_window - in_window @ effects) / per_window
         near = _nearness(skipped @ effects)
-    left = above - skipped @ effects - text[windows]
+    residual = above - skipped @ effects - text[windows]
     total = counted.sum()
-    noise = (counted * left**2).sum() / max(total - _DEGREES * width, _DEGREES * total)
-    own = np.bincount(sets, weights * left) / (np.bincount(sets, weights) + _DOUBT)
+    noise = (counted * residual**2).sum() / max(total - _DEGREES * width, _DEGREES * total)
+    of_set = np.bincount(sets, weights * residual) / (np.bincount(sets, weights) + _DOUBT)
     usual = level + np.average(text[windows], weights=weights)
     doubt = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))
-    return Estimates(usual + (blocks - middle) @ effects + own, effects, doubt)
+    return Estimates(usual + (blocks - middle) @ effects + of_set, effects, doubt)
 
 
 def _nearness(suggested: np.ndarray) -> np.ndarray:

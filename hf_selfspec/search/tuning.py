@@ -24,8 +24,8 @@ from ..model.plan import LayerPlan
 from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import StrPath, check_count
-from ..verify.tree import Tree
-from .costs import seconds_of
+from ..verify.siblings import Tree
+from .forward_costs import seconds_of
 from .proposers import ClosestLayers, SkipSpace
 from .replay import rules_for
 
@@ -34,7 +34,7 @@ PROGRESS_NAME = "tuning.json"
 _LAST_ROUND, _REPEATS = 3, 3
 _RATIOS = (0.2, 0.6)
 # After this many proposals in a row that were timed already, the search assumes that there are no others.
-_ALL_KNOWN = 100
+_ALL_TIMED = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +106,10 @@ def tune(
         check_count("tune(max_prompt_tokens)", max_prompt_tokens)
     if search is not None and not isinstance(search, OfflineSearch):
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
-    given = checked_texts("tune", texts)
-    rows = [encoded(tokenizer, text, inner.device, max_prompt_tokens)["input_ids"] for text in given]
-    at = None if folder is None else path_of(folder) / PROGRESS_NAME
-    return _Tuning(inner, rows, search or OfflineSearch(), stop, tree, max_new_tokens, at).run()
+    prompts = checked_texts("tune", texts)
+    rows = [encoded(tokenizer, prompt, inner.device, max_prompt_tokens)["input_ids"] for prompt in prompts]
+    path = None if folder is None else path_of(folder) / PROGRESS_NAME
+    return _Tuning(inner, rows, search or OfflineSearch(), stop, tree, max_new_tokens, path).run()
 
 
 @dataclasses.dataclass
@@ -135,13 +135,13 @@ class _Tuning:
         waiting = [plan for plan in self.first_sets() if plan.skipped_attention or plan.skipped_mlp]
         rng = np.random.default_rng([search.seed, len(speeds)])
         bar = logging.tqdm(total=search.max_steps, initial=len(speeds), desc="tuning", unit="set")
-        known = 0
-        while len(speeds) < search.max_steps and known < _ALL_KNOWN:
+        repeated = 0
+        while len(speeds) < search.max_steps and repeated < _ALL_TIMED:
             plan = self._propose(waiting, rng)
             if plan in speeds:
-                known += 1
+                repeated += 1
                 continue
-            known = 0
+            repeated = 0
             # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
             turn = len(speeds) % len(plain)
             now = self.seconds(None, [self.rows[turn]]) / plain[turn]
@@ -149,7 +149,7 @@ class _Tuning:
             if self.path is not None:
                 steps = [[plan.picture(), speed] for plan, speed in speeds.items()]
                 with reported(self.path):
-                    write_json(self.path, {"of": self._of(), "steps": steps})
+                    write_json(self.path, {"of": self._conditions(), "steps": steps})
             bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
             bar.update()
         bar.close()
@@ -174,8 +174,8 @@ class _Tuning:
         """Sets that a search on the fly tries on these texts, the best one first."""
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
         self.seconds(spec)
-        found = spec._knowledge.latest(self.model)
-        return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
+        tried = spec._knowledge.latest(self.model)
+        return [] if tried is None else list(dict.fromkeys([tried.best, *(trial.plan for trial in tried.trials)]))
 
     def _propose(self, waiting: list[LayerPlan], rng: np.random.Generator) -> LayerPlan:
         while waiting:
@@ -212,13 +212,13 @@ class _Tuning:
         return spec
 
     def _resume(self, path: Path) -> None:
-        of = self._of()  # what cannot be saved is refused before anything is timed
+        conditions = self._conditions()  # what cannot be saved is refused before anything is timed
         try:
             content = read_json(path)
             steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
             if any(plan.num_layers != self.space.num_layers for plan in steps):
                 raise ValueError("sets for another depth")
-            same = content["of"] == of
+            same = content["of"] == conditions
         except FileNotFoundError:
             return
         except (ValueError, KeyError, TypeError) as error:
@@ -230,7 +230,7 @@ class _Tuning:
             )
         self.speeds |= steps
 
-    def _of(self) -> dict[str, Any]:
+    def _conditions(self) -> dict[str, Any]:
         """What steps must have in common to be comparable."""
         stop, tree = (saving.encode(getattr(self, name), f"tune({name})") for name in ("stop", "tree"))
         return {

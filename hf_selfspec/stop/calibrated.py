@@ -74,11 +74,7 @@ class _Calibrating(RunningBound):
 
     def _calibrate(self) -> None:
         """Sets the lowest certainty allowed, one that no token has where the share is never reached."""
-        known = list(self._memory.value)
-        if len(known) < _LEAST:
-            return
-        certainties, right = (
-            torch.tensor(column, dtype=torch.float64, device="cpu") for column in zip(*known, strict=True)
-        )
-        found = threshold(certainties, right, self._epsilon)
-        self.thresholds = (math.inf if found is None else found,) * len(self.thresholds)
+        if len(self._memory.value) >= _LEAST:
+            certainties, right = torch.tensor(list(self._memory.value), dtype=torch.float64, device="cpu").unbind(1)
+            lowest = threshold(certainties, right, self._epsilon)
+            self.thresholds = (math.inf if lowest is None else lowest,) * len(self.thresholds)

@@ -122,7 +122,7 @@ class RunningBound(RunningRule):
         self.needs_logits_alone = rule.confidence is None
         self._rule = rule
         self._value: torch.Tensor | None = None
-        self._uploaded: tuple[tuple[float, ...], torch.Tensor] | None = None
+        self._uploaded: tuple[tuple[float, ...], torch.Tensor | None] = self.thresholds, None
 
     def begin(self) -> None:
         self._value = None
@@ -138,14 +138,14 @@ class RunningBound(RunningRule):
 
     def _on(self, device: torch.device) -> torch.Tensor:
         """The thresholds ``[b]``, uploaded after each change; equal ones need no upload."""
-        known = self._uploaded
-        if known is None or known[0] is not self.thresholds or known[1].device != device:
+        uploaded, bounds = self._uploaded
+        if bounds is None or uploaded is not self.thresholds or bounds.device != device:
             if len(set(self.thresholds)) == 1:
                 bounds = torch.full((len(self.thresholds),), self.thresholds[0], device=device, dtype=torch.float32)
             else:
                 bounds = upload(np.array(self.thresholds, np.float32), device)
-            known = self._uploaded = self.thresholds, bounds
-        return known[1]
+            self._uploaded = self.thresholds, bounds
+        return bounds
 
 
 class _Function(RunningRule):
@@ -194,7 +194,7 @@ class FixedLength(BoundedRule):
         return self.num_tokens
 
     def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return logits.amax(-1)  # no number ends a draft, and this one is the cheapest
+        return logits.amax(-1)  # any number will do, since none ends a draft; the maximum is cheap
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)

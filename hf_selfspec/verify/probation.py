@@ -1,4 +1,4 @@
-"""Probation: a model that was not seen is compared with its own one-token steps before drafts are verified with it.
+"""Probation: an unknown model is compared with its own one-token steps before drafts are verified with it.
 
 Plain ``generate`` makes a few tokens of the call. Ours then makes the same ones by way of drafts that are partly wrong,
 with all that verification relies on: several tokens at once, siblings, rows that accept different numbers of tokens,
@@ -39,10 +39,10 @@ from ..model.transfer import is_out_of_memory
 from ..model.unseen import Unseen
 from ..settings import Settings
 
-# Tokens that plain generate makes for one row and for several, each by a forward; another one is for its rounding, and
-# perhaps one for what counts. Ours takes a prefill, a draft with two right tokens (up to three forwards), a round with
-# a short draft and one without. Where that fails, and nothing counts, three forwards follow without states and
-# siblings. That is 16 at most.
+# Tokens that plain generate makes for one row and for several, each by a forward. Another one shows its rounding, and
+# perhaps one whether it depends on a count of forwards. Ours takes a prefill, a draft with two right tokens (up to
+# three forwards), a round with a short draft and one without. Where that fails, and nothing counts forwards, three more
+# follow without states and siblings. That is 16 at most.
 TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 # How far logits may differ, as a multiple of how far they move where the last bits of the embeddings change, in float32
 # and in 16 bits. Of 14 tiny architectures, the demo model and SmolLM2-135M, one row and three, the furthest are at 2.2
@@ -52,7 +52,7 @@ _TIMES, _TIMES_16 = 16.0, 4.0
 _MOST, _MOST_16, _PEAK = 1e-3, 0.5, 10.0
 # How many outcomes are kept for a model, and how often one that memory has prevented is tried again.
 _KEPT, _TRIES = 64, 3
-# Where that cannot be told: in standard deviations of the logits and rounding errors of the dtype.
+# How far where the embeddings cannot be changed: in standard deviations of the logits and rounding errors of the dtype.
 _ROUNDINGS = 16.0
 
 
@@ -103,7 +103,7 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     outcomes = _outcomes.setdefault(call.model, _Outcomes())
     tensors = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
     numbers = {name: value for name, value in call.model_kwargs.items() if isinstance(value, (bool, int, float, str))}
-    kind = (
+    situation = (
         unseen.state,
         len(call.input_ids) > 1,
         call.input_ids.shape[1].bit_length(),
@@ -113,16 +113,16 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
     )
     with outcomes.lock:
-        # Some change what they hold in each forward, so that it tells nothing, or depend on that.
-        loose = (unseen.reasons, *kind[1:])
-        for key in (unseen.reasons, loose, kind):
+        # Some models change their attributes in each forward, so these say nothing, or depend on such attributes.
+        loose = (unseen.reasons, *situation[1:])
+        for key in (unseen.reasons, loose, situation):
             if key in outcomes:
                 return outcomes[key]
         before = Snapshot(unseen.holders)
         try:
             outcome = _compared(call, decode, before)
-            key = loose if before.moves else key
-        except PlainError:  # what that leaves is plain's
+            key = loose if before.moves else situation
+        except PlainError:  # the model stays as plain generate leaves it
             raise
         except _StatefulError as error:
             key, outcome = unseen.reasons, Outcome(str(error))
@@ -160,8 +160,8 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
         try:
             chosen, expected = _by_plain(short)
         except PlainError as error:
-            ends = [one for one in call.stopping_criteria if type(one) is not MaxLengthCriteria]
-            if ends and error.tokens:  # plain generate may stop before
+            may_end = any(type(criterion) is not MaxLengthCriteria for criterion in call.stopping_criteria)
+            if may_end and error.tokens:  # plain generate may stop before
                 return Outcome(f"its own steps raise {brief(repr(error.__cause__))}", is_final=False)
             raise
         if not _is_used(given_cache(short.model_kwargs)):
@@ -173,7 +173,7 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
         if counts := before.count_on():
             try:
                 steers = _apart(expected[:1], _by_plain(_short(call, 1))[1]) > allowed
-            except Exception:  # that of a count which nothing is for any more
+            except Exception:  # a count that is beyond what the model is made for
                 steers = True
             if steers:
                 raise _StatefulError("what it does depends on how many forwards there were, which drafts change")
@@ -183,8 +183,8 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             outcome = Outcome(is_simple=is_simple)
             script = Scripted(tuple(map(tuple, chosen.tolist())), is_simple)
             try:
-                forced = _short(call, number, forces=True)
-                logits = decode(_forced(replace(forced, anatomy=outcome.applied(call.anatomy)), chosen), script)
+                forced = _short(call, number, chosen)
+                logits = decode(replace(forced, anatomy=outcome.applied(call.anatomy)), script)
             except Exception as error:  # whatever a model of others raises is a reason not to draft with it
                 reasons.append(brief(error))
                 is_final = is_final and not is_out_of_memory(error)
@@ -214,15 +214,19 @@ class PlainError(Exception):
         self.tokens = tokens
 
 
-def _short(call: Any, count: int, forces: bool = False) -> Any:
-    """The call with a few greedy tokens, a cache of its own, and without anything that the user sees."""
-    config = copy.copy(call.generation_config)
+def _short(call: Any, count: int, forced: torch.Tensor | None = None) -> Any:
+    """The call with a few greedy tokens, or those of ``forced`` ``[b, n]`` and their logits, a cache of its own, and
+    without anything that the user sees."""
+    config, processors = copy.copy(call.generation_config), LogitsProcessorList()
     config.do_sample, config.output_scores = False, False
-    config.return_dict_in_generate = config.output_logits = forces
+    config.return_dict_in_generate = config.output_logits = forced is not None
     config.compile_config = None
+    if forced is not None:
+        rows, width = forced.tolist(), call.input_ids.shape[1]
+        processors.append(PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1))
     return replace(
         call,
-        logits_processor=LogitsProcessorList(),
+        logits_processor=processors,
         stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(call.input_ids.shape[1] + count)]),
         generation_config=config,
         streamer=None,
@@ -232,41 +236,36 @@ def _short(call: Any, count: int, forces: bool = False) -> Any:
     )
 
 
-def _forced(short: Any, chosen: torch.Tensor) -> Any:
-    """The call with given tokens ``[b, n]``."""
-    rows, width = chosen.tolist(), short.input_ids.shape[1]
-    processor = PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1)
-    return replace(short, logits_processor=LogitsProcessorList([processor]))
-
-
 def _allowed(single: Any, expected: torch.Tensor) -> float:
     """How far logits may be apart, by how far those of the prompts ``[b, v]`` move where embeddings change a little."""
     device = single.input_ids.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else single.model.dtype
-    rounding, noise, shake = torch.finfo(dtype).eps, list[float](), _Shake()
-    shake.rounding = rounding
+    rounding, noise = torch.finfo(dtype).eps, None
+    shake = _Shake(rounding, threading.get_ident())
     # An embedding of others may return, or need, something else.
     with suppress(Exception), single.model.get_input_embeddings().register_forward_hook(shake):
         try:
-            noise.append(_apart([expected], _by_plain(single)[1]))
+            noise = _apart([expected], _by_plain(single)[1])
         finally:
             shake.thread = None
     times, most = (_TIMES, _MOST) if dtype.itemsize > 2 else (_TIMES_16, _MOST_16)
-    return min(most, times * max(noise[0], rounding)) if noise and shake.was_used else _ROUNDINGS * rounding
+    if noise is None or not shake.was_used:
+        return _ROUNDINGS * rounding
+    return min(most, times * max(noise, rounding))
 
 
 class _Shake:
-    """A hook that changes embeddings by a rounding, in one thread until it is over; a copy of a model has it, too."""
+    """A hook that changes embeddings by a rounding, in one thread until that is ``None``. Copies of a model share it;
+    that of a model which was pickled meanwhile changes nothing."""
 
-    def __init__(self) -> None:
-        self.thread: int | None = threading.get_ident()
-        self.rounding, self.was_used = 0.0, False
+    def __init__(self, rounding: float = 0.0, thread: int | None = None) -> None:
+        self.rounding, self.thread, self.was_used = rounding, thread, False
 
     def __deepcopy__(self, memo: Any) -> _Shake:
         return self
 
     def __reduce__(self) -> Any:
-        return _Over, ()
+        return _Shake, ()
 
     def __call__(self, module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         if threading.get_ident() != self.thread:
@@ -277,14 +276,6 @@ class _Shake:
         return embedded * (1 + signs * self.rounding).to(embedded.device, embedded.dtype)
 
 
-class _Over(_Shake):
-    """That of a model that was pickled meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread = None
-
-
 def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The tokens ``[b, n]`` of plain ``generate``, and the logits ``[b, v]`` of each."""
     logits: list[torch.Tensor] = []
@@ -293,21 +284,26 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits.append(scores.clone())
         return scores
 
-    own = {"stopping_criteria": short.stopping_criteria, "generation_config": short.generation_config}
-    own["logits_processor"] = LogitsProcessorList([record])
     try:
         with without_checkpointing(short.model):
-            ids = sample(short.model, short.input_ids, **own, **short.model_kwargs)
+            ids = sample(
+                short.model,
+                short.input_ids,
+                stopping_criteria=short.stopping_criteria,
+                generation_config=short.generation_config,
+                logits_processor=LogitsProcessorList([record]),
+                **short.model_kwargs,
+            )
     except Exception as error:  # of the user's model
         raise PlainError(len(logits)) from error
     return ids[:, -len(logits) :], logits
 
 
-def _apart(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+def _apart(expected: Sequence[torch.Tensor], drafted: Sequence[torch.Tensor]) -> float:
     """How far logits ``[b, v]`` are apart, in standard deviations of them: the root mean square, or more where single
     ones are far beyond it; infinite where other tokens are ruled out."""
     largest = 0.0
-    for plain, ours in zip(expected, found, strict=True):
+    for plain, ours in zip(expected, drafted, strict=True):
         ours = ours.to(plain)
         # Tokens that a model never generates may have infinite logits, or nearly so.
         most = torch.finfo(torch.float16).max

@@ -13,40 +13,9 @@ from ..batch import Text
 from ..errors import NumericalError
 from ..grammar.rows import GrammarMask
 from ..model.internals import prefix_function
-from .stateless import is_stateless, stateful
+from .stateless import PREFIX_FREE, ROW_BLIND, is_stateless, stateful
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-# These depend on the scores alone, so any number of positions can be processed in one call.
-_PREFIX_FREE = (
-    lp.TemperatureLogitsWarper,
-    lp.TopKLogitsWarper,
-    lp.TopPLogitsWarper,
-    lp.MinPLogitsWarper,
-    lp.TypicalLogitsWarper,
-    lp.EpsilonLogitsWarper,
-    lp.EtaLogitsWarper,
-    lp.SuppressTokensLogitsProcessor,
-    lp.LogitNormalization,
-    lp.InfNanRemoveLogitsProcessor,
-)
-
-# These depend on one row's prefix and scores, whichever row it is (some of them once bound to their row, `_of_row`).
-_ROW_BLIND = (
-    *_PREFIX_FREE,
-    lp.RepetitionPenaltyLogitsProcessor,
-    lp.ForcedBOSTokenLogitsProcessor,
-    lp.SuppressTokensAtBeginLogitsProcessor,
-    lp.ExponentialDecayLengthPenalty,
-    lp.NoRepeatNGramLogitsProcessor,
-    lp.MinLengthLogitsProcessor,
-    lp.MinNewTokensLengthLogitsProcessor,
-    lp.NoBadWordsLogitsProcessor,
-    lp.SequenceBiasLogitsProcessor,
-    lp.ForcedEOSTokenLogitsProcessor,
-    lp.PrefixConstrainedLogitsProcessor,
-    GrammarMask,
-)
 
 
 class Scorer:
@@ -54,21 +23,23 @@ class Scorer:
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
-        self.stateful = stateful(processors)  # names; with any, all processors are called by `in_step` alone
-        self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
+        self.stateful = stateful(processors)  # names; with any, all are called only as by plain `generate`
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
         others = [processor for processor in processors if not isinstance(processor, GrammarMask)]
         # The one that alone depends on the prefix, and whose masks can be known for all nodes of a draft at once.
         is_alone = len(self.grammars) == 1 and not self.grammars[0].is_prefix_function
-        is_alone &= all(type(processor) in _PREFIX_FREE for processor in others)
+        is_alone &= all(type(processor) in PREFIX_FREE for processor in others)
         self.grammar = self.grammars[0] if is_alone else None
         self._empty = len(processors) == 0
-        self._all = processors
-        rows = ((_of_row(one, row, batch_size) for one in processors) for row in range(batch_size))
-        self._rows = list(map(lp.LogitsProcessorList, rows))
+        self.processors = processors
+        self._rows = [
+            lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
+            for row in range(batch_size)
+        ]
         self._batch_size = batch_size
-        self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
+        self._row_blind = all(type(processor) in ROW_BLIND for processor in others)
 
     @property
     def is_greedy(self) -> bool:
@@ -79,12 +50,8 @@ class Scorer:
         """The scorer without processors that may keep a state: these must not see tokens that are not emitted."""
         if not self.stateful:
             return self
-        stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
+        stateless = lp.LogitsProcessorList(processor for processor in self.processors if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
-
-    def in_step(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as in plain ``generate``."""
-        return self._all(input_ids, logits)
 
     def everywhere(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds, or with the tokens ``[..., v]`` that
@@ -93,7 +60,7 @@ class Scorer:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        for processor in self._all:  # the list itself would look up what each of them takes, in every call
+        for processor in self.processors:  # the list itself would look up what each of them takes, in every call
             if allowed is not None and processor is self.grammar:
                 flat = flat.masked_fill(~allowed.view_as(flat), -torch.inf)
             else:
@@ -115,7 +82,7 @@ class Scorer:
         if self.prefix_free:
             return self.everywhere(logits)
         if all(wanted) and min(text.lengths) == max(text.lengths):
-            return self._all(text.with_draft(ahead), logits.clone())
+            return self.processors(text.with_draft(ahead), logits.clone())
         scores = logits.clone()
         for row, want in enumerate(wanted):
             if want:
@@ -138,10 +105,10 @@ def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
-def check_highest(highest: Iterable[float], whose: str) -> None:
-    """Raises a ``NumericalError`` where no token can be chosen by the highest logits of ``whose`` model."""
+def check_highest(highest: Iterable[float], model_name: str) -> None:
+    """Raises a ``NumericalError`` where no token can be chosen by a model's highest logits."""
     if not all(map(math.isfinite, highest)):
         raise NumericalError(
-            f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
+            f"{model_name} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
             "bfloat16 and float32 do not)."
         )

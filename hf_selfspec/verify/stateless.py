@@ -2,7 +2,8 @@
 
 One that keeps a state from step to step (a grammar matcher, a counter) is right only if it is called as plain
 ``generate`` calls it: once for each emitted token, in order, on the whole text so far. Drafting would call it for
-tokens that are never emitted. So whatever is not known to be stateless is called that way, see :mod:`.in_step`.
+tokens that are never emitted. So all but those known to be stateless are called that way, see
+:func:`.walk.verify_in_step`.
 """
 
 from collections.abc import Iterable
@@ -14,22 +15,33 @@ from transformers.generation import stopping_criteria
 from ..errors import SettingTypeError
 from ..model.internals import prefix_function
 
-# Transformers' own for decoder-only models, if the installed version has them. UnbatchedClassifierFreeGuidance and
-# SynthID are not among them: they keep a cache of their own forwards, or the contexts that were hashed already.
-_PROCESSORS = (
-    "Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta", "LogitNormalization",
-    "RepetitionPenalty", "EncoderRepetitionPenalty", "NoRepeatNGram", "EncoderNoRepeatNGram", "NoBadWords",
-    "SequenceBias", "MinLength", "MinNewTokensLength", "ForcedBOSToken", "ForcedEOSToken", "InfNanRemove",
-    "ExponentialDecayLengthPenalty", "SuppressTokens", "SuppressTokensAtBegin", "Watermark",
+# Transformers' own for decoder-only models, without the ends of their names, if the installed version has them: first
+# those that depend on the scores alone, so that any number of positions can be processed in one call, then those that
+# depend on one row's prefix and scores, whichever row that is. UnbatchedClassifierFreeGuidance and SynthID are no such
+# classes: they keep a cache of their own forwards, or the contexts that were hashed already.
+_PREFIX_FREE = (
+    "Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta", "SuppressTokens", "LogitNormalization",
+    "InfNanRemove",
 )  # fmt: skip
+_ROW_BLIND = (
+    "RepetitionPenalty", "ForcedBOSToken", "SuppressTokensAtBegin", "ExponentialDecayLengthPenalty", "NoRepeatNGram",
+    "MinLength", "MinNewTokensLength", "NoBadWords", "SequenceBias", "ForcedEOSToken",
+)  # fmt: skip
+_OTHERS = ("TopH", "EncoderRepetitionPenalty", "EncoderNoRepeatNGram", "Watermark")
 _CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria", "ConfidenceCriteria")
 
-_registered: set[type] = {
-    kind
-    for name in _PROCESSORS
-    for ending in ("", "LogitsProcessor", "LogitsWarper")
-    if isinstance(kind := getattr(lp, name + ending, None), type)
-} | {getattr(stopping_criteria, name) for name in _CRITERIA}
+
+def _processors(names: tuple[str, ...]) -> frozenset[type]:
+    endings = ("", "LogitsProcessor", "LogitsWarper")
+    classes = (getattr(lp, name + ending, None) for name in names for ending in endings)
+    return frozenset(cls for cls in classes if isinstance(cls, type))
+
+
+PREFIX_FREE = _processors(_PREFIX_FREE)
+# Some of these only once they are bound to their row.
+ROW_BLIND = PREFIX_FREE | _processors(_ROW_BLIND) | {lp.PrefixConstrainedLogitsProcessor}
+_registered: set[type] = {getattr(stopping_criteria, name) for name in _CRITERIA}
+_registered |= _processors(_PREFIX_FREE + _ROW_BLIND + _OTHERS)
 
 
 def register_stateless(kind: type) -> None:
@@ -54,17 +66,16 @@ def register_stateless(kind: type) -> None:
     _registered.add(kind)
 
 
-def stateful(given: Iterable[Any]) -> tuple[str, ...]:
+def stateful(functions: Iterable[Any]) -> tuple[str, ...]:
     """Names of those processors or criteria that may keep a state."""
-    return tuple(getattr(one, "__name__", type(one).__name__) for one in given if not is_stateless(one))
+    return tuple(getattr(each, "__name__", type(each).__name__) for each in functions if not is_stateless(each))
 
 
-def is_stateless(given: Any) -> bool:
+def is_stateless(function: Any) -> bool:
     """Whether a logits processor, a stopping criterion or a function of either is known to keep no state."""
-    declared = getattr(given, "is_stateless", None)
+    declared = getattr(function, "is_stateless", None)
     if isinstance(declared, bool):
         return declared
-    kind = type(given)
-    if kind is lp.PrefixConstrainedLogitsProcessor:
-        return is_stateless(prefix_function(given))
-    return kind in _registered
+    if type(function) is lp.PrefixConstrainedLogitsProcessor:
+        return is_stateless(prefix_function(function))
+    return type(function) in _registered

@@ -15,10 +15,13 @@ class Stopper:
             (criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)), default=None
         )
         self.eos_tokens: frozenset[int] = frozenset(
-            int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
+            int(token)
+            for criterion in criteria
+            if isinstance(criterion, EosTokenCriteria)
+            for token in criterion.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.stateful = stateful(criteria)  # names; with any, all criteria are called by `in_step` alone
+        self.stateful = stateful(criteria)  # names; with any, all are called only as by plain `generate`
         self.criteria = criteria
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
         self.reads_text = bool(self._others)
@@ -32,13 +35,9 @@ class Stopper:
         if self._others and not done:
             # A criterion may identify a row by its place in the batch, so each place gets a copy.
             copies = text.batch_size
-            kept = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
-            done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), kept)[row])
+            expanded = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
+            done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), expanded)[row])
         return done
-
-    def in_step(self, input_ids: torch.Tensor, scores: list[torch.Tensor] | None) -> list[bool]:
-        """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as in plain ``generate``."""
-        return self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
 
     def max_new(self, text: Text, row: int) -> int:
         """The number of tokens that ``row`` may still get by the limit on its length."""

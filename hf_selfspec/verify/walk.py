@@ -3,10 +3,13 @@
 A walk starts at the last token of the text and moves to the child that holds the token chosen there, until there is
 none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
 the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
-(:mod:`.choosing`). Either way, the same forward yields one token more than were accepted.
+(:mod:`.acceptance`). Either way, the same forward yields one token more than were accepted.
+
+Rows walk one after another (:func:`verify`), or all together where logits processors or stopping criteria keep a state
+(:func:`verify_in_step`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -15,29 +18,24 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..model.logits import Logits, Tops, best_tokens
 from ..model.transfer import read, upload
-from .choosing import accept_line, choose_greedy, choose_sampled, draw
+from .acceptance import accept_line, choose_greedy, choose_sampled, draw
 from .scoring import Scorer, check_highest
 from .stopping import Stopper
+
+# The token that follows a row's node, by its children and their tokens, and its index among these or ``None``.
+_Choose = Callable[[int, int, list[int], list[int]], tuple[int, int | None]]
 
 # Where nodes are scored one by one: the host need not wait there, and not all are reached.
 _ONE_BY_ONE = "cpu"
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """What the full model chooses at each row and node: the next ``tokens``; for a line of drawn tokens, whether the
-    next one is ``accepted`` and the one ``instead`` of it."""
-
-    tokens: list[list[int]]
-    accepted: list[list[bool]] | None = None
-    instead: list[list[int]] | None = None
-
-    def at(self, row: int, node: int, candidates: list[int]) -> tuple[int, int | None]:
-        """The token, and its index among the candidates or ``None``."""
-        if self.accepted is not None and self.instead is not None and candidates:
-            return (candidates[0], 0) if self.accepted[row][node] else (self.instead[row][node], None)
-        token = self.tokens[row][node]
-        return token, candidates.index(token) if token in candidates else None
+def _step(draft: Draft, drafted: list[list[int]], row: int, node: int, choose: _Choose, verdict: Verdict) -> int:
+    """Adds the token after a row's node to its verdict; returns the child that holds the token, -1 if there is none."""
+    children = draft.children(row, node)
+    token, index = choose(row, node, children, [drafted[row][child - 1] for child in children])
+    child = -1 if index is None else children[index]
+    verdict.add(token, child, node)
+    return child
 
 
 def verify(
@@ -48,7 +46,7 @@ def verify(
     stopper: Stopper,
     done: list[bool],
     scores_so_far: list[list[torch.Tensor]] | None,
-    whose: str | None = None,
+    model_name: str | None = None,
     along: Tops | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
@@ -61,7 +59,7 @@ def verify(
         stopper: stopping criteria, tested after each token; the walk ends where one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
-        whose: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
+        model_name: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
         along: what the draft needs of the logits, read in the same transfer.
 
     Returns:
@@ -76,10 +74,10 @@ def verify(
     device = logits.values.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
     at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
-    known = [draft.tokens] if draft.listed is None else []
+    unlisted = [draft.tokens] if draft.listed is None else []
     scores: torch.Tensor | None = None
     if scorer.is_greedy and scores_so_far is None:
-        *found, highest = _greedy(logits, known, along, text.batch_size)
+        *fetched, highest = _greedy(logits, unlisted, along, text.batch_size)
     else:
         if at_once:
             scores = scorer.everywhere(logits.of_all)
@@ -89,66 +87,98 @@ def verify(
         elif not draft.size:
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
-        checked = [] if whose is None else [logits.of_all.amax(-1)]
-        found = read(*known, *(chosen or ()), *checked, along=along)
-        highest = found.pop() if checked else []
-    drafted = found.pop(0) if draft.listed is None else draft.listed
-    if whose is not None:
-        check_highest(chain.from_iterable(highest), whose)
-    choices = _Choices(*found) if found else None
-    choose = choose_sampled if scorer.do_sample else choose_greedy
-    verdicts = []
-    for row in range(text.batch_size):
-        verdict = Verdict([], [], False, [])
-        verdicts.append(verdict)
-        if done[row]:
-            continue
-        seen = None if scores_so_far is None else list(scores_so_far[row])
-        node: int | None = 0
-        while node is not None:
-            children = draft.children(row, node)
-            candidates = [drafted[row][child - 1] for child in children]
-            index: int | None
-            if draft.skips_verification and children and seen is None:
-                token, index = candidates[0], 0
-            elif choices is not None:
-                token, index = choices.at(row, node, candidates)
-            else:
-                if scores is not None:
-                    at_node = scores[row, node]
-                elif scorer.prefix_free:
-                    at_node = scorer.everywhere(logits.of_all[row, node])
-                else:
-                    at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits.of_all[row, node])
-                if draft.skips_verification and children:
-                    token, index = candidates[0], 0
-                else:
-                    token, index = choose(at_node, candidates, *draft.candidates(row, node, children))
-                if seen is not None:
-                    # A copy: a view would keep the rejected positions alive as well.
-                    verdict.scores.append(at_node.clone())
-                    seen.append(verdict.scores[-1])
-            if stopper.reads_text or not (scorer.prefix_free or grammar is not None):
-                text.put_one(row, len(verdict.tokens), token)
-            confirmed = -1 if index is None else children[index]
-            verdict.add(token, confirmed, node)
-            node = None if index is None else confirmed
-            verdict.stopped = stopper(text, row, len(verdict.tokens), token, seen)
-            if verdict.stopped:
-                break
+        checked = [] if model_name is None else [logits.of_all.amax(-1)]
+        fetched = read(*unlisted, *(chosen or ()), *checked, along=along)
+        highest = fetched.pop() if checked else []
+    drafted = fetched.pop(0) if draft.listed is None else draft.listed
+    if model_name is not None:
+        check_highest(chain.from_iterable(highest), model_name)
+    # What the full model chooses at each row and node, if that could be computed for all at once. For a line of drawn
+    # tokens also whether the next one is accepted, and the token that takes its place if it is not.
+    tokens, accepted, instead = (*fetched, None, None, None)[:3]
+    verdicts = [Verdict([], [], False, []) for _ in done]
+    pick = choose_sampled if scorer.do_sample else choose_greedy
+
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
+        is_kept = draft.skips_verification and bool(children)
+        if is_kept and scores_so_far is None:
+            return candidates[0], 0
+        if accepted is not None and candidates:
+            return (candidates[0], 0) if accepted[row][node] else (instead[row][node], None)
+        if tokens is not None:
+            token = tokens[row][node]
+            return token, candidates.index(token) if token in candidates else None
+        if scores is not None:
+            at_node = scores[row, node]
+        elif scorer.prefix_free:
+            at_node = scorer.everywhere(logits.of_all[row, node])
+        else:
+            at_node = scorer.row(row, text.prefix(row, len(verdicts[row].tokens)), logits.of_all[row, node])
+        if scores_so_far is not None:
+            # A copy: a view would keep the rejected positions alive as well.
+            verdicts[row].scores.append(at_node.clone())
+        return (candidates[0], 0) if is_kept else pick(at_node, candidates, *draft.candidates(row, node, children))
+
+    reads_text = stopper.reads_text or not (scorer.prefix_free or grammar is not None)
+    for row, verdict in enumerate(verdicts):
+        node = -1 if done[row] else 0
+        while node >= 0 and not verdict.stopped:
+            node = _step(draft, drafted, row, node, choose, verdict)
+            count, token = len(verdict.tokens), verdict.tokens[-1]
+            if reads_text:
+                text.put_one(row, count - 1, token)
+            scores_of_row = None if scores_so_far is None else [*scores_so_far[row], *verdict.scores]
+            verdict.stopped = stopper(text, row, count, token, scores_of_row)
     return verdicts
 
 
-def _greedy(logits: Logits, known: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
-    """What is ``known`` as lists, and for all nodes the tokens with the highest logits and these."""
+def verify_in_step(
+    text: Text,
+    draft: Draft,
+    logits: torch.Tensor,
+    scorer: Scorer,
+    stopper: Stopper,
+    done: list[bool],
+    steps: list[torch.Tensor] | None,
+    pad_token: int,
+) -> list[Verdict]:
+    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
+    processors and criteria are called for the whole batch as by plain ``generate``."""
+    pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
+
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
+        return pick(scores[row], candidates, *draft.candidates(row, node, children))
+
+    drafted, nodes = draft.tokens.tolist(), [0 for _ in done]
+    verdicts = [Verdict([], [], False, []) for _ in done]
+    for ahead in range(draft.size + 1):
+        at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
+        scores = scorer.processors(text.with_draft(ahead).clone(), at_nodes)
+        if steps is not None:
+            steps.append(scores)
+        for row, verdict in enumerate(verdicts):
+            if not done[row]:
+                nodes[row] = _step(draft, drafted, row, nodes[row], choose, verdict)
+            text.put_one(row, ahead, pad_token if done[row] else verdict.tokens[-1])
+        scores_so_far = None if steps is None else tuple(steps)
+        ends = stopper.criteria(text.with_draft(ahead + 1).clone(), scores_so_far).tolist()
+        for verdict, ended, ends_here in zip(verdicts, done, ends, strict=True):
+            verdict.stopped = ends_here and not ended
+        if min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
+            break
+    return verdicts
+
+
+def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
+    """The drafted tokens if they are ``unlisted``, and for all nodes the tokens with the highest logits and these."""
     if along is None:
-        return read(*known, *logits.best)
-    listed, best = read(*known, along=along), along.best(num_rows)
+        return read(*unlisted, *logits.best)
+    listed, best = read(*unlisted, along=along), along.best(num_rows)
     return [*listed, *(read(*logits.best) if best is None else best)]
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
-    """The fields of :class:`_Choices` from scores ``[b, t + 1, v]``, ``None`` where not found for all nodes at once."""
+    """What the full model chooses from scores ``[b, t + 1, v]``, ``None`` where a node needs them one by one."""
     if not do_sample:
         return (best_tokens(scores),)
     p = scores.softmax(-1)

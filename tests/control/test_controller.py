@@ -16,7 +16,7 @@ from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import Cascade, ClosestLayers, EarlyExit, Lookup, SelfSpec, Session, SkipLayers
 from hf_selfspec.control.controller import ArmStats, Controller, Measurements
-from hf_selfspec.control.costs import SIZES, CostCurve
+from hf_selfspec.control.cost_curve import SIZES, CostCurve
 from hf_selfspec.draft import controlled
 from hf_selfspec.stop.rules import FixedLength
 
@@ -209,7 +209,7 @@ def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: py
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
     llama.generate(**ROW, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
     found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
-    assert found.timings.found.further == pytest.approx([seconds - 0.5 for seconds in curve])
+    assert found.timings.latest.further == pytest.approx([seconds - 0.5 for seconds in curve])
 
 
 def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

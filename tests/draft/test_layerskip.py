@@ -23,8 +23,8 @@ from hf_selfspec.draft import probe
 from hf_selfspec.errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
+from hf_selfspec.search.forward_costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.replay import Replays, Rule, Trace, replays
 from hf_selfspec.search.replay import trace as traced
 from hf_selfspec.stop.rules import confidence

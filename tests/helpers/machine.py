@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from hf_selfspec.control import controller
-from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.control.cost_curve import CostCurve
 from hf_selfspec.draft import probe
 from hf_selfspec.model import graphs, packing
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.model.packing import Kernel, one_a_byte
 from hf_selfspec.search import choice
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
+from hf_selfspec.search.forward_costs import ForwardCosts, Stopwatch
 
 
 class Machine:

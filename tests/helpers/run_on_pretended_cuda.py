@@ -36,7 +36,7 @@ from hf_selfspec import (
     errors,
 )
 from hf_selfspec.control import controller
-from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.control.cost_curve import CostCurve
 from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
 from hf_selfspec.draft.partial import PartialDraft

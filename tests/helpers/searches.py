@@ -14,7 +14,7 @@ from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search import trials
-from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
+from hf_selfspec.search.forward_costs import MANY, ForwardCosts, Stopwatch
 from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch

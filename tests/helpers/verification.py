@@ -6,8 +6,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from hf_selfspec.verify import choosing
-from hf_selfspec.verify.choosing import choose_sampled
+from hf_selfspec.verify import acceptance
+from hf_selfspec.verify.acceptance import choose_sampled
 
 ALMOST_ONE = 1 - 2**-30
 
@@ -43,7 +43,7 @@ def outcomes(
         fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
         return choose_sampled(p.log(), drafted, q, num_drawn)[1]
 
-    monkeypatch.setattr(choosing, "draw", draw)
+    monkeypatch.setattr(acceptance, "draw", draw)
     found, reached = torch.zeros(len(p)), 1.0
     # What is left is drawn, and may be one of the named ones.
     for index, token in enumerate(drafted[:num_drawn]):

@@ -27,8 +27,8 @@ from hf_selfspec.lookup.suffix import SuffixIndex
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.fingerprint import Fingerprint
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.costs import Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
+from hf_selfspec.search.forward_costs import Stopwatch
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.stop.adaptive import _Adapting
 

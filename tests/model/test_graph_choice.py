@@ -12,7 +12,7 @@ from helpers.architectures import build
 from helpers.compiled import QUICK, same_ids, specs
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import Lookup, SelfSpec
-from hf_selfspec.control.costs import CostCurve
+from hf_selfspec.control.cost_curve import CostCurve
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import FasterWay, Graph, Graphs, graphs_of
 from hf_selfspec.model.traceable import size_for

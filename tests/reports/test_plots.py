@@ -45,7 +45,7 @@ def test_sets_are_drawn_at_their_steps() -> None:
     for plan, matchness in ((start, 0.3), (start, 0.3), (better, 0.9), (start, 0.2), (better, 0.8)):
         accept = (np.arange(10) < round(10 * matchness))[None].astype(float)
         search.register(plan, [Trace(accept, np.full((1, 10), 0.5))])
-    assert list(search.found) == [(0, start), (3, better)]
+    assert list(search.best_sets) == [(0, start), (3, better)]
     figure = pictures.plot([GenerationStats(tokens=5, total_seconds=1.0, timeline=[(5, 1.0)])], search)
     axes = figure.axes[0]
     assert spans(axes) == {

@@ -9,7 +9,7 @@ from hf_selfspec import ConfidenceThreshold, ExitChoice, FixedLength, SkipChoice
 from hf_selfspec.control.controller import LEAST_SPEEDUP
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.choice import replayed
-from hf_selfspec.search.costs import ForwardCosts
+from hf_selfspec.search.forward_costs import ForwardCosts
 from hf_selfspec.search.replay import Trace, replays
 
 LAYERS = 6

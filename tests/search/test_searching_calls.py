@@ -213,7 +213,7 @@ def test_kinds_of_calls_search_for_themselves() -> None:
     generated(model, prompt(2), 12, assistant=spec)
     found = search_of(spec, model)
     assert found is not single
-    assert found.found[0][1] == best
+    assert found.best_sets[0][1] == best
     assert len(single.history) == tried
     generated(model, prompt(), 12, assistant=spec)
     assert search_of(spec, model) is single

@@ -37,7 +37,7 @@ def test_search_begins_with_the_set_that_drafts() -> None:
     search.register(drawn[1], predicted(0.5))
     assert search.best == drawn[1]
     assert search.history == pytest.approx([0.4, 0.3, 0.5])
-    assert list(search.found) == [(0, start), (3, drawn[1])]
+    assert list(search.best_sets) == [(0, start), (3, drawn[1])]
 
 
 def test_a_lucky_set_is_found_out() -> None:

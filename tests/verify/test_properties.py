@@ -15,7 +15,7 @@ from hf_selfspec.lookup import suffix
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.model.prompt import Prompt
-from hf_selfspec.verify.choosing import accept_line, choose_sampled
+from hf_selfspec.verify.acceptance import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
 from hf_selfspec.verify.stopping import Stopper
 from hf_selfspec.verify.walk import verify

@@ -31,7 +31,7 @@ from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.verify import walk
-from hf_selfspec.verify.choosing import choose_sampled
+from hf_selfspec.verify.acceptance import choose_sampled
 
 # Free drafts beside others, with few nodes, so that not every token of the tiny vocabulary is named.
 NAMED: dict[str, SelfSpec] = {

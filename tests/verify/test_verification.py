@@ -14,7 +14,7 @@ from transformers.generation import logits_process as lp
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
 from hf_selfspec import NumericalError, TopKTree
 from hf_selfspec.batch import Text
-from hf_selfspec.verify.choosing import accept_line, choose_sampled, draw_without_replacement
+from hf_selfspec.verify.acceptance import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
 
 HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]

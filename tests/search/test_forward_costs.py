@@ -15,8 +15,8 @@ from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.decode import decoder
 from hf_selfspec.model import modules
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.search import costs
-from hf_selfspec.search.costs import Budget, ForwardCosts
+from hf_selfspec.search import forward_costs
+from hf_selfspec.search.forward_costs import Budget, ForwardCosts
 from hf_selfspec.search.proposers import SkipSpace
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -54,7 +54,7 @@ class Timed:
         monkeypatch.undo()  # of the time that tests give to probes
         for place in (modules, decoder):
             monkeypatch.setattr(place, "perf_counter", self.clock)
-        monkeypatch.setattr(costs, "seconds_of", lambda run, *_: self.seconds_of(run))
+        monkeypatch.setattr(forward_costs, "seconds_of", lambda run, *_: self.seconds_of(run))
         for layer in self.model.model.layers:
             layer.mlp.register_forward_pre_hook(self.forward)
 

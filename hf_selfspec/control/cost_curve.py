@@ -60,8 +60,8 @@ class CostCurve:
         self._lock = new_lock()
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
-        # Rounds without a draft, the last ones before a run of transformers' own loop, over its steps: what disturbs
-        # the machine for longer disturbs both.
+        # The last rounds without a draft, and their ratios to steps of transformers' own loop right after them: what
+        # disturbs the machine for longer disturbs both.
         self._last_empty: deque[float] = deque(maxlen=_PLAIN)
         self._ratios: deque[float] = deque(maxlen=_KEPT)
         self.switch = 0.0  # seconds to get there and back, without the steps
@@ -80,8 +80,7 @@ class CostCurve:
     @one_at_a_time
     def plain(self) -> float:
         """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
-        known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
-        return min(known) if known else self.costs[0]
+        return min((_lower_quartile(times) for times in (self._plain, self._times[0]) if times), default=self.costs[0])
 
     @property
     @one_at_a_time
@@ -91,7 +90,8 @@ class CostCurve:
 
     @property
     def wants_loop(self) -> bool | None:
-        """Whether steps of transformers' own loop are to be timed, ``None`` if some rounds are before."""
+        """Whether steps of transformers' own loop are to be timed, ``None`` if rounds without a draft have to come
+        first."""
         if self._until_loop > 0 or self._is_frozen:
             return False
         return True if len(self._last_empty) >= _PLAIN else None
@@ -165,9 +165,9 @@ class CostCurve:
             if other._plain:
                 ratio = self._forwards[0] / other._forwards[0]
                 self._plain.extend([median(other._plain) * ratio] * _PLAIN)
-            for size, theirs in enumerate(other._times):
-                if theirs:
-                    self._times[size].append(median(theirs) * self._forwards[size] / other._forwards[size])
+            for size, times in enumerate(other._times):
+                if times:
+                    self._times[size].append(median(times) * self._forwards[size] / other._forwards[size])
         self.costs = self._measured()
 
     @one_at_a_time
@@ -178,10 +178,10 @@ class CostCurve:
         self._seconds = self._seconds * _MEMORY**rounds + seconds
 
     def _measured(self) -> tuple[float, ...]:
-        known = [self._times[0] or self._plain, *self._times[1:]]
+        times = [self._times[0] or self._plain, *self._times[1:]]
         guesses = [seconds / self._forwards[0] for seconds in self._forwards]
-        logs = [math.log(_lower_quartile(x) / guess) if x else 0.0 for x, guess in zip(known, guesses, strict=True)]
-        counts = [len(times) for times in known]
+        logs = [math.log(_lower_quartile(x) / guess) if x else 0.0 for x, guess in zip(times, guesses, strict=True)]
+        counts = [len(of_size) for of_size in times]
         # How much slower than the guesses this machine is; sizes with more times count more.
         scale = sum(log * count for log, count in zip(logs, counts, strict=True)) / max(sum(counts), 1)
         steps = [

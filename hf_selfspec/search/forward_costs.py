@@ -98,14 +98,36 @@ class ForwardCosts:
 @dataclass
 class Stopwatch:
     """Times of forwards (``early`` without some layers, ``attention`` without MLP blocks, ``full``, ``few``, ``many``)
-    and of ``draft``, on several texts; ``found`` are the costs by the ``texts`` so far."""
+    and of ``draft``, on several texts; ``latest`` are the costs by the ``texts`` so far. What forwards take until these
+    were timed follows from rounds and from the forwards of trials."""
 
     early: LayerPlan
     attention: LayerPlan | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    found: ForwardCosts | None = None
+    latest: ForwardCosts | None = None
     texts: int = 0
     _before: dict[str, int] = field(default_factory=dict)  # numbers of times of earlier texts
+    _one: float = 0.0  # seconds of a one-token forward, 0 before the first round
+    _token: float = _TOKEN  # what each further token adds, in one-token forwards
+
+    def add_round(self, seconds: float) -> None:
+        """Records the time of a round; without a draft it is that of a one-token forward."""
+        self._one = _MEMORY * self._one + (1 - _MEMORY) * seconds if self._one else seconds
+
+    def add_forward(self, tokens: int, seconds: float) -> None:
+        if self._one and tokens:
+            self._token = max(seconds / self._one - 1, 0.0) / tokens
+
+    def expected(self, tokens: int) -> float:
+        """Expected seconds of a forward over ``tokens`` tokens; infinite before the first round."""
+        return self._one * (1 + self._token * tokens) if self._one else math.inf
+
+    def most_tokens(self, seconds: float) -> int:
+        """How many tokens a forward of at most ``seconds`` seconds can have, at least 0."""
+        if not self._one or seconds < self._one:
+            return 0
+        further = (seconds / self._one - 1) / self._token if self._token else math.inf
+        return int(min(further, 1 << 30))
 
     def measure(
         self, target: Target, text: Text, repeats: int, draft: Callable[[], object], may_run: Callable[[int], bool]
@@ -136,25 +158,25 @@ class Stopwatch:
         """Ends the times of a text, with the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed."""
         self.texts += 1
         self._before = {name: len(times) for name, times in self.seconds.items()}
-        self.found = replace(self.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
-        return self.found
+        self.latest = replace(self.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
+        return self.latest
 
     def costs(self) -> ForwardCosts:
         """The costs by the shortest times: disturbances, and the warm-up of the first one, only make a time longer."""
-        found = {name: min(times) for name, times in self.seconds.items()}
-        layers, full = self.early.num_layers, found["full"]
-        layer = max(full - found["early"], 0.0) / len(self.early.skipped_layers)
+        shortest = {name: min(times) for name, times in self.seconds.items()}
+        layers, full, few = self.early.num_layers, shortest["full"], shortest["few"]
+        layer = max(full - shortest["early"], 0.0) / len(self.early.skipped_layers)
         mlp = layer / 2
         if self.attention is not None:
-            mlp = min(max(full - found["attention"], 0.0) / len(self.attention.skipped_mlp), layer)
-        token = max(found["many"] - max(found["few"], full), 0.0) / (layers * (MANY - FEW))
+            mlp = min(max(full - shortest["attention"], 0.0) / len(self.attention.skipped_mlp), layer)
+        token = max(shortest["many"] - max(few, full), 0.0) / (layers * (MANY - FEW))
         return ForwardCosts(
             fixed=max(full - layers * layer, 0.0),
             attention=layer - mlp,
             mlp=mlp,
-            several=max(found["few"] - full - layers * token * (FEW - 1), 0.0),
+            several=max(few - full - layers * token * (FEW - 1), 0.0),
             token=token,
-            step=max(found["draft"] - found["early"], 0.0),
+            step=max(shortest["draft"] - shortest["early"], 0.0),
             num_layers=layers,
         )
 
@@ -190,30 +212,3 @@ class Budget:
         finally:
             self._spent += self._clock() - begun
             self._spending_since = None
-
-
-class Pace:
-    """The times of forwards seen so far."""
-
-    def __init__(self) -> None:
-        self._one = 0.0
-        self._token = _TOKEN
-
-    def add_round(self, seconds: float) -> None:
-        """Records the time of a round; without a draft it is that of a one-token forward."""
-        self._one = _MEMORY * self._one + (1 - _MEMORY) * seconds if self._one else seconds
-
-    def add(self, tokens: int, seconds: float) -> None:
-        if self._one and tokens:
-            self._token = max(seconds / self._one - 1, 0.0) / tokens
-
-    def seconds(self, tokens: int) -> float:
-        """Expected time of a forward over ``tokens`` tokens; infinite before the first round."""
-        return self._one * (1 + self._token * tokens) if self._one else math.inf
-
-    def tokens(self, seconds: float) -> int:
-        """How many tokens a forward of at most ``seconds`` seconds can have, at least 0."""
-        if not self._one or seconds < self._one:
-            return 0
-        further = (seconds / self._one - 1) / self._token if self._token else math.inf
-        return int(min(further, 1 << 30))
