@@ -2,5 +2,6 @@
 
 from .early_exit_loss import even, loss_scale
 from .layer_dropout import constant, exponential
+from .trainer import training
 
-__all__ = ["constant", "even", "exponential", "loss_scale"]
+__all__ = ["constant", "even", "exponential", "loss_scale", "training"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
@@ -141,14 +141,15 @@ class EarlyExitLoss(ModelCallback):
                     f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and {option} "
                     "trains the last layer with another loss. Train without it, or without EarlyExitLoss."
                 )
-        model = causal_lm(trainer.model, "EarlyExitLoss")
+
+    def check_model(self, model: PreTrainedModel) -> None:
         if (loss := model.loss_function) is not ForCausalLMLoss:
             raise UnsupportedModelError(
                 f"EarlyExitLoss trains exits with the cross entropy that causal LMs share, but the loss function of "
                 f"{type(model).__name__} is {loss!r}. Train without EarlyExitLoss."
             )
 
-    def make_run(self, model: Any, args: TrainingArguments) -> ExitTraining:
+    def make_run(self, model: Any, seed: int) -> ExitTraining:
         exits = Exits(causal_lm(model, "EarlyExitLoss"))
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         num_layers = exits.anatomy.num_layers

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from accelerate.utils import reduce
 from torch.autograd.function import once_differentiable
-from transformers import Trainer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
@@ -72,8 +72,8 @@ class ExitTraining(TrainingRun):
                 "The weights were not changed."
             )
 
-    def logs(self, trainer: Trainer) -> dict[str, float]:
-        table = trainer.accelerator.reduce(self.table, reduction="sum").tolist()
+    def logs(self) -> dict[str, float]:
+        table = reduce(self.table, reduction="sum").tolist()
         self.table.zero_()
         return {f"loss/exit_{layer}": total / tokens for layer, (total, tokens) in enumerate(table, 1) if tokens}
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
@@ -77,7 +77,9 @@ class LayerDropout(ModelCallback):
         # Tensor, context and sequence parallelism divide the work on one sample.
         is_data_parallel = trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
         self._rank = trainer.args.process_index if is_data_parallel else 0
-        config = causal_lm(trainer.model, "LayerDropout").config
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        config = model.config
         if attention_implementation(config) == "flex_attention":
             raise UnsupportedOptionError(
                 "attn_implementation='flex_attention' has one block mask for the whole batch, which LayerDropout "
@@ -90,14 +92,14 @@ class LayerDropout(ModelCallback):
                 "while LayerDropout leaves some out. Set it to False, or train without LayerDropout."
             )
 
-    def make_run(self, model: Any, args: TrainingArguments) -> _Run:
+    def make_run(self, model: Any, seed: int) -> _Run:
         anatomy = Anatomy.of(causal_lm(model, "LayerDropout"))
         if anatomy.kv_sources:
             raise UnsupportedModelError(
                 f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "
                 "single layers. Train without LayerDropout."
             )
-        return _Run(anatomy, args.seed, self._rank, self.rates)
+        return _Run(anatomy, seed, self._rank, self.rates)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
         share = self.schedule(step, steps)

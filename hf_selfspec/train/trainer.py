@@ -1,15 +1,18 @@
-"""Callbacks of ``transformers.Trainer`` that change the model while it trains, and undo it."""
+"""Callbacks that change the model while ``transformers.Trainer``, or a loop without one, trains it, and undo it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..errors import SettingError, UnsupportedOptionError
+from ..errors import SettingError, SettingTypeError, UnsupportedOptionError
 from ..hooks.seams import add_seam
+from ..model.anatomy import causal_lm
 from ..model.patching import InstanceForwards
+from ..validation import check_count
 
 
 class TrainingRun:
@@ -24,8 +27,8 @@ class TrainingRun:
     def end_step(self) -> None:
         """Called before the weights change."""
 
-    def logs(self, trainer: Trainer) -> dict[str, float]:
-        """What goes into the Trainer's log besides the loss; called on all ranks."""
+    def logs(self) -> dict[str, float]:
+        """What goes into the log besides the loss, of the time since the last log; called on all ranks."""
         return {}
 
 
@@ -38,7 +41,10 @@ class ModelCallback(TrainerCallback):
     def check(self, trainer: Trainer) -> None:
         """Raises if this training is not supported; called before it begins."""
 
-    def make_run(self, model: Any, args: TrainingArguments) -> TrainingRun:
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raises if this model cannot be trained so; called before a training begins, whoever runs it."""
+
+    def make_run(self, model: Any, seed: int) -> TrainingRun:
         raise NotImplementedError
 
     def detach(self) -> None:
@@ -54,7 +60,7 @@ class ModelCallback(TrainerCallback):
                 "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
             )
         self.detach()  # auto_find_batch_size begins again, with smaller batches
-        self._run = self.make_run(model, args)
+        self._run = self.make_run(model, args.seed)
         self._run.attach(model)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -76,10 +82,8 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         if not callbacks:
             return original(self, *args, **kwargs)
         _check_training(self)
+        _check_callbacks("Trainer", callbacks, self.model)
         for callback in callbacks:
-            if sum(type(other) is type(callback) for other in callbacks) > 1:
-                name = type(callback).__name__
-                raise SettingError(f"Trainer(callbacks) has more than one {name}: give one of each kind.")
             callback.check(self)
         plain_log, forwards = self.log, InstanceForwards()
 
@@ -87,7 +91,7 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs:
                 for callback in callbacks:
-                    logs.update(callback._run.logs(self))
+                    logs.update(callback._run.logs())
             plain_log(logs, *args, **kwargs)
 
         try:
@@ -102,6 +106,83 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
                 callback.detach()
 
     return train
+
+
+class TrainingLoop:
+    """What :func:`training` gives a loop."""
+
+    def __init__(self, runs: Sequence[TrainingRun], steps: int) -> None:
+        self._runs, self._steps, self._step = runs, steps, 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surrounds the forwards and backwards of one step, which may be of several batches, before the optimizer's.
+
+        Raises:
+            SettingError: all steps were taken.
+            UnsupportedModelError: the step has trained nothing but the last layer.
+        """
+        if self._step >= self._steps:
+            raise SettingError(f"training(steps={self._steps}) has taken all of its steps: give their number.")
+        for run in self._runs:
+            run.begin_step(self._step, self._steps)
+        yield
+        for run in self._runs:
+            run.end_step()
+        self._step += 1
+
+    def logs(self) -> dict[str, float]:
+        """The means since the last call, as the ``Trainer`` logs them, over all processes; these all have to call."""
+        return {name: value for run in self._runs for name, value in run.logs().items()}
+
+
+@contextmanager
+def training(model: Any, callbacks: Sequence[ModelCallback], steps: int, seed: int = 42) -> Iterator[TrainingLoop]:
+    """Serves callbacks in a training loop of your own, without a ``Trainer``.
+
+    ::
+
+        with training(model, [EarlyExitLoss(), LayerDropout()], steps=1000) as loop:
+            for batch in batches:
+                with loop.step():
+                    model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    With accelerate, the loop runs the prepared model, and this gets the one before, or ``unwrap_model`` of it.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one. Its own loss is trained, so batches have
+            ``labels``.
+        callbacks: :class:`EarlyExitLoss`, :class:`LayerDropout` or both.
+        steps: number of optimizer steps ``T``, for curricula and schedules.
+        seed: of the layers that are dropped.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+        UnsupportedModelError, UnsupportedOptionError: the model cannot be trained so.
+    """
+    check_count("training(steps)", steps)
+    check_count("training(seed)", seed, least=0)
+    if not callbacks or not all(isinstance(callback, ModelCallback) for callback in callbacks):
+        raise SettingTypeError(
+            f"training(callbacks) must be EarlyExitLoss(), LayerDropout() or both, got {callbacks!r}."
+        )
+    _check_callbacks("training", callbacks, model)
+    with ExitStack() as stack:
+        runs = [callback.make_run(model, seed) for callback in callbacks]
+        for run in runs:
+            stack.callback(run.detach)
+            run.attach(model)
+        yield TrainingLoop(runs, steps)
+
+
+def _check_callbacks(name: str, callbacks: Sequence[ModelCallback], model: Any) -> None:
+    for callback in callbacks:
+        class_name = type(callback).__name__
+        if sum(type(other) is type(callback) for other in callbacks) > 1:
+            raise SettingError(f"{name}(callbacks) has more than one {class_name}: give one of each kind.")
+        callback.check_model(causal_lm(model, class_name))
 
 
 def _check_training(trainer: Trainer) -> None:

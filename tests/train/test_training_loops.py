@@ -1,0 +1,69 @@
+"""Training loops without a ``Trainer``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.distributed_training import rows, tiny, weights
+from helpers.train.by_hand import BOTH, assert_close, stacked, train
+from helpers.train.watching import attributes_of
+from hf_selfspec import EarlyExitLoss, LayerDropout, SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.train import training
+
+
+def test_a_loop_trains_as_the_trainer_does(tmp_path: Path) -> None:
+    """Also with a step of two batches, of which the ``Trainer`` divides the losses by the targets of both."""
+    model, data = tiny(), rows(16)
+    optimizer, losses, before = torch.optim.SGD(model.parameters(), lr=0.05), [], attributes_of(model.train())
+    with training(model, BOTH["both"](), steps=3) as loop:
+        for step in range(3):
+            with loop.step():
+                batches = [stacked(data[step * 4 + begin : step * 4 + begin + 2]) for begin in (0, 2)]
+                count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+                for batch in batches:
+                    model(**batch, num_items_in_batch=count).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loop.logs())
+    after = attributes_of(model)
+    assert after.keys() == before.keys()
+    assert all(after[key] is value or after[key] == value for key, value in before.items())
+    expected = train(tmp_path, BOTH["both"]())
+    assert_close(weights(model), weights(expected.model))
+    for logs, logged in zip(losses, expected.state.log_history, strict=False):  # at the end come times
+        assert logs == pytest.approx({name: value for name, value in logged.items() if "exit" in name}, rel=1e-4)
+
+
+def without_loss() -> None:
+    with training(tiny(), [EarlyExitLoss()], steps=1) as loop, loop.step():
+        pass
+
+
+def too_many_steps() -> None:
+    with training(tiny(), [LayerDropout()], steps=1) as loop:
+        for _ in range(2):
+            with loop.step():
+                pass
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no loss": (without_loss, UnsupportedModelError, "EarlyExitLoss had no effect"),
+    "too many steps": (too_many_steps, SettingError, r"training\(steps=1\) has taken all of its steps"),
+    "no callbacks": (lambda: training(tiny(), [], 1).__enter__(), SettingTypeError, r"callbacks\) must be .* got \[\]"),
+    "twice": (
+        lambda: training(tiny(), [LayerDropout(), LayerDropout()], 1).__enter__(),
+        SettingError,
+        r"training\(callbacks\) has more than one LayerDropout",
+    ),
+    "no steps": (lambda: training(tiny(), [LayerDropout()], 0).__enter__(), SettingError, r"training\(steps\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_loop_cannot_train(case: str) -> None:
+    make, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        make()
