@@ -66,19 +66,16 @@ def model_of(name: str) -> PreTrainedModel:
 def test_ids_are_plains(name: str) -> None:
     """And all logits, bit for bit, whatever drafts; texts are longer than the windows."""
     model = model_of(name)
-    for seed in range(2):
-        torch.manual_seed(seed)
-        prompt = {"input_ids": torch.randint(1, 90, (1, 9)), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
-        expected = model.generate(**prompt, **OPTIONS, return_dict_in_generate=True, output_logits=True)
-        for spec in SPECS.values():
-            found = model.generate(
-                **prompt, **OPTIONS, assistant=spec, return_dict_in_generate=True, output_logits=True
-            )
-            assert torch.equal(found.sequences, expected.sequences)
-            for ours, plain in zip(found.logits, expected.logits, strict=True):
-                assert torch.equal(ours, plain)
-            assert spec.stats is not None
-            assert spec.stats.promise == "bit for bit"
+    torch.manual_seed(0)
+    prompt = {"input_ids": torch.randint(1, 90, (1, 9)), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
+    options = OPTIONS | {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**prompt, **options)
+    for spec in SPECS.values():
+        found = model.generate(**prompt, **options, assistant=spec)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert torch.equal(torch.cat(found.logits), torch.cat(expected.logits))
+        assert spec.stats is not None
+        assert spec.stats.promise == "bit for bit"
     assert SPECS["tree"].stats.drafted
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -146,6 +143,7 @@ def test_each_token_is_what_it_is_alone(shape: tuple[int, ...]) -> None:
         assert torch.equal(ExactForward(layer, lambda: True)(input), alone)
 
 
+@pytest.mark.every_run("True-3|False-29")
 @pytest.mark.parametrize("count", [3, 8, 29])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_what_differs_is_named(count: int, everywhere: bool) -> None:
