@@ -181,6 +181,7 @@ def test_packed_again_where_weights_have_changed(packs: list[Any]) -> None:
     assert torch.equal(made.scales, expected[1])
 
 
+@pytest.mark.every_run("True")
 @in_float32
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_packed_again_where_the_vocabulary_has_grown(packs: list[Any], is_tied: bool) -> None:

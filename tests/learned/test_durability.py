@@ -115,6 +115,7 @@ def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path
     assert_lossless(llama, spec)
 
 
+@pytest.mark.every_run("search")
 @pytest.mark.parametrize("spec", [SEARCHES["swift, ratio given"], SelfSpec.layerskip()], ids=["search", "probe"])
 def test_a_second_spec_starts_tuned(spec: SelfSpec, llama: PreTrainedModel, tmp_path: Path) -> None:
     first, second = (fresh(spec, cache_dir=folder) for folder in (tmp_path, str(tmp_path)))

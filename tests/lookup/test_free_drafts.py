@@ -73,6 +73,7 @@ def test_ids_of_embedded_prompts_may_be_anything(llama: LlamaForCausalLM, spec: 
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.every_run("bloom-lookup|mpt-exit")
 @pytest.mark.parametrize(
     ("name", "kind"), [("bloom", "lookup"), ("mpt", "exit"), ("falcon-alibi", "lookup"), ("gpt_neo", "exit")]
 )

@@ -52,7 +52,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
-@pytest.mark.every_run("bloom|gemma3_text|gpt_oss|llama")
+@pytest.mark.every_run("gemma3_text|gpt_oss")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
 def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
     model = build(name)
@@ -201,7 +201,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.every_run("weights|forward|mode")
+@pytest.mark.every_run("weights")
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
@@ -219,6 +219,7 @@ def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.Graph
     assert graphs_of(model, QUICK) is not first
 
 
+@pytest.mark.usefixtures("traced")
 def test_inference_mode_and_without() -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
     with torch.inference_mode():
@@ -300,6 +301,7 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     assert len(graphs._of_models) == others
 
 
+@pytest.mark.every_run("tree-.*")
 @pytest.mark.parametrize(("name", "rows"), [("exit", 1), ("tree", 3)])
 def test_split_forwards_are_exact(
     name: str, rows: int, traced: list[torch.fx.GraphModule], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def generated(spec: SelfSpec | None, options: dict[str, Any]) -> list[list[int]]
     return MODEL.generate(**options, max_new_tokens=16, pad_token_id=0, assistant=spec).tolist()
 
 
-@pytest.mark.every_run("(default|tree|cost tree|layerskip|lora|kangaroo)-meta|default-bfloat16")
+@pytest.mark.every_run("(default|tree|lora)-meta|default-bfloat16")
 @pytest.mark.parametrize("kind", DEFAULTS)
 @pytest.mark.parametrize("name", SPECS)
 def test_generation(name: str, kind: str) -> None:

@@ -40,6 +40,7 @@ def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, **options: Any) -> set[i
     return set(torch.cat(lines).tolist())
 
 
+@pytest.mark.every_run("EarlyExit-True|EarlyExitAdapter-False")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", [EarlyExit, EarlyExitAdapter])
 def test_only_these_are_drafted(kind: Any, do_sample: bool, llama: LlamaForCausalLM) -> None:
@@ -50,6 +51,7 @@ def test_only_these_are_drafted(kind: Any, do_sample: bool, llama: LlamaForCausa
     assert found <= set(KEPT)
 
 
+@pytest.mark.every_run("gemma2")
 @pytest.mark.parametrize("name", ["gemma2", "phi", "falcon_h1"])
 def test_scales_caps_biases_and_ties(name: str) -> None:
     """What comes before and behind the head is the model's own code: all tokens are what the whole head says."""
