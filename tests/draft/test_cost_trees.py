@@ -138,7 +138,7 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
     return float(torch.stack(scores).max())
 
 
-@pytest.mark.every_run("swift-cost")
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["cost", "top-k"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_samples_have_the_models_distribution(search: str, tree: str) -> None:

@@ -405,7 +405,7 @@ def test_early_exit_only_returns_no_cache_and_takes_none():
         generated(model, prompt(), 4, assistant=spec, **{PAST: DynamicCache(config=model.config)})
 
 
-@pytest.mark.every_run("qwen3_next")
+@pytest.mark.every_run("llama")
 @pytest.mark.parametrize("name", ["llama", "opt", "qwen3_next"])
 def test_single_exits_that_are_tried_change_nothing(name, monkeypatch):
     """Each in turn, on the last tokens of a text, before one looks as if it paid."""

@@ -107,7 +107,7 @@ def test_rounding_is_close(form: Form) -> None:
 
 @in_float32
 @pytest.mark.machine("verification_is_free")
-@pytest.mark.every_run("tree")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["line", "tree", "cascade"])
 def test_joint_distribution_of_drawn_tokens(how: str) -> None:
     """In batches, by drafts that also leave layers out, since they would nearly always be right."""

@@ -168,7 +168,7 @@ def test_transformers_own_drafts_bring_a_grammar_out_of_step(option: str, tokeni
         generated(tokenizer, ragged_batch((12,), seed=0), None, processor, **{option: 3})
 
 
-@pytest.mark.every_run("xgrammar|llguidance")
+@pytest.mark.every_run("xgrammar")
 @libraries_warn
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -287,7 +287,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.every_run("exit-(object|layers)")
+@pytest.mark.every_run("exit-layers")
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec, compiled: str) -> None:
     model = COMPILED[compiled](tiny_llama(factor=0.5))

@@ -65,7 +65,7 @@ def test_the_ids_are_those_of_the_weights_of_the_moment(kind: str, change: Calla
 
 
 @pytest.mark.filterwarnings("ignore:LlamaForCausalLM runs without compiled graphs:UserWarning")
-@pytest.mark.every_run("exit")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", specs())
 def test_merged_adapters(kind: str) -> None:
     model, spec = tiny_llama(factor=0.5), specs()[kind]

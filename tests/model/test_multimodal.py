@@ -111,7 +111,7 @@ DRAFTS: dict[str, Callable[[], SelfSpec]] = {
 }
 
 
-@pytest.mark.every_run("llava-(swift|lookup)")
+@pytest.mark.every_run("llava-swift")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_all_kinds_of_drafts(name: str, draft: str) -> None:

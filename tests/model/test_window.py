@@ -87,7 +87,7 @@ def test_in_graphs(
     assert graphs_of(model, QUICK).count > 2
 
 
-@pytest.mark.every_run("mistral")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 def test_bit_for_bit(kind: str) -> None:
     model = build(kind).bfloat16()

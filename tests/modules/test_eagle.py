@@ -132,6 +132,7 @@ def test_drafts_are_those_of_the_original_head(settings: dict[str, bool], inputs
     assert max(seen) == 3
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_models_distribution(tmp_path: Path) -> None:
     model = tiny_vocabulary()
     published(tmp_path, model, size=model.config.vocab_size - 1)

@@ -64,6 +64,7 @@ def test_scales_caps_biases_and_ties(name: str) -> None:
     assert {token % 2 for token in drafted_by(model, half, do_sample=False)} == {0}
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_models_distribution() -> None:
     spec = SelfSpec(EarlyExit(2, head_of([1, 4], 5)), FixedLength(3))
     check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))

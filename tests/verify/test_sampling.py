@@ -93,7 +93,7 @@ def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch
     assert sum(one == drawn and named >= 1 for one, named in mixed) > 30
 
 
-@pytest.mark.every_run("tree")
+@pytest.mark.slow
 @pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize("spec", ["early exit", "tree", "named", "drawn and named"])
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
