@@ -40,7 +40,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import packing
 from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.model.packing import Form, PackedLinear, one_a_byte, rounded
@@ -309,11 +309,6 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
         return draft(tiny_llama().to(torch.bfloat16))
 
     for wrong, error, words in (
-        (lambda: Quantized(5), SettingError, r"Quantized\(bits\) must be one of 4, 8, got 5"),
-        (lambda: Quantized(head=2), SettingError, r"Quantized\(head\) must be one of 4, 8, 16"),
-        (lambda: Quantized(group_size=48), SettingError, r"Quantized\(group_size\) must be one of 32, 64, 128, 256"),
-        (lambda: Quantized(layers=3), SettingTypeError, "must be EarlyExit, SkipLayers or None, got 3"),
-        (lambda: Quantized(layers=EarlyExit()), SettingError, "nothing looks for layers"),
         (lambda: draft(tiny_llama()), UnsupportedModelError, "faster than its layers in torch.float32 on this cpu"),
         (lambda: draft(quantised), UnsupportedModelError, "quantised already"),
         (lambda: draft(offloaded), UnsupportedModelError, "spread over processes or offloaded"),

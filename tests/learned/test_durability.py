@@ -155,12 +155,6 @@ def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> Non
     assert sorted(one["several_rows"] for one in json.loads(file.read_text())["findings"]) == [False, True]
 
 
-@pytest.mark.parametrize("task", ["", "../a", "a" * 51, 3])
-def test_bad_task_names(task: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
-        SelfSpec(cache_dir=tmp_path, task=task)
-
-
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_cache_files_that_cannot_be_used(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Findings begin anew, those of searches and those of texts, with one warning for each file, and take its place."""
