@@ -95,7 +95,7 @@ AFTER: dict[str, tuple[SelfSpec, Any, str, Exception]] = {
 }
 
 
-@pytest.mark.every_run("texts|probe|state of texts|file")
+@pytest.mark.every_run("texts|probe|state of texts|file|statistics")
 @pytest.mark.parametrize("place", AFTER)
 def test_what_fails_after_the_last_token(
     place: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
