@@ -51,6 +51,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What decides by time is given, see :class:`Machine`; in tests marked ``times_decide`` rounds are timed."""
     found = Machine(monkeypatch)
     found.probes_have_time()
+    found.fits_are_timed_briefly()
     if request.node.get_closest_marker("times_decide") is None:
         found.rounds_are_not_timed()
     for name in [name for marker in request.node.iter_markers("machine") for name in marker.args]:

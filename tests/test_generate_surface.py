@@ -108,6 +108,7 @@ HEALED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_run("sampled")
 @pytest.mark.parametrize("options", HEALED.values(), ids=HEALED)
 def test_token_healing(options: dict[str, Any]) -> None:
     """The last token of each prompt may become a longer one, with which streamers begin, too."""
@@ -151,6 +152,7 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
     assert streamers[0].calls == streamers[1].calls
 
 
+@pytest.mark.every_run("(?=.*True)(?=.*(exit|search)).*|(?=.*False)(?=.*tree).*")
 @pytest.mark.parametrize("with_eos", [False, True])
 def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs], with_eos: bool) -> None:
     """Equal up to each row's end; plain generate goes on computing scores for padding, which mean nothing."""
@@ -228,6 +230,7 @@ def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
     assert max(widths) <= 5  # of verification
 
 
+@pytest.mark.every_run(".*tree.*")
 def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
     spec, inputs = case
 

@@ -35,6 +35,7 @@ def test_public_names() -> None:
         attrgetter("SelfSpecs")(hf_selfspec)
 
 
+@pytest.mark.slow
 def test_what_is_imported_when() -> None:
     """The package imports nothing by itself; a ``SelfSpec``, here of a pickle, wraps ``generate`` and little more."""
     script = (
@@ -85,12 +86,15 @@ def test_first_calls_of_an_import() -> None:
     package, and where the package is imported again, or one of its modules is reloaded."""
     script = """
 import importlib.util, sys, hf_selfspec
+assert not {"torch", "transformers"} & sys.modules.keys()
 importlib.util.find_spec("transformers.generation.utils")  # which imports nothing
 from helpers.models import ROW, tiny_llama
 assert not [finder for finder in sys.meta_path if type(finder).__module__ == "hf_selfspec.hooks.seams"]
 model = tiny_llama()
 first = model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec())
 assert first.equal(model.generate(**ROW, max_new_tokens=8))
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("hf_selfspec.")}
+assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}
 for name in ("model.linear", "hooks.seams", "hooks.wrapper"):
     importlib.reload(sys.modules["hf_selfspec." + name])
     assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
@@ -112,6 +116,7 @@ except ValueError:
     assert python("-c", script).stdout == "uninstalled\n"
 
 
+@pytest.mark.slow
 def test_uninstalled_before_transformers_is_imported() -> None:
     script = (
         "from hf_selfspec.hooks.seams import uninstall; uninstall()\n"

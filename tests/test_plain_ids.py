@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -315,7 +314,7 @@ FEW = ("one token", "two tokens", "forced eos", "counting processor", "no repeat
 RARE = ("adapter", "adapter tree", "heads", "heads tree", "layerskip", "mtp", "mtp tree", "mtp cascade")
 
 
-@pytest.mark.parametrize(("method", "call"), one_of(23, SPECS, CALLS))
+@pytest.mark.parametrize(("method", "call"), one_of(len(CALLS), SPECS, CALLS))
 def test_every_draft_in_every_call(method: str, call: str) -> None:
     model = model_of("llama")
     spec = SPECS[method](model)
@@ -330,7 +329,7 @@ MODELS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "call"), one_of(19, MODELS, CALLS))
+@pytest.mark.parametrize(("name", "call"), one_of(len(CALLS), MODELS, CALLS))
 def test_every_call_of_every_model(name: str, call: str) -> None:
     if call in ("holes", "chat, rows end") and name in STATEFUL:
         pytest.skip("refused: recurrent states would change")
@@ -400,12 +399,12 @@ def can(name: str, method: str) -> bool:
     return is_possible(name, method) and method not in REFUSED.get(name, ()) and not no_tree
 
 
+@pytest.mark.every_run(EVERY_RUN)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture(name: str) -> None:
-    """Three methods on those that differ most, one on the rest; over all architectures each method has its turns."""
+    """Two methods on each; over those of each run every usual method has its turns."""
     place = list(ARCHITECTURES).index(name)
-    usual, other = [ALWAYS[(place + step) % len(ALWAYS)] for step in (0, 2)], OTHERS[place % len(OTHERS)]
-    methods = [*usual, other] if re.fullmatch(EVERY_RUN, name) else [other if place % 2 else usual[0]]
+    methods = ALWAYS[place % len(ALWAYS)], OTHERS[place % len(OTHERS)]
     check_architecture(name, [method if can(name, method) else "exit" for method in methods])
 
 
@@ -415,7 +414,7 @@ def test_every_draft_on_every_architecture(name: str) -> None:
     check_architecture(name, [method for method in SPECS if can(name, method)])
 
 
-@pytest.mark.parametrize("method", one_of(4, SPECS))
+@pytest.mark.parametrize("method", one_of(9, SPECS))
 def test_up_to_the_last_position(method: str) -> None:
     """Learned positions end somewhere, and rows come there at different times."""
     model = tiny_gpt2(positions=40)

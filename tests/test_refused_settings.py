@@ -21,6 +21,7 @@ from hf_selfspec import (
     FixedLength,
     Lookup,
     OfflineSearch,
+    Quantized,
     SelfSpec,
     SelfSpecError,
     SettingError,
@@ -88,14 +89,32 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
     ),
     (lambda: Cascade([]), SettingTypeError, ("Cascade(sources)",)),
     (lambda: Cascade(None), SettingTypeError, ("Cascade(sources)",)),
+    *(
+        (lambda make=make, number=number: make(number), SettingError, (words,))
+        for number in (1025, 10**5000)
+        for make, words in (
+            (lambda number: SelfSpec.layerskip(max_draft=number), "layerskip(max_draft) must be at most 1024"),
+            (FixedLength, "FixedLength(num_tokens) must be at most 1024"),
+            (lambda number: CostTree(most=number), "CostTree(most) must be at most 256"),
+        )
+    ),
+    *(
+        (lambda task=task: SelfSpec(cache_dir="cache", task=task), SettingError, ("(task) names a file: give letters",))
+        for task in ("", "../a", "a" * 51, 3)
+    ),
+    (lambda: SelfSpec(compile="inductor"), SettingTypeError, ("SelfSpec(compile) must be None, True, False or",)),
+    (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
+    (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
+    (lambda: Quantized(5), SettingError, ("Quantized(bits) must be one of 4, 8, got 5",)),
+    (lambda: Quantized(head=2), SettingError, ("Quantized(head) must be one of 4, 8, 16",)),
+    (lambda: Quantized(group_size=48), SettingError, ("Quantized(group_size) must be one of 32, 64, 128, 256",)),
+    (lambda: Quantized(layers=3), SettingTypeError, ("must be EarlyExit, SkipLayers or None, got 3",)),
+    (lambda: Quantized(layers=EarlyExit()), SettingError, ("nothing looks for layers",)),
     # What would have no effect.
     (
         lambda: SelfSpec(Listed(), FixedLength(3)),
         SettingError,
-        (
-            "SelfSpec(stop=",
-            "no effect here: Listed drafts what",
-        ),
+        ("SelfSpec(stop=", "no effect here: Listed drafts what"),
     ),
     (lambda: SelfSpec(Lookup(), FixedLength(3)), SettingError, ("SelfSpec(stop=", "no effect here: Lookup drafts")),
     (

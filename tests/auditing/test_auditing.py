@@ -160,7 +160,7 @@ def test_a_subtle_wrong_token_is_found_in_bfloat16(changing: Any) -> None:
     gaps = [float(top.values[0] - top.values[1]) for top in tops]
     units = [8 * torch.finfo(torch.bfloat16).eps * float(scores.abs().max()) for scores in plain.scores]
     subtle = [index for index, gap in enumerate(gaps) if units[index] / 2 < gap < units[index]]
-    for index in subtle[:3]:
+    for index in subtle[:1]:
         with_second = with_token(ids.shape[1] + index, int(tops[index].indices[1]))
         changing(lambda _, change=with_second: change(plain.sequences.clone()))
         found = audit(model, tokenizer, [text], SelfSpec.lookup(), max_new_tokens=48)

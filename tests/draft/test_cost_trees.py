@@ -76,6 +76,7 @@ def test_siblings_are_those_that_pay() -> None:
     assert first > last
 
 
+@pytest.mark.every_run("2-9")
 @pytest.mark.parametrize(("rows", "length"), [(1, 12), (2, 9)])
 def test_wide_trees_up_to_the_end(rows: int, length: int) -> None:
     """More nodes in a verification than slots were set aside for."""
@@ -137,7 +138,7 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
     return float(torch.stack(scores).max())
 
 
-@pytest.mark.every_run("swift-cost")
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["cost", "top-k"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_samples_have_the_models_distribution(search: str, tree: str) -> None:

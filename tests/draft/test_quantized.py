@@ -40,7 +40,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import packing
 from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.model.packing import Form, PackedLinear, one_a_byte, rounded
@@ -107,7 +107,7 @@ def test_rounding_is_close(form: Form) -> None:
 
 @in_float32
 @pytest.mark.machine("verification_is_free")
-@pytest.mark.every_run("tree")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["line", "tree", "cascade"])
 def test_joint_distribution_of_drawn_tokens(how: str) -> None:
     """In batches, by drafts that also leave layers out, since they would nearly always be right."""
@@ -181,6 +181,7 @@ def test_packed_again_where_weights_have_changed(packs: list[Any]) -> None:
     assert torch.equal(made.scales, expected[1])
 
 
+@pytest.mark.every_run("True")
 @in_float32
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_packed_again_where_the_vocabulary_has_grown(packs: list[Any], is_tied: bool) -> None:
@@ -308,11 +309,6 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
         return draft(tiny_llama().to(torch.bfloat16))
 
     for wrong, error, words in (
-        (lambda: Quantized(5), SettingError, r"Quantized\(bits\) must be one of 4, 8, got 5"),
-        (lambda: Quantized(head=2), SettingError, r"Quantized\(head\) must be one of 4, 8, 16"),
-        (lambda: Quantized(group_size=48), SettingError, r"Quantized\(group_size\) must be one of 32, 64, 128, 256"),
-        (lambda: Quantized(layers=3), SettingTypeError, "must be EarlyExit, SkipLayers or None, got 3"),
-        (lambda: Quantized(layers=EarlyExit()), SettingError, "nothing looks for layers"),
         (lambda: draft(tiny_llama()), UnsupportedModelError, "faster than its layers in torch.float32 on this cpu"),
         (lambda: draft(quantised), UnsupportedModelError, "quantised already"),
         (lambda: draft(offloaded), UnsupportedModelError, "spread over processes or offloaded"),

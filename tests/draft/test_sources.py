@@ -74,7 +74,7 @@ def test_own_rules_end_drafts(llama: LlamaForCausalLM) -> None:
     assert max(stats.accepted_lengths) <= 2 < NEW_TOKENS // stats.rounds + 2
 
 
-@pytest.mark.every_run("alone")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: SelfSpec(Recalled(2.0), Alternating()), lambda: SelfSpec(Cascade([Lookup(max_nodes=2), Recalled(2.0)]))],

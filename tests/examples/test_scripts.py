@@ -82,7 +82,7 @@ LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "t
 # Those that take longer than a few seconds.
 SLOW = {
     "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
-    "heads", "known_answer", "parts", "stops", "train_demo_model", "windows",
+    "grammar", "heads", "known_answer", "parts", "stops", "train_demo_model", "training", "windows",
 }  # fmt: skip
 
 # What TRL and lm-eval do, and theirs.
@@ -342,6 +342,7 @@ class Exactness(TrainerCallback):
         self.on_train_begin(args, state, control, model)
 
 
+@pytest.mark.slow
 def test_rollouts_of_a_policy_that_learns(places: dict[str, Path], tmp_path: Path) -> None:
     """And goes on where it was, with what the SelfSpec knows."""
     library("trl")

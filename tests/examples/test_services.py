@@ -121,11 +121,11 @@ def events(text: str) -> list[Any]:
 def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     httpx = library("httpx")
     library("fastapi")
-    expected = {prompt: answer(model, tokenizer, prompt + "\n") for prompt in QUESTIONS}  # of its chat template
+    expected = {prompt: answer(model, tokenizer, prompt + "\n") for prompt in QUESTIONS[:2]}  # of its chat template
     requests = [
         (way, {"prompt": prompt, "user": user, "max_new_tokens": 24})
         for way in ("generate", "stream")
-        for prompt in QUESTIONS
+        for prompt in expected
         for user in ("ada", "grace")
     ]
     with running(importlib.import_module("service").service(model, tokenizer)) as address:

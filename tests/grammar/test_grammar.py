@@ -130,7 +130,7 @@ def generated(
     return MODEL.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | ends | options, assistant=spec)
 
 
-@pytest.mark.every_run("xgrammar-.*")
+@pytest.mark.every_run("xgrammar-json")
 @libraries_warn
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -168,7 +168,7 @@ def test_transformers_own_drafts_bring_a_grammar_out_of_step(option: str, tokeni
         generated(tokenizer, ragged_batch((12,), seed=0), None, processor, **{option: 3})
 
 
-@pytest.mark.every_run("xgrammar|llguidance")
+@pytest.mark.every_run("xgrammar")
 @libraries_warn
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -238,6 +238,7 @@ def texts(spec: SelfSpec | None, inputs: Any, *processors: Any, **options: Any) 
 ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6), seed=11)
 
 
+@pytest.mark.every_run("exit, tree")
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_grammar_of_ones_own(spec: str) -> None:
     """The same tokens, and the same state after them."""
@@ -292,6 +293,7 @@ class DeadEnd(LogitsProcessor):
         return scores.masked_fill(torch.isin(input_ids[:, -1:], self.tokens), -torch.inf)
 
 
+@pytest.mark.every_run("greedy")
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_draft_ends_if_nothing_may_follow(do_sample: bool) -> None:
     """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
@@ -338,6 +340,7 @@ def test_beside_another_memory_rows_advance_together() -> None:
     assert ours.stats.accepted > 0
 
 
+@pytest.mark.every_run("default-drawn|exit, tree-greedy")
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_masks_of_all_nodes_at_once(spec: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,6 +443,7 @@ class Watching:
         self.told.append((self.asked, max(drafted), max(accepted)))
 
 
+@pytest.mark.every_run("Expecting")
 @pytest.mark.parametrize("kind", [Automaton, Expecting])
 def test_a_stop_rule_learns_of_the_tokens_that_it_was_asked_about(kind: type[Automaton]) -> None:
     """Not of forced or expected ones."""
@@ -522,7 +526,7 @@ class DiceDrafter(FixedDrafter):
         return Draft(tokens, [min(size, count) for count in max_new], q=q)
 
 
-@pytest.mark.every_run("early exit-Automaton|dice-Automaton")
+@pytest.mark.every_run("early exit-Automaton")
 @pytest.mark.parametrize("kind", [Automaton, Expecting])
 @pytest.mark.parametrize("spec", [*SAMPLED, "dice"])
 def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton]) -> None:

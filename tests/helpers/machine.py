@@ -1,5 +1,7 @@
 """The machine as tests see it: what is measured on it, or follows from that, is given here and nowhere else."""
 
+import sys
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from hf_selfspec.search.forward_costs import ForwardCosts, Stopwatch
 class Machine:
     """Gives tests the costs that decide what drafts; users have no setting for what their machine is measured for.
 
-    The fixture ``machine`` calls the first two methods for every test, and those that ``pytest.mark.machine`` names.
+    The fixture ``machine`` calls the first three methods for every test, and those that ``pytest.mark.machine`` names.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,12 @@ class Machine:
         self._set(probe, "_BUDGET", 1.0)
         self._set(probe, "_PROMISING", 1.0)
         self._set(ExitStudy, "is_promising", True)
+
+    def fits_are_timed_briefly(self) -> None:
+        """On one text, as far as a test imports fits at all."""
+        if (fits := sys.modules.get("hf_selfspec.train.fit_trainer")) is not None:
+            self._set(fits, "_ROWS", 1)
+            self._set(fits, "_TOKENS", 8)
 
     def rounds_are_not_timed(self) -> None:
         """They cost what is guessed before the first one, so that promises count and nothing ever rests."""

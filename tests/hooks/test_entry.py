@@ -35,6 +35,7 @@ def spec(request: pytest.FixtureRequest) -> SelfSpec:
     return SPECS[request.param]
 
 
+@pytest.mark.every_run("tree")
 def test_assistant_and_custom_generate(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     assert_serves(llama, spec)
     plain = llama.generate(**BATCH, max_new_tokens=16)
@@ -133,6 +134,7 @@ def assert_served_once(model: PreTrainedModel, calls: list[str], times: int = 1)
     calls.clear()
 
 
+@pytest.mark.every_run("True")
 @pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("with_trace", [False, True])
 def test_wrappers_of_others_above_and_below(
@@ -176,6 +178,7 @@ def lora() -> peft.PeftModel:
     return peft.get_peft_model(model, config).eval()
 
 
+@pytest.mark.every_run("exit")
 def test_lora(lora: peft.PeftModel, spec: SelfSpec, llama: LlamaForCausalLM) -> None:
     assert_serves(lora, spec)
     with_adapter = lora.generate(**ROW, max_new_tokens=16, assistant=spec)
@@ -246,6 +249,7 @@ HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
 }
 
 
+@pytest.mark.every_run("global")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_with_a_value_for_each_row(hook: str) -> None:
     model = tiny_llama()
@@ -283,7 +287,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.every_run("exit-(object|layers)")
+@pytest.mark.every_run("exit-layers")
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec, compiled: str) -> None:
     model = COMPILED[compiled](tiny_llama(factor=0.5))

@@ -115,6 +115,7 @@ def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path
     assert_lossless(llama, spec)
 
 
+@pytest.mark.every_run("search")
 @pytest.mark.parametrize("spec", [SEARCHES["swift, ratio given"], SelfSpec.layerskip()], ids=["search", "probe"])
 def test_a_second_spec_starts_tuned(spec: SelfSpec, llama: PreTrainedModel, tmp_path: Path) -> None:
     first, second = (fresh(spec, cache_dir=folder) for folder in (tmp_path, str(tmp_path)))
@@ -152,12 +153,6 @@ def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> Non
             generate(llama, prompt(rows), tokens, assistant=spec)
     (file,) = tmp_path.rglob("*.json")
     assert sorted(one["several_rows"] for one in json.loads(file.read_text())["findings"]) == [False, True]
-
-
-@pytest.mark.parametrize("task", ["", "../a", "a" * 51, 3])
-def test_bad_task_names(task: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
-        SelfSpec(cache_dir=tmp_path, task=task)
 
 
 @pytest.mark.usefixtures("no_warnings_yet")

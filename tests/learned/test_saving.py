@@ -54,6 +54,7 @@ def test_settings_come_back(spec: SelfSpec, tmp_path: Path) -> None:
     assert repr(loaded) == repr(spec)
 
 
+@pytest.mark.every_run("clasp-1")
 @pytest.mark.parametrize(("name", "rows"), [("clasp", 1), ("swift, ratio given", 2)])
 def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name])

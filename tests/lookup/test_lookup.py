@@ -153,6 +153,7 @@ def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
     assert branching or tree.parents == tuple(range(len(tree)))
 
 
+@pytest.mark.every_run("[01]-True-steps|[23]-False-(free|steep)")
 @pytest.mark.parametrize("costs", [FREE, STEEP, STEPS], ids=["free", "steep", "steps"])
 @pytest.mark.parametrize("branching", [True, False])
 @pytest.mark.parametrize("seed", range(4))
@@ -204,6 +205,7 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     assert grow(row_of([]).sources, FREE, 1.0, 8).tokens == ()
 
 
+@pytest.mark.every_run("(0.0|1.7|3.0)-[01]")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("pace", [0.0, 1.0, 1.7, 3.0])
 def test_the_size_is_the_best_one(seed: int, pace: float) -> None:

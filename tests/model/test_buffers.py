@@ -104,6 +104,7 @@ def test_an_error_leaves_the_memory_to_the_next_call(recorded: Recorded, monkeyp
     assert recorded
 
 
+@pytest.mark.every_run("making")
 @pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("at", ["making", "running"])
 def test_assertions_of_torchs_graph_trees(at: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def specs() -> dict[str, SelfSpec]:
     }
 
 
-@pytest.mark.every_run("optimizer_step-(default|exit)|other_parameters-skip|training_and_back-default")
+@pytest.mark.every_run("optimizer_step-default|other_parameters-skip")
 @pytest.mark.parametrize("kind", specs())
 @pytest.mark.parametrize("change", [optimizer_step, other_parameters, training_and_back])
 def test_the_ids_are_those_of_the_weights_of_the_moment(kind: str, change: Callable[[Any], None]) -> None:
@@ -65,7 +65,7 @@ def test_the_ids_are_those_of_the_weights_of_the_moment(kind: str, change: Calla
 
 
 @pytest.mark.filterwarnings("ignore:LlamaForCausalLM runs without compiled graphs:UserWarning")
-@pytest.mark.every_run("default|exit")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", specs())
 def test_merged_adapters(kind: str) -> None:
     model, spec = tiny_llama(factor=0.5), specs()[kind]

@@ -24,7 +24,7 @@ from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
 from helpers.split import attention_with_sums
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError
 from hf_selfspec.decode import decoder
 from hf_selfspec.model import attention, graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
@@ -52,7 +52,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
-@pytest.mark.every_run("bloom|gemma3_text|gpt_oss|llama")
+@pytest.mark.every_run("gemma3_text|gpt_oss")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
 def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
     model = build(name)
@@ -116,8 +116,6 @@ def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) ->
 
 def test_settings() -> None:
     assert {SelfSpec(EarlyExit(2), compile=CompileConfig()): 1}  # a key
-    with pytest.raises(SettingTypeError, match=r"SelfSpec\(compile\) must be None, True, False or"):
-        SelfSpec(compile="inductor")
 
 
 @pytest.mark.parametrize("wrong", [CompileConfig(backend="none-such"), CompileConfig(options={"max_autotune": False})])
@@ -201,7 +199,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.every_run("weights|forward|mode")
+@pytest.mark.every_run("weights")
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
@@ -219,6 +217,7 @@ def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.Graph
     assert graphs_of(model, QUICK) is not first
 
 
+@pytest.mark.usefixtures("traced")
 def test_inference_mode_and_without() -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
     with torch.inference_mode():
@@ -300,6 +299,7 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     assert len(graphs._of_models) == others
 
 
+@pytest.mark.every_run("tree-.*")
 @pytest.mark.parametrize(("name", "rows"), [("exit", 1), ("tree", 3)])
 def test_split_forwards_are_exact(
     name: str, rows: int, traced: list[torch.fx.GraphModule], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def generated(spec: SelfSpec | None, options: dict[str, Any]) -> list[list[int]]
     return MODEL.generate(**options, max_new_tokens=16, pad_token_id=0, assistant=spec).tolist()
 
 
-@pytest.mark.every_run("(default|tree|cost tree|layerskip|lora|kangaroo)-meta|default-bfloat16")
+@pytest.mark.every_run("(default|tree)-meta|default-bfloat16")
 @pytest.mark.parametrize("kind", DEFAULTS)
 @pytest.mark.parametrize("name", SPECS)
 def test_generation(name: str, kind: str) -> None:
@@ -85,7 +85,7 @@ def test_generation(name: str, kind: str) -> None:
     assert name != "tree" or found == usual
 
 
-@pytest.mark.every_run("meta")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_fitted_parts(kind: str, tmp_path: Path) -> None:
     """Their layers are made by torch's own classes."""

@@ -52,6 +52,7 @@ def same_ids(model: PreTrainedModel, spec: SelfSpec, lengths: tuple[int, ...] = 
     assert model.config._experts_implementation == "grouped_mm"
 
 
+@pytest.mark.every_run("10-batch|3-row")
 @pytest.mark.parametrize("lengths", [(9,), (9, 5, 7)], ids=["row", "batch"])
 @pytest.mark.parametrize("drafted", [3, 10])
 def test_off_a_cpu_weights_are_gathered_for_few_tokens(

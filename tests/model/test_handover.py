@@ -135,7 +135,7 @@ def assert_goes_on(kind: str, draft: str, ours: Any, plain: Any, longer: Prompt)
         assert torch.equal(found, expected), (past is ours, assistant)
 
 
-@pytest.mark.every_run("ragged-first-.*|ragged-later-(window|states|image, states)|row-first-image, states")
+@pytest.mark.every_run("ragged-first-(window|states|indexed|image, states)|ragged-later-(window|states)")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", NEW)
 @pytest.mark.parametrize("rows", ["row", "ragged"])
@@ -174,7 +174,7 @@ ENDS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every_run(".*-states|in step-states, rows together|before others-(window|image, states)")
+@pytest.mark.every_run("in step-states|before others-(window|states)")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("segments", "no stack of its own")])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_row_that_ends_before_others(end: str, kind: str) -> None:
@@ -207,6 +207,7 @@ class Length(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
+@pytest.mark.every_run("(window|image, states)-first|(dynamic|states)-later")
 @pytest.mark.parametrize("end", ["first", "later"])
 @pytest.mark.parametrize("kind", ["dynamic", "window", "indexed", "states", "image, states"])
 def test_static_caches(kind: str, end: str) -> None:
@@ -248,6 +249,7 @@ def test_states_follow_their_row() -> None:
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.every_run("row-window|ragged-(window, late|states)")
 @pytest.mark.parametrize("kind", ["dynamic", "window", "window, late", "indexed", "states", "states and windows, late"])
 @pytest.mark.parametrize("rows", ["row", "ragged"])
 def test_an_error_leaves_a_cache_whole_or_empty(rows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,7 @@ def test_compiled_layers_of_our_own_are_one_graph() -> None:
         assert torch.equal(compiled(x), plain_linear(x, layer.weight, layer.bias))
 
 
+@pytest.mark.every_run("for one")
 @pytest.mark.parametrize("then", ["for one", "for many"])
 def test_a_choice_that_was_made_under_load_is_mended(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By looks again that cost little, and ever less; what was right stays whatever disturbs these."""

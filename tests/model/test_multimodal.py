@@ -53,7 +53,7 @@ def check(name: str, spec: SelfSpec, texts: tuple[int, ...] = ROWS["one"], **opt
     assert torch.equal(_model(name).generate(**prompt, **OPTIONS | options, assistant=spec), expected)
 
 
-@pytest.mark.every_run(".*-ragged")
+@pytest.mark.every_run("(gemma3|gemma4|qwen2_5_vl|qwen3_5|voxtral)-ragged")
 @pytest.mark.filterwarnings("ignore:(Exaone4_5|Qwen4Exp|Glm5Next).* cannot take:UserWarning")
 @pytest.mark.parametrize("rows", [*ROWS, "text", "texts"])
 @pytest.mark.parametrize("name", MODELS)
@@ -111,7 +111,7 @@ DRAFTS: dict[str, Callable[[], SelfSpec]] = {
 }
 
 
-@pytest.mark.every_run("llava-.*")
+@pytest.mark.every_run("llava-swift")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_all_kinds_of_drafts(name: str, draft: str) -> None:
@@ -193,9 +193,7 @@ CALLS: dict[str, Callable[[str, SelfSpec | None], torch.Tensor]] = {
 }
 
 
-@pytest.mark.every_run(
-    "qwen2_5_vl-(chat|short first turn|chunks)|gemma3-(chat with.*|several answers)|llava-(chat|rows end)"
-)
+@pytest.mark.every_run("qwen2_5_vl-(chat|chunks|short first turn)|gemma3-several answers|llava-rows end")
 @pytest.mark.filterwarnings("ignore:Qwen4Exp.* cannot take:UserWarning")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5", "qwen4_exp"])

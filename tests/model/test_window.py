@@ -36,6 +36,7 @@ THREE, WIDE = FixedLength(3), TopKTree(((0.9999, 3), (1.0, 1)))
 SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "lookup": lambda model: SelfSpec.lookup(),
     "exit": lambda model: SelfSpec(EarlyExit(2), ConfidenceThreshold(0.05), max_draft=12),
+    "chunks": lambda model: SelfSpec(EarlyExit(2), ConfidenceThreshold(0.05), max_draft=12),
     "tree": lambda model: SelfSpec(EarlyExit(2), THREE, WIDE),
     "skip": lambda model: SelfSpec(random_skip_set(model.config.model_type, model), THREE),
     "search": lambda model: SelfSpec.swift(0.4, OnTheFlySearch(8, budget=1.0)),
@@ -59,32 +60,34 @@ def ids(model: PreTrainedModel, rows: str, assistant: SelfSpec | None, **options
         return model.generate(**ragged_batch(ROWS[rows], seed=11), **options, assistant=assistant)
 
 
-@pytest.mark.every_run("ragged-gemma3_text|short row-mistral")
+@pytest.mark.every_run("ragged-gemma3_text-(exit|tree|mtp)|row-mistral-(lookup|search|chunks)|short row-gpt_oss-skip")
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_texts_many_windows_long(rows: str, kind: str) -> None:
-    model = model_of(kind)
-    expected = ids(model, rows, None)
-    for name, spec in SPECS.items():
-        if name not in ONLY.get(kind, ()):
-            for options in ({}, {"prefill_chunk_size": 13}) if name == "exit" else ({},):
-                assert torch.equal(ids(model, rows, spec(model), **options), expected), (name, options)
+def test_texts_many_windows_long(rows: str, kind: str, name: str) -> None:
+    if name in ONLY.get(kind, ()):
+        pytest.skip("not of this type of model")
+    model, options = model_of(kind), {"prefill_chunk_size": 13} if name == "chunks" else {}
+    assert torch.equal(ids(model, rows, SPECS[name](model), **options), ids(model, rows, None))
 
 
-@pytest.mark.every_run("ragged-gemma3_text")
+@pytest.mark.every_run("ragged-gemma3_text-line")
+@pytest.mark.parametrize("tree", [None, WIDE], ids=["line", "tree"])
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("rows", ["row", "ragged"])
-def test_in_graphs(rows: str, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_graphs(
+    rows: str, kind: str, tree: TopKTree | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.graphs_are_taken()
     monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
     monkeypatch.setattr(cache_module, "_GRAPH_GRAIN", 8)  # so that windows move
-    model, expected = model_of(kind), ids(model_of(kind), rows, None, max_new_tokens=100 - max(ROWS[rows]))
-    for tree in (None, WIDE):
-        spec = SelfSpec(EarlyExit(2), THREE, tree, compile=QUICK)
-        assert torch.equal(ids(model, rows, spec, max_new_tokens=100 - max(ROWS[rows])), expected), tree
+    model, options = model_of(kind), {"max_new_tokens": 75 - max(ROWS[rows])}
+    spec = SelfSpec(EarlyExit(2), THREE, tree, compile=QUICK)
+    assert torch.equal(ids(model, rows, spec, **options), ids(model, rows, None, **options))
     assert graphs_of(model, QUICK).count > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 def test_bit_for_bit(kind: str) -> None:
     model = build(kind).bfloat16()
@@ -94,6 +97,7 @@ def test_bit_for_bit(kind: str) -> None:
         assert torch.equal(ids(model, "row", spec, **options), expected)
 
 
+@pytest.mark.every_run("ragged")
 @pytest.mark.parametrize("rows", ROWS)
 def test_what_is_kept(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window, the longest forward and a bounded rest; layers that see the whole text keep it."""

@@ -28,6 +28,7 @@ def spec_of(lora: Any, stop: Any = None, **settings: Any) -> SelfSpec:
     return SelfSpec(EarlyExitLora(lora), stop or FixedLength(3), **settings)
 
 
+@pytest.mark.every_run("30.0")
 @pytest.mark.parametrize("size", [0.02, 30.0])
 def test_verification_never_starts_from_drafted_states(size: float, llama: LlamaForCausalLM) -> None:
     """Keys, values and states of drafts are not the model's, in any layer."""

@@ -115,7 +115,8 @@ def test_fits_of_heads(tmp_path: Path) -> None:
     check_lossless(model, SelfSpec.dssd(tmp_path, max(reached)))
     # The text's next tokens are not what a model at random says.
     with unreached("fit_exit_heads", "no head is sure enough"):
-        low = fit_exit_heads(model, None, rows(80), rank=8, labels=0.5, **options)
+        few = options | {"args": arguments(tmp_path, max_steps=4)}
+        low = fit_exit_heads(model, None, rows(80), rank=8, labels=0.5, **few)
     assert low.num_parameters == 2 * (64 + 8 * (64 + VOCABULARY)) < heads.num_parameters
     assert low.about["figures"]["drafts accepted at best"] == 0.0
 

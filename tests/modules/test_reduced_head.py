@@ -40,6 +40,7 @@ def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, **options: Any) -> set[i
     return set(torch.cat(lines).tolist())
 
 
+@pytest.mark.every_run("EarlyExit-True|EarlyExitAdapter-False")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("source_class", [EarlyExit, EarlyExitAdapter])
 def test_only_these_are_drafted(source_class: Any, do_sample: bool, llama: LlamaForCausalLM) -> None:
@@ -52,6 +53,7 @@ def test_only_these_are_drafted(source_class: Any, do_sample: bool, llama: Llama
     assert drafted <= set(KEPT)
 
 
+@pytest.mark.every_run("gemma2")
 @pytest.mark.parametrize("name", ["gemma2", "phi", "falcon_h1"])
 def test_scales_caps_biases_and_ties(name: str) -> None:
     """What comes before and behind the head is the model's own code: all tokens are what the whole head says."""
@@ -64,6 +66,7 @@ def test_scales_caps_biases_and_ties(name: str) -> None:
     assert {token % 2 for token in drafted_by(model, half, do_sample=False)} == {0}
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_models_distribution() -> None:
     spec = SelfSpec(EarlyExit(2, head_of([1, 4], 5)), FixedLength(3))
     check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))

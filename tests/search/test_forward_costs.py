@@ -75,6 +75,7 @@ class Timed:
         return spec.stats.search_seconds / (self.clock.now - begun)
 
 
+@pytest.mark.every_run("True")
 @pytest.mark.parametrize("pays", [True, False])
 def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
     """Not even the first; what does not fit into one is gone on with in the next. Half of it where no set pays."""
@@ -97,6 +98,7 @@ def test_exits_that_do_not_pay_are_tried_in_little_of_the_time(monkeypatch: pyte
     assert spec.choice(timed.model).layer is None
 
 
+@pytest.mark.every_run("100-2")
 @pytest.mark.parametrize(("tokens", "calls"), [(180, 1), (100, 2)])
 def test_an_exit_that_pays_is_found_in_a_long_call_or_some_short_ones(
     tokens: int, calls: int, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from hf_selfspec.search.replay import Trace
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-@pytest.mark.every_run("swift|clasp")
+@pytest.mark.every_run("swift")
 @pytest.mark.parametrize(
     ("make", "search"),
     [
@@ -55,6 +55,7 @@ def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], search:
     assert 0 < spec.stats.accepted < spec.stats.drafted
 
 
+@pytest.mark.every_run("set")
 @pytest.mark.parametrize("make", [lambda: fixed_draft(ClosestLayers(), 0.4), SelfSpec.layerskip], ids=["set", "exit"])
 def test_rows_shorter_than_a_window_behind_embedded_prompts(make: Callable[[], SelfSpec]) -> None:
     """What is before them has no ids."""
@@ -69,6 +70,7 @@ def test_rows_shorter_than_a_window_behind_embedded_prompts(make: Callable[[], S
         assert torch.equal(model.generate(eos_token_id=end, assistant=spec, **options), plain)
 
 
+@pytest.mark.every_run("drawn")
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "drawn"])
 def test_matchness_is_what_the_set_predicts_of_the_text(monkeypatch: pytest.MonkeyPatch, do_sample: bool) -> None:
     """In the text's place: whether it predicts the tokens, or how likely its own are accepted where they were drawn."""

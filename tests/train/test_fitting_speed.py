@@ -93,7 +93,7 @@ def test_what_does_not_depend_on_the_module_does_not_count() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:this MTP head does not pay")
-@pytest.mark.every_run("fit_(exit_heads|mtp)-.*")
+@pytest.mark.every_run("fit_mtp-.*")
 @pytest.mark.parametrize(
     ("fit_function", "chosen"),
     [

@@ -381,31 +381,32 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
-    ("kind", "spec"),
+    ("kind", "spec", "rows"),
     [
-        pytest.param(kind, spec, marks=pytest.mark.slow if (one + other) % len(SPECS) else ())
-        for one, kind in enumerate(KINDS)
-        for other, spec in enumerate(SPECS)
+        pytest.param(kind, spec, rows, marks=pytest.mark.slow if sum(places) % 6 else ())
+        for *places, kind, spec, rows in (
+            (one, other, 2 * third, kind, spec, rows)
+            for one, kind in enumerate(KINDS)
+            for other, spec in enumerate(SPECS)
+            for third, rows in enumerate(("row", "batch", "attached"))
+        )
     ],
 )
-def test_ids_are_plains(kind: str, spec: str) -> None:
+def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
     make, around, why = KINDS[kind]
-    model = make()
+    if rows == "batch" and kind in ("counted positions", "no cache"):
+        rows = "row"  # plain generate itself counts the padding, or fails
+    model, prompts, assistant = make(), BATCH if rows == "batch" else ROW, SPECS[spec]()
     with around():
-        for prompts in (ROW, BATCH):
-            if prompts is BATCH and kind in ("counted positions", "no cache"):
-                continue  # where plain generate itself counts the padding, or fails
-            expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
-            assistant = SPECS[spec]()
-            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, assistant=assistant), expected)
-            if prompts is ROW:
-                with hf_selfspec.attach(model, SPECS[spec]()):
-                    assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0), expected)
-            stats = assistant.stats
-            assert stats is not None
-            assert (why or "") in stats.left_to_generate
-            assert why is None or bool(stats.left_to_generate) == bool(why)
-            assert stats.checked or stats.left_to_generate
+        expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
+        with hf_selfspec.attach(model, assistant) if rows == "attached" else nullcontext():
+            options = {} if rows == "attached" else {"assistant": assistant}
+            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, **options), expected)
+    stats = assistant.stats
+    assert stats is not None
+    assert (why or "") in stats.left_to_generate
+    assert why is None or bool(stats.left_to_generate) == bool(why)
+    assert stats.checked or stats.left_to_generate
 
 
 def test_layers_that_are_never_called(quiet: None) -> None:

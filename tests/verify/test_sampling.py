@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.every_run("early exit-plain|skipped layers-temperature|tree-plain|tree-repetition_penalty")
+@pytest.mark.every_run("tree-plain")
 @pytest.mark.parametrize(("spec", "options"), CASES)
 def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -> None:
     named, processors = OPTIONS[options]
@@ -59,7 +59,7 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
     check_exact(sample(SPECS[spec], rows=rows, **named), exact_joint(llama(), processors))
 
 
-@pytest.mark.every_run("named-top_k|drawn tree and named-plain")
+@pytest.mark.every_run("drawn tree and named-plain")
 @pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -93,7 +93,7 @@ def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch
     assert sum(one == drawn and named >= 1 for one, named in mixed) > 30
 
 
-@pytest.mark.every_run("tree|named")
+@pytest.mark.slow
 @pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize("spec", ["early exit", "tree", "named", "drawn and named"])
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
@@ -158,7 +158,7 @@ def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int
     return choose_sampled(scores, [], None, 0)
 
 
-@pytest.mark.every_run("early exit-.*|tree-.*|named-accepts_everything")
+@pytest.mark.every_run("tree-.*")
 @pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize(
     ("spec", "biased"),
