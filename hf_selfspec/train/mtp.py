@@ -124,8 +124,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             self._start_of(model)
         HeadRows(model, (self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)).tokens)
         file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.jsonl")
-        answers = [{"input_ids": row} for row in answered(model, prompts, self.answer_tokens, file)]
-        return super().read(tokenizer, [*dataset, *answers])
+        return super().read(tokenizer, [*dataset, *answered(model, prompts, self.answer_tokens, file)])
 
     def module(self, frozen: FrozenModel) -> MtpHead:
         return self._start_of(frozen.model, self._tokens)

@@ -12,14 +12,15 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..errors import SettingError, SettingTypeError, brief
-from ..learned.files import read_text, reported, written_whole
-from ..model.anatomy import Anatomy
+from ..learned.files import path_of, read_text, reported, written_whole
+from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..model.patching import evaluating
 from ..selfspec import SelfSpec
-from ..validation import check_count
+from ..validation import StrPath, check_count
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
 # One row in so many is held out of the training to measure the fit, and the most rows that are held out.
@@ -71,17 +72,49 @@ def _tokens(tokenizer: Tokenizer, text: Any, name: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def write_answers(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Prompt],
+    file: StrPath,
+    answer_tokens: int = 256,
+) -> list[dict[str, Any]]:
+    """Has a model answer prompts, in batches and every second time drawn at 0.7, and writes prompts with answers.
+
+    What a model writes itself is what its drafts have to foresee, so fits to it draft best. A call that was stopped is
+    resumed by the same call.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one.
+        tokenizer: its tokenizer.
+        prompts: texts or chats.
+        file: JSON lines with ``input_ids`` (and ``made_by``: the model and the length), as ``dataset`` of any fit.
+        answer_tokens: the most tokens of an answer.
+
+    Returns:
+        The rows of the file, a prompt with its answer each, in the order of the prompts.
+
+    Raises:
+        SettingError, SettingTypeError: there are no prompts, they are too long for the model, or the file has something
+            else.
+    """
+    check_count("write_answers(answer_tokens)", answer_tokens)
+    texts = as_prompts(tokenizer, checked_texts("write_answers", prompts, chats=True, name="prompts"))
+    prompt_ids = [token_ids(tokenizer, text) for text in texts]
+    return answered(causal_lm(model, "write_answers"), prompt_ids, answer_tokens, path_of(file), "write_answers")
+
+
 def answered(
-    model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, file: Path | None
-) -> list[list[int]]:
-    """Returns the tokens of prompts with the model's answers. A file keeps them, so that writing can be resumed.
+    model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, file: Path | None, name: str = "fit_mtp"
+) -> list[dict[str, Any]]:
+    """Returns rows of prompts with the model's answers. A file keeps them, so that writing can be resumed.
 
     Of several processes the first one writes, and sends each batch to the others, which would draw other answers.
     """
     limit, longest = Anatomy.of(model).position_limit, max(map(len, prompts))
     if limit is not None and longest + new_tokens > limit:
         raise SettingError(
-            f"fit_mtp(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
+            f"{name}(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
             f"the {limit} positions of the model. Give fewer, or shorter prompts."
         )
     made_by = f"{Fingerprint.of_decoder(model).name}, {new_tokens} tokens"
@@ -103,13 +136,16 @@ def answered(
         batch = continued(model, prompts[begin : begin + AT_ONCE], generation_config=settings, assistant=spec)
         if file is not None and PartialState().is_main_process:
             with reported(file), file.open("a", encoding="utf-8") as lines:
-                lines.write(_lines(batch))
+                lines.write(_lines(map(row_of, batch)))
         return batch
+
+    def row_of(text: list[int]) -> dict[str, Any]:
+        return {"input_ids": text, "made_by": made_by}
 
     with evaluating(model), torch.random.fork_rng(), torch.no_grad():
         for begin in range(len(texts), len(prompts), AT_ONCE):
             texts += _of_first_process(partial(write, begin), is_tensor_parallel(model))
-    return texts
+    return list(map(row_of, texts))
 
 
 def _of_first_process(make: Callable[[], list[list[int]]], is_for_all: bool = False) -> list[list[int]]:
@@ -129,27 +165,28 @@ def _of_first_process(make: Callable[[], list[list[int]]], is_for_all: bool = Fa
 
 def _begun(file: Path, made_by: str, prompts: Sequence[list[int]]) -> list[list[int]]:
     """The answers in a file, which is made ready for further ones: a batch that was not completed is removed."""
-    texts: list[list[int]] = []
+    rows: list[dict[str, Any]] = []
     if file.exists():
         try:
-            head, *lines = read_text(file).split("\n")
-            writer, texts = json.loads(head)["made_by"], [json.loads(line) for line in lines[:-1]]
+            rows = [json.loads(line) for line in read_text(file).split("\n")[:-1]]
+            texts = [row["input_ids"] for row in rows]
             if not all(isinstance(text, list) and all(type(token) is int for token in text) for text in texts):
                 raise ValueError("there is something else than tokens")
+            is_same = {row["made_by"] for row in rows} <= {made_by}
         except (KeyError, TypeError, ValueError) as error:
             raise SettingError(f"{file} was cut short or changed ({brief(error)}). Remove it.") from error
         begun = [text[: len(prompt)] for text, prompt in zip(texts, prompts, strict=False)]
-        if begun != prompts[: len(texts)] or writer != made_by:
+        if begun != prompts[: len(texts)] or not is_same:
             raise SettingError(
                 f"{file} has answers to other prompts, of another model or of another length: remove it, or repeat the "
                 "settings that it was made with."
             )
         if len(texts) >= len(prompts):
             return texts
-        texts = texts[: len(texts) // AT_ONCE * AT_ONCE]
+        rows = rows[: len(rows) // AT_ONCE * AT_ONCE]
     with reported(file), written_whole(file) as beside:
-        beside.write_text(_lines([{"made_by": made_by}, *texts]), encoding="utf-8")
-    return texts
+        beside.write_text(_lines(rows), encoding="utf-8")
+    return [row["input_ids"] for row in rows]
 
 
 def _lines(values: Iterable[Any]) -> str:

@@ -20,6 +20,7 @@ from hf_selfspec import MTP, MtpFormat, ReducedHead, SelfSpec, fit_mtp, load_mtp
 from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError
 from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
+from hf_selfspec.train import write_answers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pin_memory.*", "ignore:this MTP head does not pay", "ignore:`is_gradient_checkpointing`:FutureWarning"
@@ -121,7 +122,7 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
     assert batches[:3] == [16, 5, 5]
     file = tmp_path / "out-text.jsonl"
-    texts = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    texts = [json.loads(line)["input_ids"] for line in file.read_text().splitlines()]
     for prompt, text in zip(PROMPTS, texts, strict=True):
         prompt_ids = tokenizer(prompt)["input_ids"]
         assert text[: len(prompt_ids)] == prompt_ids
@@ -234,7 +235,24 @@ def test_wrong_settings(tmp_path: Path) -> None:
         fit_mtp(model, character_tokenizer(), "a text", prompts=PROMPTS)
 
 
-@pytest.mark.parametrize("content", ["", "[]\n", "{}\n", '{"made_by": ""}\nnull\n', '{"made_by": ""}\n["a"]\n'])
+def test_answers_are_text_of_any_fit(tmp_path: Path) -> None:
+    """What is written as a step of its own is what a fit has written first."""
+    model, tokenizer, file = tiny_llama(), character_tokenizer(), tmp_path / "answers.jsonl"
+    answers = write_answers(model, tokenizer, PROMPTS, file, answer_tokens=16)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == answers
+    options: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "block_size": 16}
+    of_file = fit_mtp(model, None, answers, **options).state_dict()
+    of_prompts = fit_mtp(model, tokenizer, (), prompts=PROMPTS, answer_tokens=16, **options).state_dict()
+    assert all(torch.equal(value, of_prompts[name]) for name, value in of_file.items())
+    with pytest.raises(SettingError, match=r"answers\.jsonl has answers to other prompts"):
+        write_answers(model, tokenizer, PROMPTS, file, answer_tokens=17)
+    with pytest.raises(SettingTypeError, match=r"write_answers\(prompts\) must be a list"):
+        write_answers(model, tokenizer, "a", file)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]\n", "{}\n", "null\n", '{"input_ids": [1]}\n', '{"input_ids": ["a"], "made_by": ""}\n']
+)
 def test_answers_that_were_changed_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "out-text.jsonl").write_text(content)
     with pytest.raises(SettingError, match=r"out-text\.jsonl was cut short or changed"):
