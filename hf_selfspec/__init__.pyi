@@ -44,9 +44,9 @@ from .model.anatomy import Architecture as Architecture
 from .model.anatomy import register_architecture as register_architecture
 from .modules.adapter import Adapter as Adapter
 from .modules.heads import ExitHeads as ExitHeads
+from .modules.linear_probe import LinearProbe as LinearProbe
 from .modules.lora import DraftLora as DraftLora
 from .modules.mtp import MtpHead as MtpHead
-from .modules.probe import LinearProbe as LinearProbe
 from .modules.reduced_head import ReducedHead as ReducedHead
 from .modules.shipped import MtpFormat as MtpFormat
 from .modules.shipped import load_mtp as load_mtp

@@ -37,7 +37,7 @@ from .model.handover import empty
 from .model.inputs import Inputs
 from .model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
 from .model.linear import are_faster
-from .model.modules import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
+from .model.module_tools import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded

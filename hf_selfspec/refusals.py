@@ -13,7 +13,7 @@ from .model.exact import reduced_precision
 from .model.inputs import Inputs
 from .model.internals import attention_implementation
 from .model.invariance import differing_part
-from .model.modules import all_modules, hooks_of, is_tensor_parallel
+from .model.module_tools import all_modules, hooks_of, is_tensor_parallel
 from .model.prompt import check_cache, given_cache
 from .validation import check_count
 

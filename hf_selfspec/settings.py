@@ -24,8 +24,8 @@ from .learned import saving
 from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
+from .modules.linear_probe import LinearProbe
 from .modules.mtp import MtpHead
-from .modules.probe import LinearProbe
 from .search.proposers import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule

@@ -15,7 +15,7 @@ from helpers.architectures import build
 from helpers.calls import Recorder, check_lossless, new_spec
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedModelError, UnsupportedOptionError
-from hf_selfspec.model import partial, patching
+from hf_selfspec.model import forward_pass, patching
 
 SPEC = new_spec()
 
@@ -169,7 +169,7 @@ def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypat
         calls.append(index)
         raise RuntimeError("no")
 
-    monkeypatch.setattr(partial, "_layer_forward", failing)
+    monkeypatch.setattr(forward_pass, "_layer_forward", failing)
     with pytest.raises(RuntimeError, match="no"):
         llama.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
     assert calls

@@ -34,7 +34,7 @@ from hf_selfspec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_selfspec.model.modules import clock_of, is_tensor_parallel
+from hf_selfspec.model.module_tools import clock_of, is_tensor_parallel
 
 ROW = ragged_batch((7,))
 

@@ -23,8 +23,8 @@ from hf_selfspec.bench.request import texts_of
 from hf_selfspec.data.prompts import as_prompts, encoded
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.packing import packed
-from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 

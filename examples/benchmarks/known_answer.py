@@ -16,8 +16,8 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from hf_selfspec import ClosestLayers, ConfidenceThreshold, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.model.transfer import RowNumbers

@@ -14,12 +14,12 @@ from ..draft.source import BaseDrafter
 from ..errors import UnsupportedOptionError, brief, warn_once
 from ..model.exact import MOST_TOKENS
 from ..model.experts import decoding_experts
+from ..model.forward_pass import ForwardPass
 from ..model.handover import hand_back, run_out, take_in
 from ..model.inputs import Inputs
 from ..model.layout import TreeLayout
 from ..model.logits import Logits, Tops
-from ..model.modules import is_tensor_parallel
-from ..model.partial import ForwardPass
+from ..model.module_tools import is_tensor_parallel
 from ..model.prefill import prefill
 from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..model.inputs import MARKS, Inputs
 from ..model.internals import LOOP_METHODS, is_of_user, next_arguments, sample, set_mask_length
-from ..model.modules import forward_parameters, is_tensor_parallel
+from ..model.module_tools import forward_parameters, is_tensor_parallel
 from ..model.prompt import cache_name, given_cache
 from ..model.target import Target
 

@@ -9,8 +9,8 @@ from ..errors import SettingError
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
+from ..model.forward_pass import ForwardPass
 from ..model.head import HeadRows
-from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers
 from ..modules.adapter import Adapter

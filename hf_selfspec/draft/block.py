@@ -13,8 +13,8 @@ from ..batch import Draft, Text
 from ..errors import UnsupportedModelError
 from ..learned.saving import register
 from ..model.cache import SpeculativeCache
+from ..model.forward_pass import ForwardPass, obeying
 from ..model.head import output_head, spread
-from ..model.partial import ForwardPass, obeying
 from ..model.patching import within
 from ..model.transfer import RowNumbers
 from ..modules.block import BlockHead

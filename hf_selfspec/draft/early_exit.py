@@ -17,7 +17,7 @@ from ..search.choice import ExitChoice
 from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, StrPath, check_count, check_exit
 from .partial import PartialDraft
-from .probe import ProbingDraft
+from .probing import ProbingDraft
 from .source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 _M = TypeVar("_M", bound=DraftModule)

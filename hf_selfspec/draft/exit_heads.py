@@ -13,7 +13,7 @@ from ..batch import Draft, Text
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
-from ..model.partial import ForwardPass
+from ..model.forward_pass import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, upload
 from ..modules.heads import METRICS, ExitHeads

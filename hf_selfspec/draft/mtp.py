@@ -15,8 +15,8 @@ from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions
 from ..model.cache import SpeculativeCache
+from ..model.forward_pass import ForwardPass
 from ..model.head import HeadRows
-from ..model.partial import ForwardPass
 from ..model.patching import within
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, at_places

@@ -6,12 +6,12 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, SettingTypeError, warn_once
+from ..model.forward_pass import ForwardPass
 from ..model.head import HeadRows
 from ..model.logits import best_tokens
-from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, read, upload
-from ..modules.probe import LinearProbe
+from ..modules.linear_probe import LinearProbe
 from ..stats import GenerationStats
 from ..stop.adaptive import AdaptiveThreshold
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start

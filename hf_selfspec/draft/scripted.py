@@ -8,7 +8,7 @@ import torch
 
 from ..batch import Draft, Text
 from ..errors import UnsupportedModelError
-from ..model.partial import ForwardPass
+from ..model.forward_pass import ForwardPass
 from .source import BaseDrafter, DraftSource, Session
 
 # Right tokens of the first draft, and all of its nodes, as many as free drafts have at most: the others are wrong.

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from ..batch import Draft, Text, Verdict
+from ..model.forward_pass import ForwardPass
 from ..model.layout import TreeLayout
-from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.forward_costs import MANY, Budget, share_of
 from ..search.proposers import Search, SkipSpace, closest_layers, usual_ratio

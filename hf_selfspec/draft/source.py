@@ -17,7 +17,7 @@ from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.exact import MOST_TOKENS
-from ..model.modules import is_tensor_parallel, vocabulary_of
+from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.mtp import MtpHead

@@ -19,9 +19,9 @@ from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
+from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.internals import ADAPTED
-from ..model.modules import is_tensor_parallel
-from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.module_tools import is_tensor_parallel
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
 from ..modules.draft_module import CONFIG

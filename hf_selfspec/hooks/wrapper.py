@@ -26,7 +26,7 @@ from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionErro
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..model.internals import SANITIZE, options_of_pipeline
-from ..model.modules import listing_once
+from ..model.module_tools import listing_once
 from ..model.unseen import Unseen, why_plain
 from ..refusals import check_options
 from ..selfspec import SelfSpec

@@ -20,7 +20,7 @@ from ..control.controller import Measurements
 from ..errors import SettingError, brief, only_warned, warn_once
 from ..forks import new_lock
 from ..model.fingerprint import Fingerprint
-from ..model.modules import is_tensor_parallel
+from ..model.module_tools import is_tensor_parallel
 from ..stats import GenerationStats
 from ..stop.rules import Memory
 from ..validation import StrPath

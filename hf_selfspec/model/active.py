@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .forward_pass import ForwardPass
 from .layout import TreeLayout
-from .partial import ForwardPass
 from .transfer import RowNumbers, upload
 
 _T = TypeVar("_T")

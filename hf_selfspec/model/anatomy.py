@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .internals import is_stateful
-from .modules import forward_parameters
+from .module_tools import forward_parameters
 from .recurrences.kernels import RECURRENCES, Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (

@@ -28,7 +28,7 @@ from ..errors import UnsupportedModelError
 from .exact import View, attention_of_each, views_of
 from .internals import registered
 from .layout import Feed
-from .modules import libraries_of
+from .module_tools import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
 from .prompt import Holes
 from .split_attention import ALIGNED, attention_in_parts, masks_of_parts, parts_for, takes_lines

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLa
 
 from .anatomy import Anatomy
 from .bank import Bank
-from .layer import RecurrentLayer, SpeculativeLayer
+from .cache_layer import RecurrentLayer, SpeculativeLayer
 from .layout import TreeLayout
 from .recurrences.states import StateLog, StateUpdate
 from .traceable import SIZES, Place, step_above

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import only_warned
-from .modules import ROW_BLIND, library_of
+from .module_tools import ROW_BLIND, library_of
 
 # How many levels deep, and how many parts of each object, are looked at.
 _DEPTH, _MOST = 3, 64

@@ -24,7 +24,7 @@ from ..errors import SettingError, brief, muted, warn_once
 from ..forks import in_children, new_lock
 from .captures import Captured, Run, Shared, reserved_bytes
 from .internals import attention_implementation
-from .modules import forward_of_others
+from .module_tools import forward_of_others
 from .traceable import NoGraphError, Place, tracing
 from .transfer import FasterWay, device_clock
 

@@ -17,9 +17,9 @@ from .anatomy import Anatomy
 from .cache import cache_for
 from .exact import MOST_TOKENS, reduced_precision
 from .experts import decoding_experts
+from .forward_pass import ForwardPass, obeying
 from .internals import ACCELERATE_HOOK, ACTIVE_ADAPTER, ADAPTED, attention_implementation
-from .modules import all_modules, forward_of_others, global_hooks
-from .partial import ForwardPass, obeying
+from .module_tools import all_modules, forward_of_others, global_hooks
 from .plan import LayerPlan
 from .prompt import cache_name
 from .target import Target

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..forks import new_lock
 from .internals import ADAPTED
-from .modules import all_modules
+from .module_tools import all_modules
 from .patching import Forward, InstanceForwards, SharedChange
 from .traceable import tracing
 

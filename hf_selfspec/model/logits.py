@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..forks import cached_property
 from .active import ActiveRows
-from .partial import Best
+from .forward_pass import Best
 from .transfer import Pending
 
 # Tokens in a piece of the vocabulary, whose maximum is looked for at once.

@@ -26,7 +26,7 @@ from ..forks import new_lock
 from .anatomy import Anatomy
 from .fingerprint import samples
 from .linear import linear_layers
-from .modules import all_modules
+from .module_tools import all_modules
 from .plan import Substitutes
 
 # Rounded weights. In four bits: numbers from 0 to 15, two in a byte [n, k / 2], and for each group its scale and the

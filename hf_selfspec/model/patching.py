@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from ..errors import warn_once
 from ..forks import in_children, new_lock
-from .modules import all_modules
+from .module_tools import all_modules
 
 Forward = Callable[..., Any]
 _T = TypeVar("_T")

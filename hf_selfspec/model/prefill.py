@@ -7,10 +7,10 @@ import torch
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .attention import at_positions
+from .forward_pass import ForwardPass, obeying
 from .handover import take_in
 from .inputs import DecodeInputs, Inputs
 from .internals import prefill as prefill_plainly
-from .partial import ForwardPass, obeying
 from .prompt import given_cache, tokens_in
 from .target import Target
 

@@ -22,7 +22,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
-from .modules import forward_parameters
+from .module_tools import forward_parameters
 
 # In newer versions' caches, layers that read another layer's keys and values have an empty entry.
 _ROLLS_BACK = (

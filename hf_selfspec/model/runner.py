@@ -20,11 +20,11 @@ from .cache import SpeculativeCache
 from .captures import Run
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
+from .forward_pass import Best, ForwardPass
 from .graphs import COMPARISONS, Graph, Graphs, graphs_of
 from .internals import has_peft_layers
 from .layout import Feed, TreeLayout
-from .modules import has_hooks, is_compiled, is_tensor_parallel
-from .partial import Best, ForwardPass
+from .module_tools import has_hooks, is_compiled, is_tensor_parallel
 from .patching import autocast_on
 from .target import Target
 from .traceable import NoGraphError, Place, size_for

@@ -20,11 +20,11 @@ from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
 from .cache import SpeculativeCache
 from .exact import MOST_TOKENS
+from .forward_pass import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .inputs import DecodeInputs
 from .layout import Feed, TreeLayout
 from .linear import few_token_linears
-from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
-from .partial import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
+from .module_tools import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import Holes, cache_name

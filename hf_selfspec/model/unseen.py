@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .attention import attention_functions, is_usual_attention
 from .contents import contents_of
 from .internals import STEP_METHODS, attention_implementation, loop_of, why_unusable
-from .modules import (
+from .module_tools import (
     ROW_BLIND,
     all_modules,
     forward_of_others,

@@ -16,7 +16,7 @@ from ..model.cache import SpeculativeCache
 from ..model.head import spread
 from ..model.internals import compute_buffers
 from ..model.linear import FewTokenLinear
-from ..model.modules import forward_parameters
+from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name
 from ..validation import MOST_LAYERS, check_count

@@ -14,7 +14,7 @@ import torch
 
 from ..batch import Text
 from ..learned.files import as_count, as_number
-from ..model.partial import ForwardPass
+from ..model.forward_pass import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..model.transfer import wait_for

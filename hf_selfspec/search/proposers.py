@@ -14,8 +14,8 @@ from ..batch import Text
 from ..errors import SettingError
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
+from ..model.forward_pass import ForwardPass
 from ..model.layout import TreeLayout
-from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan, check_plan
 from ..model.target import Target
 from ..validation import MOST_WINDOW, check_count, check_share

@@ -19,7 +19,7 @@ from ..learned import saving
 from ..learned.files import path_of, read_json, reported, write_json
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
-from ..model.modules import is_tensor_parallel
+from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule

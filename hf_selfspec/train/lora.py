@@ -11,9 +11,9 @@ from ..draft.early_exit import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions, speculative_attention
+from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.linear import linear_layers
-from ..model.modules import forward_parameters
-from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.plan import LayerPlan
 from ..model.prompt import cache_name

@@ -12,8 +12,8 @@ from ..data.prompts import Prompt, as_prompts, checked_texts, read_prompts, toke
 from ..draft.mtp import MTP
 from ..errors import SettingError, SettingTypeError
 from ..learned.files import path_of
+from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.head import HeadRows
-from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.plan import LayerPlan
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..errors import SettingError
-from ..modules.probe import LinearProbe
+from ..modules.linear_probe import LinearProbe
 from ..selfspec import SelfSpec
 from ..validation import check_count, check_exit, check_flag, check_positive, check_share
 from .fit import TrainedFit, as_function

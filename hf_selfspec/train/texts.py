@@ -17,7 +17,7 @@ from ..errors import SettingError, SettingTypeError, brief
 from ..learned.files import path_of, read_text, reported, written_whole
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
-from ..model.modules import is_tensor_parallel
+from ..model.module_tools import is_tensor_parallel
 from ..model.patching import evaluating
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count

@@ -32,7 +32,7 @@ from ..model.anatomy import Anatomy
 from ..model.contents import Snapshot
 from ..model.inputs import has_tensors
 from ..model.internals import sample
-from ..model.modules import all_modules
+from ..model.module_tools import all_modules
 from ..model.patching import without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
 from ..model.transfer import is_out_of_memory

@@ -10,7 +10,7 @@ from hf_selfspec import Adapter, ConfidenceThreshold, ExitHeads, SelfSpec, TopKT
 from hf_selfspec.cli.spec_text import PRESETS, read_spec, split
 from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
 from hf_selfspec.errors import SettingError
-from hf_selfspec.modules.probe import LinearProbe
+from hf_selfspec.modules.linear_probe import LinearProbe
 
 
 @pytest.mark.parametrize("name", PRESETS)

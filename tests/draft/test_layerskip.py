@@ -19,7 +19,7 @@ from helpers.models import ragged_batch, tiny_llama
 from helpers.searches import generated, prompt
 from helpers.watched import drafts_into
 from hf_selfspec import ConfidenceThreshold, EarlyExit, ExitChoice, FixedLength, ProductThreshold, SelfSpec
-from hf_selfspec.draft import probe
+from hf_selfspec.draft import probing
 from hf_selfspec.errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
@@ -225,9 +225,9 @@ def test_rows_that_end_early_count_as_far_as_they_went():
 def test_traces_of_a_text_are_what_each_exit_says(options, monkeypatch):
     """``top_k=1`` leaves the first choice alone, so that acceptance is agreement where tokens are drawn, too."""
     model, spec, found = tiny_llama(), SelfSpec.layerskip(), []
-    original = probe.ProbingDraft._traces
+    original = probing.ProbingDraft._traces
     monkeypatch.setattr(
-        probe.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
+        probing.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
     )
     text = generated(model, prompt(), 48, assistant=spec, **options)
     seen = {layer: np.concatenate([part[layer][0].accept[0] for part in found]) for layer in found[0]}
@@ -296,7 +296,7 @@ def test_timings_use_no_random_numbers(monkeypatch):
     model, states = tiny_llama(), []
     model.generation_config.eos_token_id = None
     spec = SelfSpec.layerskip()
-    original = probe.ProbingDraft.measure
+    original = probing.ProbingDraft.measure
 
     def watched(self, *args):
         before = torch.get_rng_state()
@@ -304,7 +304,7 @@ def test_timings_use_no_random_numbers(monkeypatch):
         states.append(torch.equal(before, torch.get_rng_state()))
         return complete
 
-    monkeypatch.setattr(probe.ProbingDraft, "measure", watched)
+    monkeypatch.setattr(probing.ProbingDraft, "measure", watched)
     model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
     assert states == [True, True]
 

@@ -14,7 +14,7 @@ from helpers.models import ragged_batch
 from hf_selfspec import ClosestLayers, ConfidenceThreshold, FixedLength, OnTheFlySearch, SelfSpec, TopKTree, tune
 from hf_selfspec.draft import EarlyExit, SkipLayers
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.model import modules
+from hf_selfspec.model import module_tools
 from hf_selfspec.modules.reduced_head import ReducedHead
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     rank = torch.distributed.get_rank()
     if rank:
         # The clock of one process runs differently; whatever follows from timings must not.
-        modules.perf_counter = lambda: 5.0 * time.perf_counter()
+        module_tools.perf_counter = lambda: 5.0 * time.perf_counter()
     found: dict[str, Any] = {}
     for name, make in SPECS.items():
         for do_sample in (False, True):

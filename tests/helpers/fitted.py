@@ -10,9 +10,9 @@ from helpers.models import VOCABULARY
 from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.modules.heads import METRICS
+from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.mtp import MtpHead
-from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.train.fit_trainer import usual_arguments
 from hf_selfspec.train.lora import shapes_of
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_selfspec.control import controller
 from hf_selfspec.control.cost_curve import CostCurve
-from hf_selfspec.draft import probe
+from hf_selfspec.draft import probing
 from hf_selfspec.model import graphs, packing
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.model.packing import Kernel, one_a_byte
@@ -27,8 +27,8 @@ class Machine:
 
     def probes_have_time(self) -> None:
         """Probes look at all exits, from the first round on."""
-        self._set(probe, "_BUDGET", 1.0)
-        self._set(probe, "_PROMISING", 1.0)
+        self._set(probing, "_BUDGET", 1.0)
+        self._set(probing, "_PROMISING", 1.0)
         self._set(ExitStudy, "is_promising", True)
 
     def fits_are_timed_briefly(self) -> None:

@@ -47,8 +47,8 @@ from hf_selfspec.model.split_attention import attention_in_parts
 from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.block import BlockHead
+from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.lora import DraftLora
-from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.modules.reduced_head import ReducedHead
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)

@@ -18,7 +18,7 @@ from hf_selfspec.decode.decoder import Decoder
 from hf_selfspec.draft import controlled, searching
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.looking import LastLogits
-from hf_selfspec.draft.probe import ProbingDraft
+from hf_selfspec.draft.probing import ProbingDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.learned import saving
 from hf_selfspec.learned.knowledge import Knowledge

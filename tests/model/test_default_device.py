@@ -17,8 +17,8 @@ from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_lla
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, SelfSpec, TopKTree, audit
 from hf_selfspec.draft import EarlyExit, EarlyExitLora, SkipLayers
 from hf_selfspec.modules.adapter import Adapter
+from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.lora import DraftLora
-from hf_selfspec.modules.probe import LinearProbe
 from hf_selfspec.modules.reduced_head import ReducedHead
 from hf_selfspec.train.adapter import fit_adapter
 

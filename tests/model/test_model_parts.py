@@ -21,8 +21,8 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.bank import Bank
 from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.logits import Logits, Tops
-from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 
 

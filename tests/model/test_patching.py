@@ -18,10 +18,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import new_spec, unchanged
 from helpers.models import ROW, tiny_llama
-from hf_selfspec.model import attention, linear, partial, patching
+from hf_selfspec.model import attention, forward_pass, linear, patching
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.modules import hooks_of
-from hf_selfspec.model.partial import partial_forwards
+from hf_selfspec.model.forward_pass import partial_forwards
+from hf_selfspec.model.module_tools import hooks_of
 from hf_selfspec.model.patching import InstanceForwards, SharedChange
 
 # Where interrupts come: as functions of these files begin.
@@ -43,7 +43,7 @@ def interrupted(at: int, run: Callable[[], object], caller: str = "") -> tuple[i
         nonlocal count
         back = frame.f_back.f_code
         is_inside = (
-            back.co_name == caller if caller else back.co_filename.endswith((*INSIDE, "target.py", "partial.py"))
+            back.co_name == caller if caller else back.co_filename.endswith((*INSIDE, "target.py", "forward_pass.py"))
         )
         if is_inside and frame.f_code.co_filename.endswith(INSIDE):
             count += 1
@@ -108,7 +108,7 @@ def test_interrupts_of_calls(caller: str, step: int) -> None:
     with unchanged(model):
         for place in range(places, 0, -step):
             _, error = interrupted(place, run, caller)
-            assert partial._current.now is None
+            assert forward_pass._current.now is None
             assert attention._current.now is None
             del error
             gc.collect()

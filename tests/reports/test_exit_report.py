@@ -19,7 +19,7 @@ from helpers.models import VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llam
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.reports import exits as report_module
 from hf_selfspec.reports.exits import ExitReport, exit_report

@@ -13,7 +13,7 @@ from helpers.sampling import peak
 from helpers.searches import search_of, space, timings
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.decode import decoder
-from hf_selfspec.model import modules
+from hf_selfspec.model import module_tools
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.search import forward_costs
 from hf_selfspec.search.forward_costs import Budget, ForwardCosts
@@ -52,7 +52,7 @@ class Timed:
         damp(self.model, self.model.model.layers, start, factor)
         peak(self.model.model.norm)
         monkeypatch.undo()  # of the time that tests give to probes
-        for place in (modules, decoder):
+        for place in (module_tools, decoder):
             monkeypatch.setattr(place, "perf_counter", self.clock)
         monkeypatch.setattr(forward_costs, "seconds_of", lambda run, *_: self.seconds_of(run))
         for layer in self.model.model.layers:

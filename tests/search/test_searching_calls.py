@@ -17,7 +17,7 @@ from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import ForwardPass
+from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search

@@ -16,7 +16,7 @@ from helpers.distributed_training import rows_put_back
 from helpers.train.watching import attributes_of
 from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.train import loss_scale
 

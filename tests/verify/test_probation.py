@@ -37,8 +37,8 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import speculative_attention
+from hf_selfspec.model.forward_pass import partial_forwards
 from hf_selfspec.model.graphs import graphs_of
-from hf_selfspec.model.partial import partial_forwards
 from hf_selfspec.model.unseen import SEEN, Unseen
 from hf_selfspec.verify import probation
 

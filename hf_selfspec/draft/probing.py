@@ -8,8 +8,8 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import LOGIT_ELEMENTS, Exits
+from ..model.forward_pass import ForwardPass
 from ..model.head import HeadRows
-from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.choice import ExitChoice
 from ..search.exit_study import ExitStudy

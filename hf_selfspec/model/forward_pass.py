@@ -21,7 +21,7 @@ from .anatomy import Anatomy
 from .exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
 from .linear import few_token_linears
-from .modules import all_modules
+from .module_tools import all_modules
 from .patching import (
     Autocast,
     Forward,
