@@ -12,6 +12,7 @@ from .batch import Verdict as Verdict
 from .bench.compare import Comparison as Comparison
 from .bench.compare import compare as compare
 from .draft import MTP as MTP
+from .draft import BaseDrafter as BaseDrafter
 from .draft import Block as Block
 from .draft import Cascade as Cascade
 from .draft import Drafter as Drafter

@@ -16,4 +16,4 @@ from .source import Drafter as Drafter
 from .source import DraftSource as DraftSource
 from .source import Session as Session
 
-FixedDrafter = BaseDrafter  # its public name
+FixedDrafter = BaseDrafter  # its former name

@@ -39,7 +39,7 @@ _LOGITS = 2**26
 class Drafter(Protocol):
     """Proposes tokens while one generation runs.
 
-    A drafter may also have the attributes of :class:`FixedDrafter`; where it lacks one, the default there counts.
+    A drafter may also have the attributes of :class:`BaseDrafter`; where it lacks one, the default there counts.
     """
 
     @property

@@ -19,7 +19,7 @@ from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled, Table
 from hf_selfspec import FixedLength, GenerationStats, SelfSpec
-from hf_selfspec.draft import Cascade, Drafter, DraftSource, EarlyExit, FixedDrafter, Lookup, Session
+from hf_selfspec.draft import BaseDrafter, Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
 from hf_selfspec.model.anatomy import Anatomy
@@ -168,7 +168,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_selfspec import Draft, DraftSource, FixedDrafter, register
+from hf_selfspec import Draft, DraftSource, BaseDrafter, register
 
 
 @register("draft")
@@ -181,7 +181,7 @@ class Echo(DraftSource):
         return EchoDrafter(min(self.length, session.max_draft))
 
 
-class EchoDrafter(FixedDrafter):
+class EchoDrafter(BaseDrafter):
     def __init__(self, length):
         self.length = length
 
@@ -240,7 +240,7 @@ class Picky(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         self._refuse("start", session.anatomy)
-        return FixedDrafter()
+        return BaseDrafter()
 
     def _refuse(self, when: str, anatomy: Anatomy) -> None:
         if when == self.when:

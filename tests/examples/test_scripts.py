@@ -392,13 +392,11 @@ def test_interleave_runs_in_turn_and_leaves_the_warmup_out() -> None:
 
     def variant(name: str, seconds: float) -> Any:
         calls.append(name)
-        return timing.Sample(0.0, seconds, 2)
+        return timing.Sample(seconds, 2, torch.empty(0))
 
     timings = timing.interleave({"a": lambda: variant("a", 1.0), "b": lambda: variant("b", 4.0)}, repeats=3)
     assert calls == ["a", "b"] * 4
     assert timings["b"].median() / timings["a"].median() == 4.0
-    samples = [timing.Sample(0, seconds, 1) for seconds in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    assert timing.Timings(samples).spread() == pytest.approx(0.5)
 
 
 def test_a_gpu_run_goes_on_and_keeps_what_failed(
@@ -411,7 +409,7 @@ def test_a_gpu_run_goes_on_and_keeps_what_failed(
 
         def __init__(self, command: list[str], **options: Any) -> None:
             began.append(command[-1])
-            self.stdout = {"probe": ['{"launches": [1.0]}'], "damping tiny": []}.get(command[-1], ['{"a": 1e9}'])
+            self.stdout = [] if command[-1] == "damping tiny" else ['{"a": 1e9}']
 
         def wait(self) -> int:
             return -9 if not self.stdout else 0
@@ -428,8 +426,8 @@ def test_a_gpu_run_goes_on_and_keeps_what_failed(
     assert "| bandwidth | no time was left |" in run("gpu", *words, "--seconds", "0")
     assert began == []
     assert "| damping tiny | it was not done after 300 s |" in run("gpu", *words)
-    assert began == ["probe", "bandwidth", "damping tiny", "training tiny"], "what needs the damping is left out"
+    assert began == ["bandwidth", "damping tiny"], "what needs the damping is left out"
     run("gpu", *words)
-    assert len(began) == 4
+    assert len(began) == 2
     with pytest.raises(SystemExit, match="Give another --out"):
         run("gpu", *words, "--repeats", "5")

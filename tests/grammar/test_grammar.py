@@ -26,7 +26,7 @@ from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
 from helpers.watched import watched
 from hf_selfspec import ClosestLayers, ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree
-from hf_selfspec.draft import DraftSource, EarlyExit, FixedDrafter, SkipLayers
+from hf_selfspec.draft import BaseDrafter, DraftSource, EarlyExit, SkipLayers
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
 from hf_selfspec.grammar import XGrammar
 from hf_selfspec.grammar.rows import GrammarMask, with_grammars
@@ -475,7 +475,7 @@ class Phrase(DraftSource):
         return PhraseDrafter(self)
 
 
-class PhraseDrafter(FixedDrafter):
+class PhraseDrafter(BaseDrafter):
     def __init__(self, settings: Phrase) -> None:
         self.settings = settings
 
@@ -517,7 +517,7 @@ class Dice(DraftSource):
         return DiceDrafter()
 
 
-class DiceDrafter(FixedDrafter):
+class DiceDrafter(BaseDrafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         size = min(3, max(max_new))
         q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)
