@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
+from .errors import SettingError
 from .model.layout import TreeLayout
 from .model.transfer import RowNumbers, upload
 
@@ -156,10 +158,13 @@ class Draft:
         states: ``[b, T, d]`` hidden states of nodes ``0 .. T-1`` that enter layer ``prefix``, or ``None``; if node
             ``T`` has one, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
-        listed: ``tokens`` as lists, where the host knows them; they need not be on the text's device then.
+        listed: ``tokens`` as lists, where the host knows them: these count then, wherever ``tokens`` are.
         skips_verification: the line is kept whatever the full model chooses, so the output changes.
         sure: ``[b, T]`` the probability that the line's tokens are accepted, if those before are; ``None`` where the
             source has no estimate.
+
+    Raises:
+        SettingError: the numbers of rows or nodes do not fit together.
     """
 
     tokens: torch.Tensor
@@ -173,6 +178,16 @@ class Draft:
     skips_verification: bool = False
     sure: torch.Tensor | None = None
     _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, init=False)
+
+    def __post_init__(self) -> None:
+        b, t = self.tokens.shape
+        lists = [values for values in (self.parents, self.listed) if values is not None]
+        are_rows = {len(self.lengths), *map(len, lists)} == {b}
+        if not (are_rows and all(0 <= length <= t for length in self.lengths) and {*map(len, chain(*lists))} <= {t}):
+            raise SettingError(
+                f"Draft(tokens [{b}, {t}]) needs {b} lengths of 0 to {t}, and parents and listed as {b} lists of {t} "
+                f"numbers where there are any, got lengths {self.lengths}, parents {self.parents}, listed {self.listed}."
+            )
 
     @classmethod
     def none(cls, text: Text) -> Draft:
@@ -191,7 +206,7 @@ class Draft:
 
     def on(self, device: torch.device, nodes: TreeLayout | None) -> torch.Tensor:
         """The tokens ``[b, t]``; those that the host knows are uploaded together with their layout."""
-        if self.listed is None or not self.size or self.tokens.device == device:
+        if self.listed is None or not self.size:
             return self.tokens.to(device)
         return upload(self.listed, device) if nodes is None else nodes.tokens(device)
 

@@ -18,7 +18,7 @@ from helpers.models import BATCH, ROW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled, Table
-from hf_selfspec import FixedLength, GenerationStats, SelfSpec
+from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec
 from hf_selfspec.draft import BaseDrafter, Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
@@ -205,6 +205,39 @@ def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypat
         assert spec.stats.drafted > 0
         spec.save_pretrained(tmp_path)
         assert SelfSpec.from_pretrained(tmp_path).draft == spec.draft
+
+
+class Fixed(DraftSource):
+    """Drafts the same in each round."""
+
+    def __init__(self, *parts: Any, **others: Any) -> None:
+        self.parts, self.others = parts, others
+
+    def start(self, session: Session) -> Drafter:
+        drafter: Any = BaseDrafter()
+        drafter.propose = lambda text, max_new: Draft(*self.parts, **self.others)
+        return drafter
+
+
+def test_tokens_that_a_source_lists_count(llama: LlamaForCausalLM) -> None:
+    """So that what goes through the model is what is judged."""
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = llama.generate(**ROW, **options)
+    listed = plain[0, -3:].tolist()
+    for parents in (None, [[0, 0, 0]]):
+        spec = SelfSpec(Fixed(torch.tensor([[5, 6, 7]]), [3 if parents is None else 1], parents, listed=[listed]))
+        assert torch.equal(llama.generate(**ROW, **options, assistant=spec), plain)
+        assert spec.stats is not None
+        assert spec.stats.accepted
+
+
+@pytest.mark.parametrize(
+    ("lengths", "others"),
+    [([2, 2], {}), ([3], {}), ([-1], {}), ([2], {"parents": [[0]]}), ([2], {"listed": [[1, 2], [3, 4]]})],
+)
+def test_drafts_that_do_not_fit_together(lengths: list[int], others: dict[str, Any], llama: LlamaForCausalLM) -> None:
+    with pytest.raises(SettingError, match=r"Draft\(tokens \[1, 2\]\) needs 1 lengths of 0 to 2"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Fixed(torch.tensor([[5, 6]]), lengths, **others)))
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
