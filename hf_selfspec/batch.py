@@ -185,8 +185,9 @@ class Draft:
         are_rows = {len(self.lengths), *map(len, lists)} == {b}
         if not (are_rows and all(0 <= length <= t for length in self.lengths) and {*map(len, chain(*lists))} <= {t}):
             raise SettingError(
-                f"Draft(tokens [{b}, {t}]) needs {b} lengths of 0 to {t}, and parents and listed as {b} lists of {t} "
-                f"numbers where there are any, got lengths {self.lengths}, parents {self.parents}, listed {self.listed}."
+                f"Draft(tokens [{b}, {t}]) needs {b} lengths of 0 to {t}, and {b} lists of {t} numbers as parents and "
+                f"listed where these are given, got lengths {self.lengths}, parents {self.parents}, listed "
+                f"{self.listed}."
             )
 
     @classmethod

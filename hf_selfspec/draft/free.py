@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -95,10 +96,33 @@ class FreeDrafts:
     ) -> list[TokenTree]:
         """The trees of all rows, each as large as pays when they are verified together; of what grammars force alone
         unless ``is_awake``."""
+        rows, curve = sum(count > 0 for count in max_new), self.controller.curve
+        if not is_awake:  # forced tokens only have to be faster than nothing
+            return self._grown(text, max_new, seeds, is_awake, rows / curve.costs[0])
+        trees = self._grown(text, max_new, seeds, is_awake, curve.pace)
+        if max(max_new) < len(curve.costs):
+            # Near the end tokens are worth the time that the rest takes, which has no room for the longest drafts.
+            rest, seconds = self._rest(trees, max_new)
+            others = self._grown(text, max_new, seeds, is_awake, rows * rest / seconds) if seconds else trees
+            trees = min(trees, others, key=lambda each: self._seconds(each) + self._rest(each, max_new)[1])
+        return trees
+
+    def _seconds(self, trees: Sequence[TokenTree]) -> float:
+        return self.controller.curve.costs[max(map(len, trees))]
+
+    def _rest(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> tuple[float, float]:
+        """The expected tokens of a row that are left after a round with these trees, and the least seconds for them."""
+        tokens = max(count - sum(tree.reach) for tree, count in zip(trees, max_new, strict=True))
+        costs = self.controller.curve.costs[: max(math.ceil(tokens), 1)]
+        return tokens, max(tokens, 0.0) * min(cost / size for size, cost in enumerate(costs, start=1))
+
+    def _grown(
+        self, text: Text, max_new: list[int], seeds: Sequence[Seed], is_awake: bool, pace: float
+    ) -> list[TokenTree]:
+        """See :meth:`plan`: the trees that pay where text is else written at a ``pace``, in tokens a second."""
         rows, session, curve = sum(count > 0 for count in max_new), self._session, self.controller.curve
         trees = [seed.tree for seed in seeds] or [_NOTHING] * len(max_new)
         begun, constraint, branching = list(trees), session.constraint, session.takes_trees and is_awake
-        pace = curve.pace if is_awake else rows / curve.costs[0]  # forced tokens only have to be faster than nothing
         with self._lock:
             for row, count in enumerate(max_new):
                 if count:

@@ -165,6 +165,16 @@ def test_batches_after_single_rows(table: str) -> None:
     assert replay.play([one]) >= 0.98
 
 
+@pytest.mark.parametrize("count", [30, 47, 60])
+@pytest.mark.parametrize("table", ["EPYC", "Xeon", "bfloat16"])
+def test_short_calls_end_as_fast_as_they_go(table: str, count: int) -> None:
+    """The pace of the longest drafts is out of reach for the last tokens, which shorter ones still make faster."""
+    replay, circle = Replay(table), list(range(20))
+    new = (3 * circle)[:count]
+    calls = [replay.play([Stream(3 * circle, new, [([token], [0.95]) for token in new])]) for _ in range(8)]
+    assert min(calls[2:]) > 0.8 * max(calls)
+
+
 @pytest.mark.parametrize("early", [0.5, 0.55, 0.6])
 @pytest.mark.parametrize("table", ["Xeon", "flat"])
 def test_what_hardly_pays_is_looked_at_again(table: str, early: float) -> None:
