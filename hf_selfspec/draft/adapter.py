@@ -55,7 +55,7 @@ class EarlyExitAdapter(ExitSource[Adapter]):
     def start(self, session: Session) -> Drafter:
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         self.module.check(session.knowledge.fingerprint)
-        return AdapterDraft(session.limits(ConfidenceThreshold()), plan, self.module, head)
+        return AdapterDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.module, head)
 
 
 class AdapterDraft(StatesDraft):

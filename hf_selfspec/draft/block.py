@@ -71,7 +71,7 @@ class Block(DraftSource):
         sure = list[torch.Tensor]()
         has_own = head.confidence_head is not None
         usual = ProductThreshold(confidence=(lambda logits, _: sure[-1].to(logits.device)) if has_own else None)
-        return BlockDraft(session.limits(usual if is_free else FixedLength(head.num_tokens)), head, sure)
+        return BlockDraft(session.with_usual_stop(usual if is_free else FixedLength(head.num_tokens)), head, sure)
 
 
 class BlockDraft(StatesDraft):
@@ -94,7 +94,7 @@ class BlockDraft(StatesDraft):
         self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        steps, self._slot, self._most = self.steps, 0, min(self.limits.longest, max(max_new))
+        steps, self._slot, self._most = self.steps, 0, min(self.session.longest, max(max_new))
         self._sure.clear()
         draft = super().propose(text, max_new)
         self.steps = steps + (self._slot > 0)

@@ -141,7 +141,7 @@ class EarlyExitLora(ExitSource[DraftLora]):
         self.module.check(session.knowledge.fingerprint)
         substitutes = self.module.substitutes(session.anatomy)
         plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, substitutes)
-        draft = PartialDraft(session.limits(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
+        draft = PartialDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
         session.target.substitutes.append(substitutes)
         return draft
 

@@ -85,7 +85,7 @@ class DynamicExit(ExitSource[ExitHeads]):
             )
         plan = self.plan(session.anatomy)
         self.module.check(session.knowledge.fingerprint)
-        return HeadsDraft(session.limits(ConfidenceThreshold()), plan, self)
+        return HeadsDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self)
 
 
 class HeadsDraft(PartialDraft):

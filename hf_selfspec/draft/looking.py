@@ -25,7 +25,7 @@ class LookingDraft(PartialDraft):
     def __init__(
         self, session: Session, usual_stop: StopRule, plan: LayerPlan, window: int, head: HeadRows | None = None
     ) -> None:
-        super().__init__(session.limits(usual_stop), plan, head)
+        super().__init__(session.with_usual_stop(usual_stop), plan, head)
         self._stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
         self._round_seconds = session.round_seconds
         self.reads_logits = self.scorer.do_sample
@@ -45,14 +45,14 @@ class LookingDraft(PartialDraft):
 
     def measure(self, text: Text, repeats: int) -> bool:
         """Times forwards at the end of the text as far as there is time; the text in the cache stays as it is."""
-        device, steps, usual = text.ids.device, self.steps, (self.plan, self.limits)
-        self.plan, self.limits = self._timings.early, replace(self.limits, tree=None)
+        device, steps, usual = text.ids.device, self.steps, (self.plan, self.session)
+        self.plan, self.session = self._timings.early, replace(self.session, tree=None)
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             complete = self._timings.measure(
                 self.target, text, repeats, lambda: self._in_steps(text, [1] * text.batch_size), self._has_time
             )
-        self.steps, self._drafted, (self.plan, self.limits) = steps, [], usual
+        self.steps, self._drafted, (self.plan, self.session) = steps, [], usual
         return complete
 
 

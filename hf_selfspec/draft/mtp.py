@@ -90,7 +90,7 @@ class MTP(DraftSource):
         head.check(session.knowledge.fingerprint)
         tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
         rows = None if tokens is None or head.output is not None else HeadRows(target.model, tokens)
-        return MtpDraft(session.limits(ProductThreshold()), head, rows)
+        return MtpDraft(session.with_usual_stop(ProductThreshold()), head, rows)
 
 
 class MtpDraft(StatesDraft):
@@ -161,7 +161,7 @@ class MtpDraft(StatesDraft):
         begins = RowNumbers([first + taken - base for first, taken, base in known])
         states = self._waiting[0]
         columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
-        self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.limits.vocabulary - 1)
+        self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.session.vocabulary - 1)
         self._run(states, self._taken)
 
     def _follow(self, feed: torch.Tensor) -> None:

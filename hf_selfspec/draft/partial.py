@@ -29,7 +29,7 @@ class PartialDraft(BaseDrafter):
     def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
         _check_probe(session, plan)
         self.target, self.scorer = session.target, session.scorer
-        self.limits = session
+        self.session = session
         self.plan = plan
         self.head = head
         self.reuse_from = 0
@@ -54,11 +54,11 @@ class PartialDraft(BaseDrafter):
 
     def _in_steps(self, text: Text, max_new: list[int]) -> Draft:
         roots, prefix = text.last_slots(), self._prefix
-        limit = min(self.limits.longest, max(max_new))
+        limit = min(self.session.longest, max(max_new))
         rule = self._rule(text.batch_size)
         rule.begin()
         # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
-        is_line = self.limits.tree is None and self.scorer.prefix_free
+        is_line = self.session.tree is None and self.scorer.prefix_free
         bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
         grown = GrowingDraft(text, max_new, is_read=bound is None)
         feed = text.last_tokens()
@@ -77,12 +77,12 @@ class PartialDraft(BaseDrafter):
             if not any(grown.drafting):
                 break
             width = 1
-            if self.limits.tree is not None:
-                top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
+            if self.session.tree is not None:
+                top = logits.softmax(-1).topk(min(self.session.tree.most, logits.shape[-1])).values
                 reach = torch.ones_like(top[:, 0]) if reach is None else reach
-                width = min(self.limits.tree.width(*_of_rows(grown.drafting, top, reach)), top.shape[-1])
+                width = min(self.session.tree.width(*_of_rows(grown.drafting, top, reach)), top.shape[-1])
                 # The rest of the line has to fit, too.
-                room = self.limits.affordable(limit * width) - grown.size - (limit - grown.depth - 1)
+                room = self.session.affordable(limit * width) - grown.size - (limit - grown.depth - 1)
                 width = max(1, min(width, room))
                 reach = reach * top[:, 0]
             picks, q = self._pick(scores, width)
@@ -103,7 +103,7 @@ class PartialDraft(BaseDrafter):
         """Adds the next token of each line, and returns them, ``[b, 1]``; one read finds which count and which end."""
         picks, q = self._pick(self.scorer.everywhere(logits), 1)
         grown.add(picks, q, step.prefix_state if self._prefix else None)
-        eos = self.limits.eos_tokens
+        eos = self.session.eos_tokens
         if self._length_is_fixed and logits.device.type != "cpu":
             # A read would have to wait; the full model rejects junk.
             grown.end([False] * len(picks))
@@ -121,7 +121,7 @@ class PartialDraft(BaseDrafter):
         """Which rows' scores ``[b, v]`` a token can be chosen from, for a later read, else ``None``; logits and scores,
         made finite where needed (float16 overflows). On a CPU the drafts of other rows end at once."""
         on_cpu, sound = scores.device.type == "cpu", None
-        if not on_cpu and self._length_is_fixed and self.limits.tree is None:
+        if not on_cpu and self._length_is_fixed and self.session.tree is None:
             return None, logits, scores
         highest = scores.amax(-1)
         if on_cpu:
@@ -135,7 +135,7 @@ class PartialDraft(BaseDrafter):
 
     @property
     def _length_is_fixed(self) -> bool:
-        return isinstance(self.limits.stop, FixedLength) and (self.in_one_forward or not self.limits.eos_tokens)
+        return isinstance(self.session.stop, FixedLength) and (self.in_one_forward or not self.session.eos_tokens)
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""
@@ -163,20 +163,20 @@ class PartialDraft(BaseDrafter):
         is_tensor = isinstance(done, torch.Tensor) and done.shape == tokens.shape
         if not is_tensor or done.is_floating_point() or done.is_complex():  # of probabilities no threshold is known
             raise SettingTypeError(
-                f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
+                f"the stop rule {self.session.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
                 f"{done!r}."
             )
         ended = done.bool().to(tokens.device)
-        for token in self.limits.eos_tokens:
+        for token in self.session.eos_tokens:
             ended = ended | (tokens == token)
         return ended
 
     def _rule(self, rows: int) -> RunningRule:
         """The running stop rule; a new one starts when the rule was changed."""
-        stop = self.limits.stop
+        stop = self.session.stop
         assert stop is not None
         if self._running is None or self._running[0] is not stop:
-            self._running = stop, start(stop, rows, self.limits.longest, self.limits.memory)
+            self._running = stop, start(stop, rows, self.session.longest, self.session.memory)
         return self._running[1]
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

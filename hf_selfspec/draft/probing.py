@@ -124,7 +124,7 @@ class ProbingDraft(LookingDraft):
             self._budget = Budget(self._budget.share, self.target.clock)  # what it gains is worth the first look
         self._used, layers = choice, self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
-        self.limits = replace(self.limits, stop=self._stop or choice.stop)
+        self.session = replace(self.session, stop=self._stop or choice.stop)
         self.reuse_from = choice.reuse_from
 
     def _unseen(self, text: Text) -> list[int]:
@@ -155,7 +155,7 @@ class ProbingDraft(LookingDraft):
             predicted = self._trace(target.step(ids[:, :-1], starts, run).logits, ids[:, 1:])
             if rows := [row for row, count in enumerate(counts) if count >= n and row in target.rows]:
                 trial = Trace(predicted.accept[rows], predicted.confidence[rows])
-                study.add_trial(layer, trial, self._rules, self.limits.max_draft)
+                study.add_trial(layer, trial, self._rules, self.session.max_draft)
             self._timings.add_forward(n, (target.now() - begun) / share)
             self._tried_at = max(text.lengths)
 
@@ -181,7 +181,7 @@ class ProbingDraft(LookingDraft):
             traces = self._traces(text, n)
             study.look = (self.target.now() - begun) / expected or study.look
             rounds = self._round_seconds() if is_timed else None
-            study.add(traces, self._rules, self.limits.max_draft, rounds)
+            study.add(traces, self._rules, self.session.max_draft, rounds)
 
     def _traces(self, text: Text, n: int) -> dict[int, list[Trace]]:
         """What each exit predicts along the last ``n`` tokens of each row, as far as they are unseen."""

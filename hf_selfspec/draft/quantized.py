@@ -85,7 +85,7 @@ class Quantized(DraftSource):
         session.target.substitutes.append(substitutes)
         head = self.layers.head_rows(model) if isinstance(self.layers, EarlyExit) else None
         plan = replace(self._plan(anatomy), substitutes=substitutes)
-        return PartialDraft(session.limits(ProductThreshold()), plan, head)
+        return PartialDraft(session.with_usual_stop(ProductThreshold()), plan, head)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
         tensors = {}

@@ -162,12 +162,12 @@ class SearchingDraft(LookingDraft):
         self._budget.share = share_of(search.settings.budget, choice.drafts)
         self._used = (choice, search.timings.latest)
         self.plan = choice.plan
-        self.limits = replace(self.limits, stop=self._stop or choice.stop or USUAL_STOP)
+        self.session = replace(self.session, stop=self._stop or choice.stop or USUAL_STOP)
         costs = search.timings.latest
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
-            self.limits = replace(self.limits, tree=replace(self._tree, price=price))
+            self.session = replace(self.session, tree=replace(self._tree, price=price))
 
     def _begin_window(self, text: Text, unseen: int) -> None:
         self._looked = max(text.lengths) - 1

@@ -139,4 +139,4 @@ class SkipLayers(DraftSource):
             if session.in_cascade:
                 raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
             warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-        return PartialDraft(session.limits(USUAL_STOP), plan)
+        return PartialDraft(session.with_usual_stop(USUAL_STOP), plan)

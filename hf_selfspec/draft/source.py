@@ -212,7 +212,7 @@ class Session:
         """What the stop rule keeps from call to call."""
         return self.knowledge.memory()
 
-    def limits(self, usual_stop: StopRule) -> Session:
+    def with_usual_stop(self, usual_stop: StopRule) -> Session:
         """The session with ``usual_stop`` where no stop rule was given."""
         return replace(self, stop=self.stop or usual_stop)
 

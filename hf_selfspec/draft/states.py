@@ -64,7 +64,8 @@ class StatesDraft(PartialDraft):
             self._waiting, self._places = [], [[] for _ in self._taken]
 
     def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
-        """Makes entries of the head's cache, in each row from ``entries`` on, of states ``[b, s, n d]``."""
+        """Makes entries of the head's cache, in each row from ``entries`` on, of states ``[b, s, n d]``: of the first
+        ``len(self._places[row])`` of a row, behind which there is junk that later entries write over."""
         raise NotImplementedError
 
     def _positions(self, entries: torch.Tensor, ahead: int = 0) -> torch.Tensor:

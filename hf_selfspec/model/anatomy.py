@@ -184,8 +184,9 @@ class Anatomy:
             types = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
             raise UnsupportedModelError(
                 f"{name} is stateful ({', '.join(types)}), and its states cannot be rolled back when a draft is "
-                "rejected: its file has none of the functions for which that is known, or has them with other "
-                f"parameters ({', '.join(family.kernel for family in RECURRENCES)}). Call generate without `assistant`."
+                "rejected: no file of its layers, or more than one, has causal_conv1d_fn and one of the functions for "
+                f"which that is known, with their parameters ({', '.join(family.kernel for family in RECURRENCES)}). "
+                "Call generate without `assistant`."
             )
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         path = next(name for name, module in model.named_modules() if module is layers[0])

@@ -43,11 +43,11 @@ class Recalling:
     def __init__(self, settings: Recalled, session: Session) -> None:
         self.flatness = settings.flatness
         self.steps = 0
-        self.limits = session.limits(FixedLength(3))
+        self.session = session.with_usual_stop(FixedLength(3))
         self.scorer = session.scorer
         self.vocabulary = session.vocabulary
         self.table = session.knowledge.of("recalled", lambda other: Table() if other is None else Table(other.logits))
-        self.rule = start(self.limits.stop, session.num_rows, self.limits.longest, self.limits.memory)
+        self.rule = start(self.session.stop, session.num_rows, self.session.longest, self.session.memory)
         self._drafted: list[int] = []
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
@@ -55,7 +55,7 @@ class Recalling:
         tokens, qs = [], []
         last = text.last_tokens()[:, 0]
         self.rule.begin()
-        for depth in range(min(self.limits.longest, max(max_new))):
+        for depth in range(min(self.session.longest, max(max_new))):
             rows = [self.table.logits.get(int(token)) for token in last]
             drafting = [
                 length == depth and depth < most and known is not None
