@@ -101,20 +101,24 @@ class FreeDrafts:
             return self._grown(text, max_new, seeds, is_awake, rows / curve.costs[0])
         trees = self._grown(text, max_new, seeds, is_awake, curve.pace)
         if max(max_new) < len(curve.costs):
-            # Near the end tokens are worth the time that the rest takes, which has no room for the longest drafts.
-            rest, seconds = self._rest(trees, max_new)
-            others = self._grown(text, max_new, seeds, is_awake, rows * rest / seconds) if seconds else trees
-            trees = min(trees, others, key=lambda each: self._seconds(each) + self._rest(each, max_new)[1])
+            # Near the end the tokens that are left have no room for the longest drafts, whose pace is out of reach.
+            tokens, pace = self._rest(trees, max_new)
+            if tokens > 0 and pace < curve.pace:
+                shorter = self._grown(text, max_new, seeds, is_awake, pace)
+                trees = min(trees, shorter, key=lambda each: self._seconds(each, max_new))
         return trees
 
-    def _seconds(self, trees: Sequence[TokenTree]) -> float:
-        return self.controller.curve.costs[max(map(len, trees))]
-
     def _rest(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> tuple[float, float]:
-        """The expected tokens of a row that are left after a round with these trees, and the least seconds for them."""
+        """The expected tokens of a row that a round with these trees leaves, and the pace of all rows for them."""
         tokens = max(count - sum(tree.reach) for tree, count in zip(trees, max_new, strict=True))
-        costs = self.controller.curve.costs[: max(math.ceil(tokens), 1)]
-        return tokens, max(tokens, 0.0) * min(cost / size for size, cost in enumerate(costs, start=1))
+        curve, rows = self.controller.curve, sum(count > 0 for count in max_new)
+        costs = enumerate(curve.costs[: max(math.ceil(tokens), 1)], start=1)
+        return max(tokens, 0.0), min(curve.pace, rows * max(size / cost for size, cost in costs))
+
+    def _seconds(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> float:
+        """Expected time to the end of the call from a round with these trees on."""
+        tokens, pace = self._rest(trees, max_new)
+        return self.controller.curve.costs[max(map(len, trees))] + tokens * sum(count > 0 for count in max_new) / pace
 
     def _grown(
         self, text: Text, max_new: list[int], seeds: Sequence[Seed], is_awake: bool, pace: float

@@ -227,7 +227,7 @@ def test_what_is_refused() -> None:
 
 def test_unknown_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling("qwen3_next"), GatedDelta.kernel, lambda query, key, scale: None)
-    with pytest.raises(UnsupportedModelError, match=r"Qwen3Next.* stateful.*other parameters \(torch_chunk"):
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3Next.* stateful.*with their parameters \(torch_chunk"):
         _model("qwen3_next").generate(**ROW, max_new_tokens=4, assistant=SPEC)
 
 

@@ -106,7 +106,7 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
         if torch.rand((), generator=generator) < 0.7 and parents[node - 1] >= 0:
             logits[0, parents[node - 1], token] = 9.0 + node
     text = Text.of(torch.zeros(1, 3, dtype=torch.long), [0], 20)
-    draft = Draft(torch.tensor([tokens]), [9], [parents])
+    draft = Draft(torch.tensor([tokens]), [len(tokens)], [parents])
     stopper = Stopper(StoppingCriteriaList())
     (verdict,) = verify(text, draft, Logits(logits), Scorer(LogitsProcessorList(), 1, False), stopper, [False], None)
     node, expected, path = 0, [], []
