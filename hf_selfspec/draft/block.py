@@ -148,12 +148,12 @@ class BlockDraft(StatesDraft):
             with cache.written_at(slots, buffers):
                 return self._forward(head, feed, slots, positions, cache.capacity, False)
 
-        given = feed, slots.contiguous(), self._positions(slots).contiguous()
+        inputs = feed, slots.contiguous(), self._positions(slots).contiguous()
         if graphs is None or feed.device != device:
-            states, self._logits = eager(*given)
+            states, self._logits = eager(*inputs)
         else:
             self._key = self._key or (head, *(weight.data_ptr() for weight in head.parameters()))
-            states, self._logits = graphs.run_head(self._key, fixed, eager, given, cache)
+            states, self._logits = graphs.run_head(self._key, fixed, eager, inputs, cache)
         first = head.first_slot
         self._states = states[:, first:]
         if head.markov_head is not None:

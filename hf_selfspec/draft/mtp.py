@@ -49,9 +49,9 @@ class MTP(DraftSource):
     head_rows: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("head", MtpHead), ("head_rows", ReducedHead)):
-            if (given := getattr(self, name)) is not None:
-                kept, module = module_of(f"MTP({name})", given, kind)
+        for name, module_class in (("head", MtpHead), ("head_rows", ReducedHead)):
+            if (value := getattr(self, name)) is not None:
+                kept, module = module_of(f"MTP({name})", value, module_class)
                 object.__setattr__(self, name, kept)
                 object.__setattr__(self, f"_{name}", module)
         if self.head is not None and any(part.is_meta for part in self.__dict__["_head"].parameters()):
@@ -157,8 +157,8 @@ class MtpDraft(StatesDraft):
                 self._first[row] = base
         self._counts = [len(places) for places in self._places]
         self._waiting = [picked(torch.cat(self._waiting, dim=1), self._places)]
-        known = zip(self._first, self._taken, text.base, strict=True)
-        begins = RowNumbers([first + taken - base for first, taken, base in known])
+        rows = zip(self._first, self._taken, text.base, strict=True)
+        begins = RowNumbers([first + taken - base for first, taken, base in rows])
         states = self._waiting[0]
         columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
         self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.session.vocabulary - 1)
@@ -188,8 +188,8 @@ class MtpDraft(StatesDraft):
         if (limit := target.anatomy.position_limit) is not None:
             positions = positions.clamp(max=limit - 1)
         head = self._mtp.on(device, states.dtype)
-        own = head.embedding
-        embedded = target.model.get_input_embeddings()(tokens) if own is None else own(tokens.to(device))
+        embedding = head.embedding
+        embedded = target.model.get_input_embeddings()(tokens) if embedding is None else embedding(tokens.to(device))
         with torch.no_grad(), within(target.autocast), at_positions(spec):
             states = states if self._depth else head.fuse(states)
             self._states = head(embedded.to(device), states, target.following.positions(positions, None), cache, layer)

@@ -79,9 +79,9 @@ class StatesDraft(PartialDraft):
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]  # None by default
         """Keeps the states of the tokens before the new ones."""
-        states, known = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
+        states, rows = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
         assert states is not None
-        begun = [first - 1 + taken + len(places) for first, taken, places in known]
+        begun = [first - 1 + taken + len(places) for first, taken, places in rows]
         ends = zip(verdicts, text.last_slots(), begun, strict=True)
         self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
         if sum(piece.shape[1] for piece in self._waiting) > _WAITING:
@@ -97,8 +97,8 @@ class StatesDraft(PartialDraft):
         new = []
         for cursor, length, first, places in zip(cursors, lengths, self._first, self._places, strict=True):
             # Rows whose prompt ended in an earlier piece get junk.
-            seen = first - 1 + len(places)
-            new.append(list(range(seen - cursor, length)) if seen >= cursor else [])
+            next_slot = first - 1 + len(places)
+            new.append(list(range(next_slot - cursor, length)) if next_slot >= cursor else [])
         self._keep(states, new)
 
     def _keep(self, states: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:

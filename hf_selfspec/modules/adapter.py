@@ -103,8 +103,9 @@ class Adapter(DraftModule):
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
             if cache is not None:
                 key, value = cache.update(key, value, 0)
-            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
-            hidden = hidden + self.output(found.transpose(1, 2).reshape(b, s, d))
+            is_causal = mask is None and s > 1
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+            hidden = hidden + self.output(attended.transpose(1, 2).reshape(b, s, d))
         if self.mlp is not None:
             hidden = hidden + self.mlp(hidden)
         return self.norm(hidden)

@@ -110,6 +110,8 @@ fit_adapter = as_function(AdapterFit)
 def usual_settings(config: Any) -> dict[str, Any]:
     """An adapter's base of rotary positions and epsilon: the model's, so that the adapter can be a layer of it."""
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    known = {"rope_theta": (theta, math.inf), "norm_eps": (getattr(config, "rms_norm_eps", None), 1)}
+    limits = {"rope_theta": (theta, math.inf), "norm_eps": (getattr(config, "rms_norm_eps", None), 1)}
     is_number = (int, float)
-    return {name: float(own) for name, (own, end) in known.items() if isinstance(own, is_number) and 0 < own < end}
+    return {
+        name: float(value) for name, (value, end) in limits.items() if isinstance(value, is_number) and 0 < value < end
+    }
