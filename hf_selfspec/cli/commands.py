@@ -209,6 +209,7 @@ def bench(
     if repeat:
         stream = repeated(stream)
     about = {"prompts_left_out": dict(encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
+    about |= named.loaded_as
     comparison = measured(named.model(), tokenizer, stream, settings, compared, path_of(out), about)
     print(f"{comparison}\n\nThe whole report is {out}/report.md.")
 

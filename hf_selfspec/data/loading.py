@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,17 +51,23 @@ class NamedModel:
     @cached_property
     def _source(self) -> dict[str, Any]:
         """The arguments of ``from_pretrained`` that say where it is."""
-        source: dict[str, Any] = {"trust_remote_code": False}  # code from its repository is not run
-        if self._revision is not None:
-            source["revision"] = self._revision
-        if not os.path.isdir(self.name) and (why := hub_error(HfApi().model_info, self.name)):
-            if not is_name(self.name) or not isinstance(try_to_load_from_cache(self.name, _CONFIG), str):
+        of: dict[str, Any] = {} if self._revision is None else {"revision": self._revision}
+        source: dict[str, Any] = {"trust_remote_code": False, **of}  # code from its repository is not run
+        if not os.path.isdir(self.name) and (why := hub_error(partial(HfApi().model_info, **of), self.name)):
+            cached = try_to_load_from_cache(self.name, _CONFIG, **of) if is_name(self.name) else None
+            if not isinstance(cached, str):
                 raise SettingError(
                     f"--model {self.name}: there is no such folder, and the Hub has no such model ({why}). "
                     f"{_GIVE_MODEL}"
                 )
             source["local_files_only"] = True
         return source
+
+    @property
+    def loaded_as(self) -> dict[str, str]:
+        """What was chosen of how it is loaded, beside its type."""
+        options = {"revision": self._revision, **self._weights}
+        return {option: str(value) for option, value in options.items() if value is not None and option != "dtype"}
 
     @cached_property
     def config(self) -> Any:

@@ -118,7 +118,9 @@ class FreeDrafts:
     def _seconds(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> float:
         """Expected time to the end of the call from a round with these trees on."""
         tokens, pace = self._rest(trees, max_new)
-        return self.controller.curve.costs[max(map(len, trees))] + tokens * sum(count > 0 for count in max_new) / pace
+        costs, rows = self.controller.curve.costs, sum(count > 0 for count in max_new)
+        # Drafts of others can have more nodes than are priced.
+        return costs[min(max(map(len, trees)), len(costs) - 1)] + tokens * rows / pace
 
     def _grown(
         self, text: Text, max_new: list[int], seeds: Sequence[Seed], is_awake: bool, pace: float

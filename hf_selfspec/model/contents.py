@@ -177,7 +177,7 @@ def _access_to(holder: Any) -> Iterator[_Access]:
             yield lambda: _slots_of(holder), partial(setattr, holder)
         if isinstance(attributes, dict):
             yield lambda: attributes, attributes.__setitem__
-        if has_slots or isinstance(attributes, dict):
+        if has_slots or isinstance(attributes, dict) or type(holder).__module__ != "builtins":
             yield from _access_to(type(holder))
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.distributed import get_rank, is_initialized
 from transformers import PreTrainedModel, Trainer
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
 from ..model.internals import attention_implementation
+from ..model.module_tools import is_tensor_parallel
 from ..model.patching import Forward, InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
@@ -79,6 +81,7 @@ class LayerDropout(ModelCallback):
         self._rank = trainer.args.process_index if is_data_parallel else 0
 
     def check_model(self, model: PreTrainedModel) -> None:
+        self._rank = get_rank() if is_initialized() and not is_tensor_parallel(model) else 0
         config = model.config
         if attention_implementation(config) == "flex_attention":
             raise UnsupportedOptionError(

@@ -181,12 +181,11 @@ def _begun(file: Path, made_by: str, prompts: Sequence[list[int]]) -> list[list[
                 f"{file} has answers to other prompts, of another model or of another length: remove it, or repeat the "
                 "settings that it was made with."
             )
-        if len(texts) >= len(prompts):
-            return texts
-        rows = rows[: len(rows) // AT_ONCE * AT_ONCE]
+        if len(rows) < len(prompts):
+            rows = rows[: len(rows) // AT_ONCE * AT_ONCE]
     with reported(file), written_whole(file) as beside:
         beside.write_text(_lines(rows), encoding="utf-8")
-    return [row["input_ids"] for row in rows]
+    return [row["input_ids"] for row in rows[: len(prompts)]]
 
 
 def _lines(values: Iterable[Any]) -> str:

@@ -140,6 +140,10 @@ def generated(*words: str) -> int:
 @pytest.fixture(scope="module")
 def plain() -> str:
     """What plain generate writes after the prompt, with the end of the line."""
+    assert NamedModel("a/b", None, "v1", dtype="float32", device_map=None, attn_implementation="eager").loaded_as == {
+        "revision": "v1",
+        "attn_implementation": "eager",
+    }
     named = NamedModel(str(DEMO_MODEL), dtype="float32")
     tokenizer = named.tokenizer()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.replayed import TABLES, Replay, Stream
 from hf_selfspec.control.controller import FREE, ArmStats, Controller
+from hf_selfspec.lookup.tree import TokenTree
 
 pytestmark = pytest.mark.times_decide
 
@@ -197,3 +198,10 @@ def test_free_tokens_are_not_the_drafts_own() -> None:
     arm = replay.found.arms["layers"]
     assert arm.drafted > 2
     assert arm.accepted == pytest.approx(arm.drafted)
+
+
+def test_trees_of_others_can_have_more_nodes_than_are_priced() -> None:
+    """Near the end of a call, too, where those with free drafts behind them are compared."""
+    free, nodes = Replay("Xeon")._drafter().free, tuple(range(40))
+    large, small = (TokenTree(nodes[:size], nodes[:size], (0.5,) * size) for size in (40, 31))
+    assert free._seconds([large], [30]) < free._seconds([small], [30])

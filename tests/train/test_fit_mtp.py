@@ -239,6 +239,9 @@ def test_answers_are_text_of_any_fit(tmp_path: Path) -> None:
     """What is written as a step of its own is what a fit has written first."""
     model, tokenizer, file = tiny_llama(), character_tokenizer(), tmp_path / "answers.jsonl"
     answers = write_answers(model, tokenizer, PROMPTS, file, answer_tokens=16)
+    with file.open("a") as lines:
+        lines.write('{"input_ids": [1')  # of a process that was killed
+    assert write_answers(model, tokenizer, PROMPTS[:5], file, answer_tokens=16) == answers[:5]
     assert [json.loads(line) for line in file.read_text().splitlines()] == answers
     options: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "block_size": 16}
     of_file = fit_mtp(model, None, answers, **options).state_dict()
