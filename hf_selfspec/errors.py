@@ -95,7 +95,7 @@ def only_warned(what: str, undo: Callable[[], object] = bool) -> Iterator[None]:
     """Turns an error in the block into a warning, after ``undo()``: it must not lose the text, which is complete."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever it is, the text is complete
         undo()
         warn_once(f"{what} has failed, which the text does not need: {brief(repr(error))}", ignore_numbers=True)
 

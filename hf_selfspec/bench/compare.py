@@ -24,10 +24,10 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
 from ..model.patching import evaluating
 from ..reports.plots import saved
-from ..validation import StrPath
+from ..validation import StrPath, check_count
 from .methods import Method, Methods, fitting, methods_of
 from .report import main_table, markdown, speedups, title, verdict
-from .request import KIND, Batch, Clock, Encoder, Prompt, Settings
+from .request import KIND, Batch, Clock, Encoder, Prompt, Settings, in_turn
 from .results import Json, results
 from .stream import Journal, Stream
 
@@ -100,10 +100,11 @@ class Comparison:
 def compare(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[TextOrChat],
+    texts: Sequence[TextOrChat] | Mapping[str, Sequence[TextOrChat]],
     methods: Methods | None = None,
     *,
     max_new_tokens: int = 128,
+    max_prompt_tokens: int | None = None,
     temperature: float | Sequence[float] = 0.0,
     batch_size: int | Sequence[int] = 1,
     top_p: float = 1.0,
@@ -124,11 +125,13 @@ def compare(
         model: a causal LM of transformers, or a PEFT model around one.
         tokenizer: the model's tokenizer.
         texts: prompts like those that the model will see: strings, or chats as lists of messages. With a chat template
-            a string is a message of a user, without one a text that the model continues.
+            a string is a message of a user, without one a text that the model continues. A mapping has those of several
+            kinds, which come in turn and have figures of their own.
         methods: names of methods and ``SelfSpec`` objects, or a mapping to them from names for the table; plain
             generate is always among them. ``None`` for plain generate, prompt lookup at several settings, static and
             compiled decoding where the device compiles, and every preset that fits the model.
         max_new_tokens: the most new tokens for each prompt.
+        max_prompt_tokens: longer prompts are left out; ``None`` for those that the model cannot take.
         temperature: 0 for greedy; several values for one table each.
         batch_size: prompts that are generated together; several values for one table each.
         top_p, top_k: settings of sampling.
@@ -148,8 +151,15 @@ def compare(
     """
     inner = causal_lm(model, "compare")
     settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock, passes)
-    encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
-    stream = list(encoder.prompts(KIND, checked_texts("compare", texts, chats=True)))
+    longest = longest_prompt(inner.config, settings)
+    if max_prompt_tokens is not None:
+        check_count("compare(max_prompt_tokens)", max_prompt_tokens)
+        longest = min(longest, max_prompt_tokens)
+    encoder, kinds = Encoder(tokenizer, longest), texts if isinstance(texts, Mapping) else {KIND: texts}
+    if not kinds:
+        raise SettingError("compare(texts) has no kinds of prompts. Give at least one: {'questions': [...]}.")
+    checked = {str(kind): checked_texts("compare", of_kind, chats=True) for kind, of_kind in kinds.items()}
+    stream = in_turn(encoder.prompts(*item) for item in checked.items())
     about = {"prompts_left_out": dict(encoder.left_out)}
     folder, chosen = None if out is None else path_of(out), None if methods is None else methods_of(methods)
     return measured(inner, tokenizer, stream, settings, chosen, folder, about, progress)

@@ -126,8 +126,12 @@ def stream_of(texts: Mapping[str, Sequence[TextOrChat]], encoder: Encoder, count
     """Returns ``count`` prompts of each kind, drawn by ``seed``, with the kinds in turn."""
     draw = random.Random(seed).sample
     shuffled = {kind: draw(list(of_kind), len(of_kind)) for kind, of_kind in texts.items()}
-    lists = [islice(encoder.prompts(kind, of_kind), count) for kind, of_kind in shuffled.items()]
-    return [prompt for together in zip_longest(*lists) for prompt in together if prompt is not None]
+    return in_turn(islice(encoder.prompts(kind, of_kind), count) for kind, of_kind in shuffled.items())
+
+
+def in_turn(kinds: Iterable[Iterable[Prompt]]) -> list[Prompt]:
+    """The prompts of several kinds as one stream."""
+    return [prompt for together in zip_longest(*kinds) for prompt in together if prompt is not None]
 
 
 def repeated(stream: Sequence[Prompt]) -> list[Prompt]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.distributed import get_rank, is_initialized
 from transformers import PreTrainedModel, Trainer
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
@@ -81,7 +80,8 @@ class LayerDropout(ModelCallback):
         self._rank = trainer.args.process_index if is_data_parallel else 0
 
     def check_model(self, model: PreTrainedModel) -> None:
-        self._rank = get_rank() if is_initialized() and not is_tensor_parallel(model) else 0
+        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._rank = torch.distributed.get_rank() if has_ranks and not is_tensor_parallel(model) else 0
         config = model.config
         if attention_implementation(config) == "flex_attention":
             raise UnsupportedOptionError(
@@ -139,6 +139,12 @@ class _Run(TrainingRun):
         self._step, self._samples = step, 0
 
     def end_step(self) -> None:
+        """Raises if no layer could be dropped."""
+        if self._rates is not None and not self._samples:
+            raise UnsupportedModelError(
+                f"LayerDropout had no effect: no training forward went through the layers of "
+                f"{self.anatomy.model_name} in this thread (DataParallel?). The weights were not changed."
+            )
         self._rates = None
         self._kept = [None] * self.anatomy.num_layers
 

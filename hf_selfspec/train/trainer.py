@@ -81,7 +81,8 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         callbacks = [entry for entry in self.callback_handler.callbacks if isinstance(entry, ModelCallback)]
         if not callbacks:
             return original(self, *args, **kwargs)
-        _check_training(self)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        _check_parallelism(self.args.n_gpu, plugin is not None and getattr(plugin, "fsdp_version", 2) == 1)
         _check_callbacks("Trainer", callbacks, self.model)
         for callback in callbacks:
             callback.check(self)
@@ -169,6 +170,8 @@ def training(model: Any, callbacks: Sequence[ModelCallback], steps: int, seed: i
             f"training(callbacks) must be EarlyExitLoss(), LayerDropout() or both, got {callbacks!r}."
         )
     _check_callbacks("training", callbacks, model)
+    # DataParallel runs its copies in other threads, in which nothing is trained: that is seen at the end of a step.
+    _check_parallelism(1, any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()))
     with ExitStack() as stack:
         runs = [callback.make_run(model, seed) for callback in callbacks]
         for run in runs:
@@ -185,15 +188,14 @@ def _check_callbacks(name: str, callbacks: Sequence[ModelCallback], model: Any) 
         callback.check_model(causal_lm(model, class_name))
 
 
-def _check_training(trainer: Trainer) -> None:
-    count, plugin = trainer.args.n_gpu, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+def _check_parallelism(count: int, is_first_fsdp: bool) -> None:
     refused = {
         f"One process with {count} GPUs (DataParallel) runs copies of the model in threads. Start one process per GPU "
         "with torchrun or accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES.": count > 1,
         "DeepSpeed ZeRO-3 gathers parameters only in the forwards that it knows. Use ZeRO-1, ZeRO-2 or "
         "FSDP2.": is_deepspeed_zero3_enabled(),
         'FSDP version 1 flattens the parameters. Set "fsdp_config": {"version": 2}, or fsdp_version: 2 in '
-        "accelerate's configuration.": plugin is not None and getattr(plugin, "fsdp_version", 2) == 1,
+        "accelerate's configuration.": is_first_fsdp,
     }
     for why, is_set in refused.items():
         if is_set:

@@ -319,3 +319,15 @@ def test_what_cannot_be_compared(
 ) -> None:
     with pytest.raises((SettingError, SettingTypeError), match=message):
         compare(model, tokenizer, methods=methods, progress=False, **{"texts": TEXTS} | settings)
+
+
+def test_prompts_of_several_kinds(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    kinds = {"short": ["def f", "import os", "class A:"], "long": [500 * "x = 1\n", "return x"]}
+    options = {"max_new_tokens": 4, "max_prompt_tokens": 16, "progress": False}
+    found = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], **options).results
+    assert found["conditions"][0]["kinds"] == {"short": 2, "long": 1}, "the first call is apart"
+    assert found["about"]["prompts_left_out"] == {"long": 1}
+    assert set(found["conditions"][0]["methods"][1]["by_kind"]) == {"short", "long"}
+    for wrong, words in (({}, "has no kinds of prompts"), ({"a": "text"}, "must be a list of strings or chats")):
+        with pytest.raises((SettingError, SettingTypeError), match=words):
+            compare(model, tokenizer, wrong, **options)

@@ -1,6 +1,7 @@
 """Training loops without a ``Trainer``."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 from helpers.distributed_training import rows, tiny, weights
 from helpers.train.by_hand import BOTH, assert_close, stacked, train
 from helpers.train.watching import attributes_of
-from hf_selfspec import EarlyExitLoss, LayerDropout, SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec import (
+    EarlyExitLoss,
+    LayerDropout,
+    SettingError,
+    SettingTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from hf_selfspec.train import training
 
 
@@ -42,15 +50,45 @@ def without_loss() -> None:
         pass
 
 
+def without_forward() -> None:
+    with training(tiny(), [LayerDropout()], steps=1) as loop, loop.step():
+        pass
+
+
 def too_many_steps() -> None:
-    with training(tiny(), [LayerDropout()], steps=1) as loop:
+    model = tiny()
+    with training(model, [LayerDropout()], steps=1) as loop:
         for _ in range(2):
             with loop.step():
-                pass
+                model(**stacked(rows(2))).loss.backward()
+
+
+def in_copies() -> None:
+    """As DataParallel runs them."""
+    model = tiny()
+    with training(model, [LayerDropout()], steps=1) as loop, loop.step(), ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: model(**stacked(rows(2))).loss.backward()).result()
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """By its name, in which one layer lies."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def in_flat_parameters() -> None:
+    model = tiny()
+    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0])
+    training(model, [LayerDropout()], 1).__enter__()
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no loss": (without_loss, UnsupportedModelError, "EarlyExitLoss had no effect"),
+    "no forward": (without_forward, UnsupportedModelError, "LayerDropout had no effect"),
+    "copies": (in_copies, UnsupportedModelError, "LayerDropout had no effect"),
+    "FSDP 1": (in_flat_parameters, UnsupportedOptionError, "FSDP version 1"),
     "too many steps": (too_many_steps, SettingError, r"training\(steps=1\) has taken all of its steps"),
     "no callbacks": (lambda: training(tiny(), [], 1).__enter__(), SettingTypeError, r"callbacks\) must be .* got \[\]"),
     "twice": (

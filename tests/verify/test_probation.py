@@ -671,7 +671,7 @@ def test_models_of_the_tests_are_not_checked() -> None:
         for name in table:
             try:
                 model = make(name)
-            except pytest.skip.Exception:
+            except pytest.skip.Exception:  # not in this release of transformers
                 continue
             names.add(probation_name(model))
             assert Unseen.of(model).reasons == (), name
