@@ -322,7 +322,7 @@ def test_what_cannot_be_compared(
 
 
 def test_prompts_of_several_kinds(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    kinds = {"short": ["def f", "import os", "class A:"], "long": [500 * "x = 1\n", "return x"]}
+    kinds = {"short": ["def f", "import os", "class A:"], "long": [20 * "x = 1\n", "return x"]}
     options = {"max_new_tokens": 4, "max_prompt_tokens": 16, "progress": False}
     found = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], **options).results
     assert found["conditions"][0]["kinds"] == {"short": 2, "long": 1}, "the first call is apart"
