@@ -244,7 +244,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    lengths = [*[(4, 32)] * 3, (21, 16), (4, 32)]  # in 128 slots, in 256, and in 128 again
+    lengths = [*[(4, 20)] * 3, (21, 12), (4, 16)]  # in 128 slots, in 256, and in 128 again
     if architecture in STATEFUL or failure in ENDING or threads > 1:  # without graphs, or all in the same call
         del lengths[1:]
     for number, (repeats, new) in enumerate(lengths):
