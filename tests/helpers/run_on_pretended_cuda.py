@@ -1,4 +1,4 @@
-"""Generates on pretended devices, and prints what a round needs as JSON; a process of its own."""
+"""Generates and trains on pretended devices, and prints what that needs as JSON; a process of its own."""
 
 import json
 import sys
@@ -24,6 +24,7 @@ from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import DEVICE, Graph, Pretended, counts, here, move, pretended, spread
 from helpers.split import attention_with_sums
+from helpers.train.train_on_pretended_cuda import steps
 from hf_selfspec import (
     AdaptiveThreshold,
     Block,
@@ -245,7 +246,9 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     lengths = [*[(4, 20)] * 3, (21, 12), (4, 16)]  # in 128 slots, in 256, and in 128 again
-    if architecture in STATEFUL or failure in ENDING or threads > 1:  # without graphs, or all in the same call
+    if (
+        architecture in STATEFUL or failure in (*ENDING, "small device") or threads > 1
+    ):  # without graphs, or all in the same call
         del lengths[1:]
     for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
@@ -336,8 +339,10 @@ def _spec_for(spec: str, architecture: str) -> SelfSpec:
 
 
 def main(cases: list[list[Any]]) -> None:
-    found = [
-        replayed(call.partition(" ")[2], _spec_for(spec, call.partition(" ")[2]), rows, *more)
+    found: list[Any] = [
+        steps()
+        if spec == "training"
+        else replayed(call.partition(" ")[2], _spec_for(spec, call.partition(" ")[2]), rows, *more)
         if call.startswith("graphs")
         else measure(SPECS[spec](), rows, CALLS[call], spread if more else move)
         for spec, call, rows, *more in cases

@@ -1,6 +1,5 @@
-"""Trains for one batch on the pretended device, prints its loss and what the host waits for; a process of its own."""
+"""Trains for one batch on a pretended device; what its loss is, and what the host waits for."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +14,6 @@ from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 from hf_selfspec.train import loss_scale
 
-# A device of another name: the backward pass of a CPU's build of torch takes none that says ``cuda``.
-_setup_privateuseone_for_python_backend("pretended")
-DEVICE = torch.device("pretended", 0)
 CASES: dict[str, Any] = {
     "plain": lambda: [],
     "distilled": lambda: [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale, self_distillation=True)],
@@ -42,18 +38,21 @@ def step(model: Any, callbacks: list[Any], batch: dict[str, torch.Tensor]) -> fl
     return loss.item()
 
 
-def measure(make: Any) -> dict[str, float]:
+def measure(make: Any, device: torch.device) -> dict[str, float]:
     batch = stacked(rows(4))
     batch["num_items_in_batch"] = torch.tensor(30)
     expected = step(tiny().train(), make(), batch)
     counts.reset("step")
     model = tiny().train()
-    with patch.object(pretend_cuda, "DEVICE", DEVICE), pretended():
-        move(model, DEVICE)
+    with patch.object(pretend_cuda, "DEVICE", device), pretended():
+        move(model, device)
         model.requires_grad_()
-        loss = step(model, make(), {name: Pretended(value, DEVICE) for name, value in batch.items()})
+        loss = step(model, make(), {name: Pretended(value, device) for name, value in batch.items()})
     return {"loss": loss, "expected": expected, "reads": counts.reads.total(), "uploads": counts.uploads.total()}
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: measure(make) for name, make in CASES.items()}))
+def steps() -> dict[str, dict[str, float]]:
+    """Of all cases, last in a process: the backward pass of a CPU's build of torch takes no device that says ``cuda``,
+    so that one of another name is registered."""
+    _setup_privateuseone_for_python_backend("pretended")
+    return {name: measure(make, torch.device("pretended", 0)) for name, make in CASES.items()}
