@@ -246,9 +246,7 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
     model, calls = build(architecture), []
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     lengths = [*[(4, 20)] * 3, (21, 12), (4, 16)]  # in 128 slots, in 256, and in 128 again
-    if (
-        architecture in STATEFUL or failure in (*ENDING, "small device") or threads > 1
-    ):  # without graphs, or all in the same call
+    if architecture in STATEFUL or failure in ENDING or threads > 1:  # without graphs, or all in the same call
         del lengths[1:]
     for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
