@@ -54,7 +54,7 @@ def spec(request: pytest.FixtureRequest) -> SelfSpec:
 
 def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any) -> tuple[Any, Any]:
     """What speculative and plain ``generate`` return. The text is generated a second time, found in the store."""
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | options
+    options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0} | options
     plain = model.generate(**inputs, **options)
     model.generate(**inputs, **options, assistant=spec)
     ours = model.generate(**inputs, **options, assistant=spec)
@@ -83,7 +83,7 @@ def test_models_without_tree_masks_draft_lines(name: str, kind: str) -> None:
     model, spec = build(name), SPECS[kind]()
     spec = replace(spec, draft=drafts_into(drafts, spec.draft))
     for shape, inputs in INPUTS.items():
-        ours, plain = both(model, spec, inputs, eos_token_id=new_tokens(model, inputs)[-1][9])
+        ours, plain = both(model, spec, inputs, eos_token_id=new_tokens(model, inputs, max_new_tokens=10)[-1][9])
         assert torch.equal(ours, plain), shape
     assert drafts
     assert not any(draft.is_tree for draft in drafts)
@@ -105,11 +105,11 @@ def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM) -> None:
 
 
 def test_logits_take_no_more_than_64_mib() -> None:
-    model, prompt = tiny_llama(2, vocabulary=600_000), torch.arange(8)[:, None] + torch.arange(12) % 3
+    model, prompt = tiny_llama(2, vocabulary=120_000), torch.arange(40)[:, None] + torch.arange(12) % 3
     for spec in (SelfSpec(Lookup()), SelfSpec(EarlyExit(1), FixedLength(9))):
         for _ in range(2):
-            model.generate(prompt, max_new_tokens=8, do_sample=False, assistant=spec)
-        assert max(size for size, _ in spec.stats.round_sizes) == 2  # 8 rows of 3 tokens are 57.6 MB
+            model.generate(prompt, max_new_tokens=5, do_sample=False, assistant=spec)
+        assert max(size for size, _ in spec.stats.round_sizes) == 2  # 40 rows of 3 tokens are 57.6 MB
 
 
 DEEP = tiny_llama(layers=8, factor=0.5)
@@ -140,7 +140,7 @@ def test_drafts_after_free_rounds(shape: str, name: str, monkeypatch: pytest.Mon
                 seen[now][row, text.lengths[row]] = int(draft.tokens[row, 0])
 
     alone = replace(settings, draft=watched(settings.draft, see))
-    options = {"max_new_tokens": 40, "do_sample": False}
+    options = {"max_new_tokens": 26, "do_sample": False}
     plain = DEEP.generate(**inputs, **options)
     single = replace(alone, stop=FixedLength(1), tree=None)
     assert torch.equal(DEEP.generate(**inputs, **options, assistant=single), plain)
@@ -160,9 +160,9 @@ def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
         adapter_of(DEEP, seed=seed).save_pretrained(tmp_path / name)
     first, second = (EarlyExitAdapter(str(tmp_path / name)) for name in ("one", "two"))
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0), first, second]), FixedLength(3))
-    plain = DEEP.generate(**BATCH, max_new_tokens=30, do_sample=False)
+    plain = DEEP.generate(**BATCH, max_new_tokens=16, do_sample=False)
     with pytest.warns(UserWarning, match="is left out of the drafts.*only one draft source can"):
-        assert torch.equal(DEEP.generate(**BATCH, max_new_tokens=30, do_sample=False, assistant=spec), plain)
+        assert torch.equal(DEEP.generate(**BATCH, max_new_tokens=16, do_sample=False, assistant=spec), plain)
 
 
 @pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 5), (4, 97), (11, 2048), (3, 50257)])

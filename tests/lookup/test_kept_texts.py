@@ -13,6 +13,7 @@ from operator import getitem
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -32,15 +33,31 @@ from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.machine("verification_is_free")
 
-NEW_TOKENS = 40
-PROMPT = ragged_batch((12,), seed=11)
+NEW_TOKENS = 24
+PROMPT, OTHER, THIRD = (ragged_batch((length,), seed=seed) for length, seed in ((12, 11), (10, 12), (11, 13)))
 BATCH = ragged_batch((4, 9, 6))
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(2, factor=0.5)
+
+
+_TEXTS = WeakKeyDictionary[Any, dict[str, torch.Tensor]]()
+
+
+def plain(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Made once for each model and prompt."""
+    name, known = str(inputs), _TEXTS.setdefault(model, {})
+    if name not in known:
+        known[name] = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return known[name]
 
 
 def call(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = PROMPT) -> GenerationStats:
     """One call, and what it has found on disk, as it is ten seconds later."""
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, assistant=spec)
+    assert torch.equal(ids, plain(model, inputs))
     spec._knowledge_of(model).write(0.0)
     return spec.stats
 
@@ -82,24 +99,23 @@ def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausa
     assert second.rounds < first.rounds / 2
     sampled = llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=1, assistant=spec)
     assert spec.stats.rounds < first.rounds / 2, "kinds of calls share texts"
-    assert torch.equal(sampled, llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS))
+    assert torch.equal(sampled, plain(llama, PROMPT))
 
 
 @pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
-@pytest.mark.parametrize("make", [lambda: tiny_llama(factor=0.5), tiny_gpt_neo], ids=["ragged", "together"])
+@pytest.mark.parametrize("make", [lambda: tiny_llama(2, factor=0.5), tiny_gpt_neo], ids=["ragged", "together"])
 def test_whole_texts_are_stored_and_no_padding(make: Callable[[], PreTrainedModel]) -> None:
     """Nor what was accepted in a row and cut off, since all rows advance together."""
     model, spec = make(), SelfSpec.lookup()
-    options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-    plain = model.generate(**BATCH, **options)
-    options["eos_token_id"] = int(plain[1, 25])
+    end = int(plain(model, BATCH)[1, 25])
+    options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, "eos_token_id": end}
     expected: list[int] = []
     for _ in range(2):
         ids = model.generate(**BATCH, **options, assistant=spec).tolist()
         for row, mask in zip(ids, BATCH["attention_mask"].tolist(), strict=True):
             said = row[len(mask) :]
-            end = said.index(options["eos_token_id"]) + 1 if options["eos_token_id"] in said else len(said)
-            expected += [-1, *row[mask.index(1) : len(mask)], *said[:end]]
+            length = said.index(end) + 1 if end in said else len(said)
+            expected += [-1, *row[mask.index(1) : len(mask)], *said[:length]]
     assert stored(spec, model) == expected
 
 
@@ -111,18 +127,18 @@ def test_copies_share_and_new_ones_begin_anew(llama: LlamaForCausalLM) -> None:
         assert stored(shared_one, llama) is stored(spec, llama)
     for new in (replace(spec, max_draft=24), pickle.loads(pickle.dumps(spec))):
         assert call(llama, new).rounds == first.rounds
-    other = tiny_llama(factor=0.5, seed=1)
+    other = tiny_llama(2, factor=0.5, seed=1)
     call(other, spec)
     assert set(stored(spec, other)) != set(stored(spec, llama))
 
 
 def test_texts_are_saved_found_again_and_forgotten(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    draft, saved, cache = Cascade([Lookup(), EarlyExit(3)]), tmp_path / "saved", tmp_path / "cache"
+    draft, saved, cache = Cascade([Lookup(), EarlyExit(1)]), tmp_path / "saved", tmp_path / "cache"
     spec = SelfSpec(draft, cache_dir=cache)
     first = call(llama, spec)
     spec.save_pretrained(saved)
     with pytest.raises(SettingError, match="was saved for"):
-        call(tiny_llama(factor=0.5, seed=1), SelfSpec.from_pretrained(saved))
+        call(tiny_llama(2, factor=0.5, seed=1), SelfSpec.from_pretrained(saved))
     for again, is_used in (
         (SelfSpec.from_pretrained(saved), False),
         (SelfSpec.from_pretrained(saved), True),
@@ -139,11 +155,8 @@ def test_texts_are_saved_found_again_and_forgotten(llama: LlamaForCausalLM, tmp_
         assert call(llama, again).rounds > first.rounds / 2
 
 
-OTHER = ragged_batch((10,), seed=12)
-
-
 def _text(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> list[int]:
-    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+    return plain(model, inputs)[0].tolist()
 
 
 def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -154,10 +167,9 @@ def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: P
     texts = [_text(llama, PROMPT), _text(llama, OTHER)]
     assert sorted(kept_texts(tmp_path)) == sorted(texts)
     # What is known already is not taken in twice.
-    third = ragged_batch((11,), seed=13)
-    call(llama, one, third)
-    assert sorted(kept_texts(tmp_path)) == sorted([*texts, _text(llama, third)])
-    for inputs in (PROMPT, OTHER, third):
+    call(llama, one, THIRD)
+    assert sorted(kept_texts(tmp_path)) == sorted([*texts, _text(llama, THIRD)])
+    for inputs in (PROMPT, OTHER, THIRD):
         assert call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), inputs).rounds < first.rounds / 2
 
 
@@ -180,7 +192,7 @@ def test_forgotten_texts_are_not_written_anew(llama: LlamaForCausalLM, tmp_path:
     else:
         one.forget()
     if between:
-        call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), ragged_batch((11,), seed=13))
+        call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), THIRD)
     call(llama, two, OTHER)
     assert _text(llama, PROMPT) not in kept_texts(tmp_path)
     assert _text(llama, OTHER) not in kept_texts(tmp_path)  # it cannot be told from the older ones
@@ -276,20 +288,20 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     """Two share a SelfSpec, the third only its cache folder, as processes do; one of them forgets now and then."""
 
     def make() -> SelfSpec:
-        return SelfSpec(Cascade([Lookup(200), EarlyExit(3)]), FixedLength(3), cache_dir=tmp_path)
+        return SelfSpec(Cascade([Lookup(200), EarlyExit(1)]), FixedLength(3), cache_dir=tmp_path)
 
     shared_one, own = make(), make()
     prompts = [ragged_batch((4, 9, 6), seed=seed) for seed in range(3)]
-    expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]
+    expected = [llama.generate(**prompt, max_new_tokens=12) for prompt in prompts]
 
     def task(index: int) -> None:
         spec = own if index == 2 else shared_one
-        for turn in range(4):
+        for turn in range(3):
             which = (index + turn) % len(prompts)
-            ids = llama.generate(**prompts[which], max_new_tokens=24, assistant=spec)
+            ids = llama.generate(**prompts[which], max_new_tokens=12, assistant=spec)
             assert torch.equal(ids, expected[which])
             spec._knowledge_of(llama).write(0.0)
-            if index == 0 and turn == 2:
+            if index == 0 and turn == 1:
                 spec.forget()
 
     with ThreadPoolExecutor(3) as pool:

@@ -1,5 +1,6 @@
 """Texts that free drafts know before the first call."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from helpers.models import tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
 from hf_selfspec.lookup.kept_texts import LookupFindings
 from hf_selfspec.lookup.observing import observe
 
 pytestmark = pytest.mark.machine("verification_is_free")
 
-PROMPT, NEW = "once upon a time", 60
+PROMPT, NEW = "once upon a time", 32
 
 
 def generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: Any) -> torch.Tensor:
@@ -21,14 +23,24 @@ def generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **opti
     return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
 
 
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(2, factor=0.5)
+
+
+@cache
+def plain(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    return generate(llama, tokenizer)
+
+
 @pytest.fixture
 def answer(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
     """What the model writes, which nobody can know who has not seen it."""
-    return tokenizer.decode(generate(llama, tokenizer)[0])
+    return tokenizer.decode(plain(llama, tokenizer)[0])
 
 
 def tokens_a_round(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec) -> float:
-    assert torch.equal(generate(llama, tokenizer, assistant=spec), generate(llama, tokenizer))
+    assert torch.equal(generate(llama, tokenizer, assistant=spec), plain(llama, tokenizer))
     return spec.stats.mean_generated_length
 
 
@@ -107,8 +119,8 @@ def test_refusals(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -
     for texts in junk:
         with pytest.raises(SettingTypeError, match=r"SelfSpec.observe\(texts\) must be a list of strings"):
             SelfSpec().observe(llama, tokenizer, texts)
-    with pytest.raises(SettingError, match=r"EarlyExit\(layer=3\) has none\. Add Lookup\(\)"):
-        SelfSpec(EarlyExit(3), FixedLength(2)).observe(llama, tokenizer, ["a"])
+    with pytest.raises(SettingError, match=r"EarlyExit\(layer=1\) has none\. Add Lookup\(\)"):
+        SelfSpec(EarlyExit(1), FixedLength(2)).observe(llama, tokenizer, ["a"])
     with pytest.raises(SettingTypeError, match=r"SelfSpec\.observe"):
         SelfSpec().observe("a model", tokenizer, ["a"])
     with pytest.raises(SettingTypeError, match=r"SelfSpec.observe\(max_new_tokens\)"):
