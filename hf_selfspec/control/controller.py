@@ -177,11 +177,6 @@ class Controller:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
         return tokens / self._rows * self.plain / self.curve.costs[nodes]
 
-    def most_certain(self) -> int:
-        """How many tokens that are certain to be kept bring a row the most tokens per second."""
-        seconds = self.curve.costs
-        return max(range(len(seconds)), key=lambda count: (count + 1) / seconds[count])
-
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
         """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
         best = max(promised, key=lambda name: self.speedup(name, promised[name]), default=None)

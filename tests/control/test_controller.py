@@ -84,21 +84,6 @@ def test_pace() -> None:
     assert slow.pace == pytest.approx(1 / slow.plain)
 
 
-STEEP = {1: 4.0, 2: 7.0, 3: 10.0, 7: 20.0, 15: 40.0, 31: 90.0}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "most"),
-    [({7: 1.1, 31: 1.2}, 31), ({7: 1.2, 15: 3.0, 31: 8.0}, 7), (STEEP, 0)],
-    ids=["flat", "stairs", "steep"],
-)
-def test_certain_tokens_are_as_many_as_pay(seconds: dict[int, float], most: int) -> None:
-    controller = Controller(Measurements(), "cpu", on_cpu=True)
-    controller.begin(rows=1, running=1, context=100)
-    fed(controller.curve, {0: 1.0} | seconds, 40)
-    assert controller.most_certain() == most
-
-
 class World:
     """Rounds of sources that take so many plain rounds and bring so many tokens, nearly; a plain round brings one."""
 
