@@ -58,14 +58,14 @@ def model_of(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.every_run("llama-.*-right|qwen3_next-alone-.*|mixtral-alone-right|gemma3_text-cascade-random")
+@pytest.mark.every_run("llama-.*-right|qwen3_next-alone-right|mixtral-alone-right|gemma3_text-cascade-random")
 @pytest.mark.parametrize("is_right", [False, True], ids=["random", "right"])
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "bamba", "gemma3_text", "mixtral"])
 def test_ids_are_plain(name: str, kind: str, is_right: bool) -> None:
     if kind == "tree" and name in ("qwen3_next", "bamba"):
         pytest.skip("recurrent states take lines")
-    model, options = model_of(name), {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    model, options = model_of(name), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     for inputs in (BATCH, {key: value[1:2] for key, value in BATCH.items()}):
         plain = model.generate(**inputs, **options)
         answers = plain[:, BATCH["input_ids"].shape[1] - 1 :]
@@ -88,7 +88,7 @@ def test_drawn_tokens_have_the_models_distribution(
     """Each slot is drawn from its logits with all that its Markov head has added."""
     model = family()
     spec = SelfSpec(Block(block_of(model, layers=(1, 2, 3), scale=0.05, **CONFIGS[name])), FixedLength(3), tree)
-    check_exact(sample(spec, model), exact_joint(model, []))
+    check_exact(sample(spec, model, rows=1000), exact_joint(model, []))
 
 
 def test_a_stop_rule_gets_the_states_of_slots() -> None:
@@ -119,7 +119,7 @@ def test_states_that_wait_are_bounded(kind: str, most: int, monkeypatch: pytest.
             watched(source, lambda _, draft, kept=kept: kept.append((draft.tokens.tolist(), draft.lengths))),
             FixedLength(3),
         )
-        model.generate(**BATCH, max_new_tokens=20, assistant=spec)
+        model.generate(**BATCH, max_new_tokens=12, assistant=spec)
     assert drafts[0] == drafts[1]
 
 
@@ -138,7 +138,7 @@ def test_drafts_end_below_a_confidence() -> None:
         kept = lengths[-1]
         model.generate(
             **ROW,
-            max_new_tokens=20,
+            max_new_tokens=10,
             assistant=SelfSpec(watched(Block(head), lambda _, draft, kept=kept: kept.append(draft.lengths[0]))),
         )
     assert [max(of) for of in lengths] == [1, 2, head.num_tokens]
@@ -216,13 +216,13 @@ def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: p
             begun.append(list(others))
 
     monkeypatch.setattr(cascade, "ControlledDrafter", Begun)
-    plain = model.generate(**BATCH, max_new_tokens=20)
+    plain = model.generate(**BATCH, max_new_tokens=10)
     for name, kind in (("block", "Block("), ("mtp", "MTP("), ("adapter", "EarlyExitAdapter(")):
         head = load_head(model, tmp_path / name)
         assert attached_head(model) is head
         assert repr(source_of(head)).startswith(kind)
         with unchanged(model):
-            assert torch.equal(model.generate(**BATCH, max_new_tokens=20, assistant=SelfSpec()), plain)
+            assert torch.equal(model.generate(**BATCH, max_new_tokens=10, assistant=SelfSpec()), plain)
         assert [name for name in begun.pop() if name.startswith(kind)], head
     with pytest.raises(SettingError, match="made for another model"):
         load_head(other, tmp_path / "block")

@@ -42,7 +42,7 @@ def test_reports_are_those_of_transformers_own_loop(
 def test_each_row_has_a_generator(build: Callable[[], Any], eos: int | None) -> None:
     """The assertions of ``LastSeen`` fail where texts, scores or matches of rows are mixed up."""
     model, first = build(), LastSeen()
-    options = {"max_new_tokens": 50, "eos_token_id": eos}
+    options = {"max_new_tokens": 30, "eos_token_id": eos}
     plain = model.generate(**BATCH, **options)
     spec = SelfSpec(draft=first)
     assert torch.equal(model.generate(**BATCH, **options, assistant=spec), plain)
@@ -95,8 +95,8 @@ def test_prompt_lookup_keeps_nothing_so_one_serves_all_rows(fresh_llama: LlamaFo
     assert len({id(one) for one in one_for_each_row(generator, 3)}) == 1
     before = dict(vars(generator))
     spec = SelfSpec(draft=generator)
-    plain = fresh_llama.generate(**BATCH, max_new_tokens=60)
-    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=60, assistant=spec), plain)
+    plain = fresh_llama.generate(**BATCH, max_new_tokens=40)
+    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=40, assistant=spec), plain)
     assert spec.stats.accepted > 0
     assert vars(generator) == before
 

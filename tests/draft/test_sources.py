@@ -25,7 +25,7 @@ from hf_selfspec.learned import saving
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory
 
-NEW_TOKENS = 32
+NEW_TOKENS = 20
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypat
     (tmp_path / "echo_source.py").write_text(ONE_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     echo = importlib.import_module("echo_source").Echo(2)
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     for inputs, draft in product((ROW, BATCH), (echo, Cascade([Lookup(), echo]))):
         spec = SelfSpec(draft)
         ids = llama.generate(**inputs, **options, assistant=spec)

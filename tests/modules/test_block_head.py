@@ -53,6 +53,7 @@ def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Pre
     assert 5 < spec.stats.draft_steps <= spec.stats.rounds  # one forward a block
 
 
+@pytest.mark.every_run(".*-batch|dspark gated-one row")
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_are_what_the_definition_predicts(name: str, inputs: Any, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_logits_are_those_of_speculators(name: str, inputs: Any, tmp_path: Path)
     check_logits(model, tmp_path, inputs, predict, tokens)
 
 
+@pytest.mark.every_run(".*-batch")
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]], ids=str)
 def test_logits_are_those_of_transformers(kinds: list[str], inputs: Any, tmp_path: Path) -> None:

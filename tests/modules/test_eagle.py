@@ -127,9 +127,9 @@ def test_drafts_are_those_of_the_original_head(settings: dict[str, bool], inputs
             assert draft.tokens[row, :length].tolist() == expected
             lengths.append(length)
 
-    plain = model.generate(**inputs, max_new_tokens=20)
+    plain = model.generate(**inputs, max_new_tokens=12)
     spec = SelfSpec(watched(MTP.from_eagle3(tmp_path), check), FixedLength(3))
-    assert torch.equal(model.generate(**inputs, max_new_tokens=20, assistant=spec), plain)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, assistant=spec), plain)
     assert max(lengths) == 3
 
 

@@ -161,7 +161,7 @@ def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
     if FAMILIES[name].is_known and hasattr(model.config, "num_mtp_layers"):  # older versions know fewer
         assert torch.allclose(by_transformers(model, tmp_path, ids), logits[0, -1], atol=1e-5)
     with unchanged(model):
-        check_lossless(model, SelfSpec(MTP(), FixedLength(3)))
+        check_lossless(model, SelfSpec(MTP(), FixedLength(3)), 8)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "exaone_moe"])
@@ -214,7 +214,7 @@ def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeyp
     monkeypatch.setattr(shipped, "load_layers", lambda *args: loads.append(args) or load(*args))
     spec = SelfSpec.mtp()
     for _ in range(2):
-        check_lossless(model, spec)
+        check_lossless(model, spec, 4, [ROW])
     assert len(loads) == 1
     head = load_mtp(model)
     assert head is load_mtp(model)
@@ -248,9 +248,9 @@ def test_threads_load_once_and_leave_others_alone(tmp_path: Path, monkeypatch: p
 @pytest.mark.machine("verification_is_free")
 def test_attached_layers_draft_in_every_cascade(tmp_path: Path) -> None:
     model, spec = llama_with_layer(tmp_path), SelfSpec()
-    assert check_lossless(model, spec)[0].draft_steps == 0
+    assert check_lossless(model, spec, 12, [ROW])[0].draft_steps == 0
     load_mtp(model)
-    assert check_lossless(model, SelfSpec())[0].draft_steps > 0
+    assert check_lossless(model, SelfSpec(), 12, [ROW])[0].draft_steps > 0
 
 
 def test_layers_that_ship_do_not_replace_another_head(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_layers_that_ship_do_not_replace_another_head(tmp_path: Path) -> None:
     published(tmp_path / "head", model, (1, 2))
     block = load_head(model, tmp_path / "head")
     for _ in range(2):
-        assert check_lossless(model, SelfSpec(MTP(), FixedLength(2)))[0].draft_steps
+        assert check_lossless(model, SelfSpec(MTP(), FixedLength(2)), 4, [ROW])[0].draft_steps
         assert shipped.attached_head(model) is block
     assert shipped.shipped_mtp(model) is shipped.shipped_mtp(model)
     assert load_mtp(model) is shipped.attached_head(model)

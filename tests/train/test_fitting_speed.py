@@ -43,11 +43,11 @@ def agreements(monkeypatch: pytest.MonkeyPatch, *values: float) -> list[dict[str
     return evaluated_weights
 
 
-def fit(fit_function: Any, folder: Path, text: int = 60, **changed: Any) -> Any:
+def fit(fit_function: Any, folder: Path, text: int = 20, **changed: Any) -> Any:
     """A fit with ``patience``, whose other arguments are those of the Trainer."""
     of_fit = {name: changed.pop(name) for name in ("patience", "output_dir", "do_sample") if name in changed}
     args = arguments(folder, **changed)
-    return fit_function(tiny_llama(), None, rows(text), exit_layer=EXIT, block_size=32, args=args, **of_fit)
+    return fit_function(tiny_llama(3), None, rows(text), exit_layer=EXIT, block_size=32, args=args, **of_fit)
 
 
 def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
@@ -108,7 +108,7 @@ def test_parts_have_a_speed(
     fit_function: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by generation with them; they are written once, with all figures."""
-    model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
+    model, written, save = tiny_llama(3, factor=0.05), list[Path](), DraftModule.save_pretrained
     monkeypatch.setattr(
         DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
     )
@@ -141,7 +141,7 @@ TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
 
 def test_parts_are_compared_to_the_model_alone() -> None:
     """Not to what is attached to it."""
-    model = tiny_llama()
+    model = tiny_llama(3)
     with attach(model, SelfSpec.early_exit_only(2)) as spec:
         speeds(model, TEXT[:2], 4, [SelfSpec.lookup()])
         assert spec.stats is None
@@ -153,7 +153,7 @@ def test_parts_are_compared_to_the_model_alone() -> None:
 @pytest.mark.parametrize(("with_free", "pays"), [(0.5, False), (1.5, True)])
 def test_parts_that_add_nothing_to_free_drafts(with_free: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free drafts, and both together, take so many seconds; the part alone 1 and plain generate 2."""
-    model = tiny_llama()
+    model = tiny_llama(3)
     Clock(monkeypatch, model, with_free)
     part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
 

@@ -76,7 +76,7 @@ def test_checkpointing_is_suspended(name: str, draft: str) -> None:
 
 
 def test_checkpointing_with_lora() -> None:
-    model = in_training(tiny_llama(factor=0.5))
+    model = in_training(tiny_llama(3, factor=0.5))
     torch.manual_seed(3)
     config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
     lora = peft.get_peft_model(model, config)
@@ -110,7 +110,7 @@ def test_dropout_stays_on() -> None:
 
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_the_user_is_told_once() -> None:
-    model = in_training(tiny_llama())
+    model = in_training(tiny_llama(3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

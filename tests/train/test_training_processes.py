@@ -140,6 +140,7 @@ def test_a_finished_process_runs_along(llama: LlamaForCausalLM, monkeypatch: pyt
     assert asked.count(False) > 10
 
 
+@pytest.mark.every_run("llama-0|gemma3_text-30")
 @pytest.mark.parametrize("questions", [0, 30])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pytest.MonkeyPatch) -> None:
