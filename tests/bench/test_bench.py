@@ -37,7 +37,7 @@ def rounds(count: int, drafted: int | None, histogram: dict[str, int]) -> dict[s
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return tiny_llama(vocabulary=4096)
+    return tiny_llama(4, vocabulary=4096)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def compared(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Comparison:
     methods = ["prompt-lookup(2)", *OURS.values()]
-    return compare(model, tokenizer, TEXTS, methods, max_new_tokens=16, temperature=[0, 0.7], progress=False)
+    return compare(model, tokenizer, TEXTS, methods, max_new_tokens=8, temperature=[0, 0.7], progress=False)
 
 
 def made(folder: Path) -> list[Call]:
@@ -133,7 +133,7 @@ def test_results_by_condition_and_method(compared: Comparison) -> None:
     assert greedy["prompts"] == 3, "the first call is left out"
     for method in greedy["methods"]:
         assert method["equal_ids"] == {"texts": 3, "equal": 3, "share": 1, "differences": []}
-        assert method["output_sequence_length"] == 16
+        assert method["output_sequence_length"] == 8
         assert method["peak_memory_bytes"] is None
         assert method["request_latency"] > method["time_to_first_token"] > 0
     assert drawn["temperature"] == 0.7
@@ -171,13 +171,13 @@ def test_a_killed_run_goes_on_where_it_was(
 ) -> None:
     """In a home folder, with a model whose modules are in different modes, which it keeps."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    model, folder = tiny_llama(vocabulary=4096).train(), tmp_path / "out"
+    model, folder = tiny_llama(4, vocabulary=4096).train(), tmp_path / "out"
     for layer in model.model.layers[::2]:
         layer.eval()
     modes = [module.training for module in model.modules()]
 
     def again(methods: Any = OURS, **more: Any) -> Comparison:
-        return compare(model, tokenizer, TEXTS, methods, max_new_tokens=12, out="~/out", progress=False, **more)
+        return compare(model, tokenizer, TEXTS, methods, max_new_tokens=6, out="~/out", progress=False, **more)
 
     def dies(*_: Any) -> None:
         if (folder / "calls.jsonl").exists() and len(made(folder)) == 7:
@@ -215,7 +215,7 @@ def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """A ``SelfSpec`` drafts nearly all of the answer that it has given before, in the same pass."""
-    options = {"max_new_tokens": 24, "passes": 2, "out": tmp_path, "progress": False}
+    options = {"max_new_tokens": 16, "passes": 2, "out": tmp_path, "progress": False}
     found = compare(model, tokenizer, [TEXTS[0]] * 2, OURS, **options)
     names, calls = ["plain", *OURS], made(tmp_path)
     assert [call.method for call in calls[:6]] == [*names, *names[1:], names[0]]

@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    tiny_llama(vocabulary=4096).save_pretrained(folder)
+    tiny_llama(4, vocabulary=4096).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
@@ -77,7 +77,7 @@ def test_chats_are_one_stream(data: Path, model: Path, tmp_path: Path, capsys: p
     own = tmp_path / "own.txt"
     own.write_text("class Stack:\n\nclass Queue:\n")
     logging.enable_progress_bar()
-    words = ["--data", str(own), "--kinds", "code,text", "--prompts", "1", "--max-new-tokens", "12", "--repeat"]
+    words = ["--data", str(own), "--kinds", "code,text", "--prompts", "1", "--max-new-tokens", "6", "--repeat"]
     words += ["--methods", "selfspec, prompt-lookup(2)", "--methods", "SelfSpec.layerskip(3, stop=FixedLength(2))"]
     assert bench(model, data, tmp_path / "out", *words) == 0
     captured = capsys.readouterr()

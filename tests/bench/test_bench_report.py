@@ -31,8 +31,8 @@ def compared(folder: Path) -> Comparison:
     kinds = ["code" if index % 2 else "a & b" for index in range(len(texts))]
     prompts = [Prompt(kind, tokenizer(text)["input_ids"]) for kind, text in zip(kinds, texts, strict=True)]
     methods = {"<exit>": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
-    settings = Settings(max_new_tokens=16, temperatures=(0.0, 0.7))
-    model, about = tiny_llama(vocabulary=4096), {"note": "a | b"}
+    settings = Settings(max_new_tokens=6, temperatures=(0.0, 0.7))
+    model, about = tiny_llama(4, vocabulary=4096), {"note": "a | b"}
     return measured(model, tokenizer, prompts, settings, methods_of(methods), folder, about, progress=False)
 
 

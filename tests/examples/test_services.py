@@ -21,7 +21,8 @@ from helpers.processes import EXAMPLES, library
 from hf_selfspec import SelfSpec
 
 QUESTIONS = ("def read_text(path):", "def write_text(path, text):", "class Stack:")
-GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+TOKENS = 10
+GREEDY: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False}
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +70,8 @@ def test_a_chat_runs_over_what_is_new(model: PreTrainedModel, tokenizer: PreTrai
             text = chat.answer(question)
             first = widths[0]
             prompt += question + "\n"
-            assert chat.ids[0, -24:].tolist() == answer(model, tokenizer, prompt)
-            assert first == chat.ids.shape[1] - 24 - known
+            assert chat.ids[0, -TOKENS:].tolist() == answer(model, tokenizer, prompt)
+            assert first == chat.ids.shape[1] - TOKENS - known
             prompt += text + "\n"
     finally:
         handle.remove()
@@ -84,11 +85,11 @@ def test_a_chat_goes_back_where_a_template_differs(model: PreTrainedModel, token
     chat.messages[1]["content"] = "    pass"
     chat.answer(QUESTIONS[1])
     expected = answer(model, tokenizer, f"{QUESTIONS[0]}\n    pass\n{QUESTIONS[1]}\n")
-    assert chat.ids[0, -24:].tolist() == expected
+    assert chat.ids[0, -TOKENS:].tolist() == expected
 
 
 def test_terminal_chat(chat_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["chat.py", "--model", chat_model, "--max-new-tokens", "12"])
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--model", chat_model, "--max-new-tokens", "4"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*QUESTIONS, "", "not read"])))
     importlib.import_module("chat").main()
     assert capsys.readouterr().out.count("of drafted ones accepted]") == len(QUESTIONS)
@@ -123,7 +124,7 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
     library("fastapi")
     expected = {prompt: answer(model, tokenizer, prompt + "\n") for prompt in QUESTIONS[:2]}  # of its chat template
     requests = [
-        (way, {"prompt": prompt, "user": user, "max_new_tokens": 24})
+        (way, {"prompt": prompt, "user": user, "max_new_tokens": TOKENS})
         for way in ("generate", "stream")
         for prompt in expected
         for user in ("ada", "grace")
@@ -213,7 +214,7 @@ def test_the_server_of_transformers(
     with monkeypatch.context() as patch:
         patch.setattr(library("uvicorn").Server, "run", lambda self: None)  # until it is interrupted
         app = cli.Serve(chat_model, device="cpu", dtype="float32").server.config.app
-    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 24, "temperature": 0}
+    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": TOKENS, "temperature": 0}
     with running(app) as address:
         whole, streamed = (
             httpx.post(f"{address}/v1/chat/completions", json=body | {"stream": stream}, timeout=120)
