@@ -21,15 +21,15 @@ NAMES = ("assistant", "custom_generate")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_config_of_the_call_and_of_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str) -> None:
-    plain = fresh_llama.generate(**BATCH, max_new_tokens=12)
-    config = GenerationConfig(max_new_tokens=12, **{name: spec})
+    plain = fresh_llama.generate(**BATCH, max_new_tokens=6)
+    config = GenerationConfig(max_new_tokens=6, **{name: spec})
     assert torch.equal(fresh_llama.generate(**BATCH, generation_config=config), plain)
     fresh_llama.generate(BATCH["input_ids"], config)
     assert calls(spec) == 2
     assert getattr(config, name) is spec
     setattr(fresh_llama.generation_config, name, spec)
-    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=12), plain)
-    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=12)), plain)
+    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=6), plain)
+    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=6)), plain)
     assert calls(spec) == 4
     assert getattr(fresh_llama.generation_config, name) is spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -46,6 +47,7 @@ class Writer:
             count -= length
 
 
+@cache
 def stream(kind: str, count: int, seed: int) -> Stream:
     hot, usual = Writer(seed, 8192, UNSURE), Writer(seed, 150, SURE)
     text = [usual.random.randrange(150) for _ in range(60)]

@@ -92,7 +92,7 @@ def test_ids(llama: LlamaForCausalLM, runs: list[Any], inputs: dict[str, Any], o
         arguments = options | {name: [EveryThird()] for name in options if name == "logits_processor"}
         streamer = Heard() if inputs is ROW else None
         ids = llama.generate(
-            **inputs, max_new_tokens=40, do_sample=False, streamer=streamer, assistant=assistant, **arguments
+            **inputs, max_new_tokens=28, do_sample=False, streamer=streamer, assistant=assistant, **arguments
         )
         outputs.append((ids.tolist(), streamer and streamer.tokens))
     assert outputs[0] == outputs[1]
@@ -121,7 +121,7 @@ def test_a_search_without_time_does_not_need_rounds(
 
 def test_cache(llama: LlamaForCausalLM, runs: list[Any]) -> None:
     """What is handed back is as plain's, also where rows have ended in the loop, and so is the next turn."""
-    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    options = {"max_new_tokens": 28, "do_sample": False, "return_dict_in_generate": True}
     plain = llama.generate(**ROWS, **options)
     ours = llama.generate(**ROWS, **options, assistant=SelfSpec.lookup())
     assert runs

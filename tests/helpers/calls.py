@@ -52,14 +52,14 @@ def assert_mixed(spec: SelfSpec) -> None:
 def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
     """One row and a batch: tokens of ``model`` with ``spec`` are those of plain ``reference`` (``model`` if none)."""
     for inputs in (ROW, BATCH):
-        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=16)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
+        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=10)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=10, assistant=spec), plain)
         assert_mixed(spec)
 
 
 def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BATCH, **options: Any) -> None:
     """The next call is plain's, token for token, and was served by ``spec``."""
-    options = {"max_new_tokens": 12} | options
+    options = {"max_new_tokens": 8} | options
     plain = model.generate(**inputs, **options, **PLAIN)
     before = calls(spec)
     assert torch.equal(model.generate(**inputs, **options), plain)
@@ -68,7 +68,7 @@ def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BA
 
 def assert_not_used(model: Any, spec: SelfSpec, **options: Any) -> None:
     before = calls(spec)
-    model.generate(**ROW, **({"max_new_tokens": 8} | options))
+    model.generate(**ROW, **({"max_new_tokens": 4} | options))
     assert calls(spec) == before
 
 

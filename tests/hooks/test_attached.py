@@ -49,7 +49,7 @@ def test_a_default_never_breaks_a_call(
     fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Whatever is raised before the first token: plain ``generate`` serves the call and a warning says why."""
-    expected = fresh_llama.generate(**ROW, max_new_tokens=16, do_sample=False)
+    expected = fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
@@ -63,11 +63,11 @@ def test_a_default_never_breaks_a_call(
         return new_spec()
 
     with attach(fresh_llama, break_it()) as spec, pytest.warns(UserWarning, match="cannot serve .*no room"):
-        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=16, do_sample=False), expected)
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False), expected)
     assert spec.stats is not None
     assert "no room" in spec.stats.left_to_generate
     with pytest.raises(torch.OutOfMemoryError):
-        fresh_llama.generate(**ROW, max_new_tokens=16, do_sample=False, assistant=break_it())
+        fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False, assistant=break_it())
 
 
 def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:

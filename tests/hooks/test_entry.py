@@ -38,8 +38,8 @@ def spec(request: pytest.FixtureRequest) -> SelfSpec:
 @pytest.mark.every_run("tree")
 def test_assistant_and_custom_generate(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     assert_serves(llama, spec)
-    plain = llama.generate(**BATCH, max_new_tokens=16)
-    assert torch.equal(llama.generate(**BATCH, max_new_tokens=16, custom_generate=spec), plain)
+    plain = llama.generate(**BATCH, max_new_tokens=8)
+    assert torch.equal(llama.generate(**BATCH, max_new_tokens=8, custom_generate=spec), plain)
 
 
 def test_calls_without_assistant_are_passed_on_untouched(llama: LlamaForCausalLM) -> None:
@@ -124,13 +124,15 @@ def theirs(reinstalled: None) -> Iterator[Callable[[bool], list[str]]]:
 def assert_served_once(model: PreTrainedModel, calls: list[str], times: int = 1) -> None:
     """Drafts are verified, and a call that a default cannot serve is noted once."""
     spec = new_spec()
-    assert_serves(model, spec)
+    plain = model.generate(**ROW, max_new_tokens=8)
+    assert torch.equal(model.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
+    assert spec.stats.drafted
     errors.issued.clear()
     with hf_selfspec.attach(model, spec), pytest.warns(UserWarning, match="plain generate serves it"):
         model.generate(**ROW, max_new_tokens=4, num_beams=2)
-    assert [bool(call.left_to_generate) for call in spec._knowledge.calls] == [False, False, True]
-    # Of a batch and a row, each with and without the SelfSpec, and of the call with beams.
-    assert calls == ["theirs"] * 5 * times
+    assert [bool(call.left_to_generate) for call in spec._knowledge.calls] == [False, True]
+    # Without the SelfSpec, with it, and of the call with beams.
+    assert calls == ["theirs"] * 3 * times
     calls.clear()
 
 
@@ -156,7 +158,7 @@ def test_wrappers_of_others_above_and_below(
     second = theirs(with_trace)
     hf_selfspec.install()
     assert_served_once(llama, calls)
-    assert second == ["theirs"] * 5
+    assert second == ["theirs"] * 3
     GenerationMixin.generate = ours  # they remove theirs
     assert_served_once(llama, [], times=0)
     hf_selfspec.uninstall()
@@ -181,12 +183,12 @@ def lora() -> peft.PeftModel:
 @pytest.mark.every_run("exit")
 def test_lora(lora: peft.PeftModel, spec: SelfSpec, llama: LlamaForCausalLM) -> None:
     assert_serves(lora, spec)
-    with_adapter = lora.generate(**ROW, max_new_tokens=16, assistant=spec)
-    without = llama.generate(**ROW, max_new_tokens=16)
+    with_adapter = lora.generate(**ROW, max_new_tokens=8, assistant=spec)
+    without = llama.generate(**ROW, max_new_tokens=8)
     assert not torch.equal(with_adapter, without)
     with lora.disable_adapter():
-        assert torch.equal(lora.generate(**ROW, max_new_tokens=16, assistant=spec), without)
-    assert torch.equal(lora.generate(**ROW, max_new_tokens=16, assistant=spec), with_adapter)
+        assert torch.equal(lora.generate(**ROW, max_new_tokens=8, assistant=spec), without)
+    assert torch.equal(lora.generate(**ROW, max_new_tokens=8, assistant=spec), with_adapter)
 
 
 @pytest.mark.parametrize(
@@ -209,23 +211,23 @@ def test_adapters_that_are_refused(config: peft.PeftConfig, words: str) -> None:
         model.generate(input_ids=invoked, max_new_tokens=4, assistant=SelfSpec())
 
 
-def assert_serves_until_each_end(model: Any, spec: SelfSpec, **options: Any) -> None:
+def assert_serves_until_each_end(model: Any, *specs: SelfSpec, **options: Any) -> None:
     """As plain ``model`` where the rows of a batch end one after another."""
-    options |= {"max_new_tokens": 32, "pad_token_id": 96}
+    options |= {"max_new_tokens": 20, "pad_token_id": 96}
     width = BATCH["input_ids"].shape[1]
     options["eos_token_id"] = int(model.generate(**BATCH, **options)[0, width + 8])
     plain = model.generate(**BATCH, **options)
     assert len({int((row != 96).sum()) for row in plain[:, width:]}) > 1
-    assert torch.equal(model.generate(**BATCH, **options, assistant=spec), plain)
+    for spec in specs:
+        assert torch.equal(model.generate(**BATCH, **options, assistant=spec), plain)
 
 
 def test_an_adapter_for_each_row() -> None:
     config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(3)
-    model = peft.get_peft_model(tiny_llama(), config, "first").eval()
+    model = peft.get_peft_model(tiny_llama(4), config, "first").eval()
     model.add_adapter("second", config)
-    for spec in (SPECS["tree"], SelfSpec()):
-        assert_serves_until_each_end(model, spec, adapter_names=["first", "second", "__base__"])
+    assert_serves_until_each_end(model, SPECS["tree"], SelfSpec(), adapter_names=["first", "second", "__base__"])
 
 
 def scaled(module: torch.nn.Module, args: Any, states: torch.Tensor) -> torch.Tensor:
@@ -283,17 +285,17 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
     "object": lambda model: torch.compile(model, backend="eager"),
     "in place": lambda model: model.compile(backend="eager") or model,
     "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")) or model,
-    "layers": lambda model: [layer.compile(backend="eager") for layer in model.model.layers] and model,
+    "layers": lambda model: [layer.compile(backend="eager") for layer in model.model.layers[1:3]] and model,
 }
 
 
 @pytest.mark.every_run("exit-layers")
 @pytest.mark.parametrize("compiled", COMPILED)
-def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec, compiled: str) -> None:
-    model = COMPILED[compiled](tiny_llama(factor=0.5))
-    assert_serves(model, spec, llama)
+def test_compiled(spec: SelfSpec, compiled: str) -> None:
+    plain, model = tiny_llama(4, factor=0.5), COMPILED[compiled](tiny_llama(4, factor=0.5))
+    assert_serves(model, spec, plain)
     # Plain generate goes on with the compiled forward.
-    assert torch.equal(model.generate(**ROW, max_new_tokens=4), llama.generate(**ROW, max_new_tokens=4))
+    assert torch.equal(model.generate(**ROW, max_new_tokens=2), plain.generate(**ROW, max_new_tokens=2))
 
 
 def offloaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

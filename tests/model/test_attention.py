@@ -28,7 +28,7 @@ SPECS = {
     "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(3)),
     "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), FixedLength(3)),
 }
-OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 
 
 class Calls(TorchFunctionMode):

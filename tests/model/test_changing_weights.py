@@ -19,7 +19,7 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers
 
 pytestmark = peft_calls_old_name
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 EAGER = CompileConfig(backend="eager", mode=None)
 
 

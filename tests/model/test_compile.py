@@ -19,14 +19,14 @@ from transformers import CompileConfig, LlamaForCausalLM
 
 from helpers.architectures import ARCHITECTURES, STATEFUL, build
 from helpers.calls import check_lossless, random_skip_set
-from helpers.compiled import QUICK, THREE, same_ids, specs
-from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
+from helpers.compiled import QUICK, THREE, few_layers, same_ids, specs
+from helpers.models import BATCH, ROW, ragged_batch
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
 from helpers.split import attention_with_sums
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError
 from hf_selfspec.decode import decoder
-from hf_selfspec.model import attention, graphs
+from hf_selfspec.model import attention, graphs, runner
 from hf_selfspec.model.graphs import Graphs, graphs_of
 from hf_selfspec.model.split_attention import attention_in_parts
 from hf_selfspec.model.traceable import tracing
@@ -52,7 +52,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
-@pytest.mark.every_run("gemma3_text|gpt_oss")
+@pytest.mark.every_run("gpt_oss")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
 def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
     model = build(name)
@@ -60,40 +60,39 @@ def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what some models cannot do is said once
         for spec, prompt in ((exits, BATCH), (SelfSpec(skips, THREE, compile=QUICK), ROW)):
-            check_lossless(model, spec, prompts=[prompt])
+            check_lossless(model, spec, 16, [prompt])
     assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model, QUICK).refused
 
 
-@pytest.mark.every_run("exit")
+@pytest.mark.every_run("exit-3")
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", specs())
-def test_compiled_forwards_are_exact(kind: str) -> None:
+def test_compiled_forwards_are_exact(kind: str, rows: int) -> None:
     """No graph breaks, nothing is compiled a second time as texts grow, and each shape has one graph."""
-    model = tiny_llama(4, factor=0.5)
+    model = few_layers(3 if kind == "skips" else 2)
     spec = specs()[kind]
     counters.clear()
-    for rows in (1, 3):
-        same_ids(model, spec, rows, new=40)
-        same_ids(model, spec, rows, new=40)  # what came once, at the end of a text, comes again
+    for _ in range(2):  # what came once, at the end of a text, comes again
+        same_ids(model, spec, rows, new=16)
     known = graphs_of(model, QUICK)
     assert not known.refused
     assert not counters["graph_break"]
     made = known.count
     assert counters["stats"]["unique_graphs"] == made > 1
-    for rows in (1, 3):
-        same_ids(model, spec, rows, new=40)
+    same_ids(model, spec, rows, new=16)
     assert counters["stats"]["unique_graphs"] == known.count == made
 
 
 @pytest.mark.slow
 def test_inductor() -> None:
-    same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(1), compile=True), new=24)
+    same_ids(few_layers(), SelfSpec(EarlyExit(1), FixedLength(1), compile=True), new=24)
 
 
 @pytest.mark.usefixtures("traced")
 def test_graphs_find_what_the_full_model_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Off a CPU, where a host would wait for them; not where processors change the scores."""
     monkeypatch.setattr(decoder, "SLOW_CHOICES", ())
-    model, spec = tiny_llama(4, factor=0.5), specs()["rule"]
+    model, spec = few_layers(), specs()["rule"]
     for _ in range(2):
         same_ids(model, spec, 3)
     same_ids(model, spec, new=12, repetition_penalty=1.2)
@@ -101,7 +100,7 @@ def test_graphs_find_what_the_full_model_chooses(monkeypatch: pytest.MonkeyPatch
 
 def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) -> None:
     """As in transformers, a CPU compiles only where it is told to."""
-    model, spec = tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE)
+    model, spec = few_layers(), SelfSpec(EarlyExit(1), THREE)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     ids = ragged_batch((9,))["input_ids"]
     expected = model.generate(ids, **options)
@@ -115,13 +114,13 @@ def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) ->
 
 
 def test_settings() -> None:
-    assert {SelfSpec(EarlyExit(2), compile=CompileConfig()): 1}  # a key
+    assert {SelfSpec(EarlyExit(1), compile=CompileConfig()): 1}  # a key
 
 
 @pytest.mark.parametrize("wrong", [CompileConfig(backend="none-such"), CompileConfig(options={"max_autotune": False})])
 def test_options_that_torch_does_not_know(wrong: CompileConfig) -> None:
     with pytest.raises(SettingError, match=r"torch\.compile does not take CompileConfig"):
-        same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=wrong))
+        same_ids(few_layers(), SelfSpec(EarlyExit(1), THREE, compile=wrong))
 
 
 def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) -> None:
@@ -131,7 +130,7 @@ def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) ->
 
 
 def test_forwards_reading_values_are_eager(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama(4, factor=0.5)
+    model = few_layers()
     original = type(model.model.norm).forward
 
     def reading(self: Any, states: torch.Tensor) -> torch.Tensor:
@@ -148,7 +147,7 @@ def test_too_little_memory_ends_no_call(traced: list[torch.fx.GraphModule], monk
     def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    model = tiny_llama(4, factor=0.5)
+    model = few_layers()
     graphs_of(model, QUICK)
     monkeypatch.setattr(torch, "compile", exhausted)
     with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*no memory"):
@@ -157,13 +156,13 @@ def test_too_little_memory_ends_no_call(traced: list[torch.fx.GraphModule], monk
 
 def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
     """Those of a user; transformers leaves some of its own, which wait for other calls."""
-    model, spec, strength = tiny_llama(4, factor=0.5), specs()["exit"], [1.0]
+    model, spec, strength = few_layers(), specs()["exit"], [1.0]
     model(**ragged_batch((9,)), output_hidden_states=True)
     for _ in range(2):
         same_ids(model, spec)
     made = len(traced)
     assert made
-    handle = model.model.layers[3].register_forward_hook(lambda module, args, output: output * strength[0])
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: output * strength[0])
     with pytest.warns(UserWarning, match="since its modules have hooks"):
         same_ids(model, spec)
     strength[0] = -1.0
@@ -177,7 +176,7 @@ def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
 def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule]) -> None:
     targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     adapter, spec = IA3Config(task_type="CAUSAL_LM", **targets), specs()["exit"]
-    model = get_peft_model(tiny_llama(4, factor=0.5), adapter).eval()
+    model = get_peft_model(few_layers(), adapter).eval()
     for name, values in model.named_parameters():
         if "ia3" in name:
             values.data = -torch.ones_like(values)
@@ -202,7 +201,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.every_run("weights")
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
-    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    model, spec = few_layers(), specs()["exit"]
     norm: Any = model.model.norm
     usual, norm.sign, norm.factor, norm.options = norm.forward, 1.0, torch.ones(1), {"factor": 1.0}
     norm.forward = lambda states: usual(states) * norm.sign * norm.factor * norm.options["factor"]
@@ -218,29 +217,31 @@ def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.Graph
 
 
 @pytest.mark.usefixtures("traced")
-def test_inference_mode_and_without() -> None:
-    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+def test_inference_mode_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call leaves buffers, as for CUDA graphs, that the next one writes."""
+    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
+    model, spec = few_layers(), specs()["exit"]
     with torch.inference_mode():
-        same_ids(model, spec)  # leaves buffers that only such a call can write
+        same_ids(model, spec)
     same_ids(model, spec)
     with torch.inference_mode():
         same_ids(model, spec)
 
 
 def test_graphs_make_an_additive_mask_once(traced: list[torch.fx.GraphModule]) -> None:
-    """And not in each of four layers."""
-    same_ids(tiny_llama(4, factor=0.5), specs()["exit"])
+    """And not in each of two layers."""
+    same_ids(few_layers(3), specs()["exit"])
     assert {sum("masked_fill" in str(node.target) for node in graph.graph.nodes) for graph in traced} == {1}
 
 
 def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
     """And hands its cache back, which takes a forward for the last tokens of rows that ended early."""
-    model, inputs, spec = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7)), specs()["exit"]
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    model, inputs, spec = few_layers(), ragged_batch((9, 5)), specs()["exit"]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     end, _ = an_end(model.generate(**inputs, **options)[:, 9:])
     options |= {"eos_token_id": end, "return_dict_in_generate": True}
     expected = model.generate(**inputs, **options).sequences
-    for _ in range(4):
+    for _ in range(3):
         assert torch.equal(model.generate(**inputs, **options, assistant=spec).sequences, expected)
     assert traced
 
@@ -248,7 +249,7 @@ def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
 def test_precision_by_its_newer_name(traced: list[torch.fx.GraphModule]) -> None:
     """Torch does not tell the older one any more then; another precision is another graph."""
-    model, spec, flags = tiny_llama(4, factor=0.5), specs()["exit"], torch.backends.mkldnn.matmul
+    model, spec, flags = few_layers(), specs()["exit"], torch.backends.mkldnn.matmul
     same_ids(model, spec)
     made, before = len(traced), flags.fp32_precision
     flags.fp32_precision = "tf32"
@@ -288,7 +289,7 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
 def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     gc.collect()
     others = len(graphs._of_models)
-    model: LlamaForCausalLM | None = tiny_llama(4, factor=0.5)
+    model: LlamaForCausalLM | None = few_layers()
     assert model is not None
     same_ids(model, specs()["exit"])
     traced.clear()
@@ -302,12 +303,12 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
 @pytest.mark.every_run("tree-.*")
 @pytest.mark.parametrize(("name", "rows"), [("exit", 1), ("tree", 3)])
 def test_split_forwards_are_exact(
-    name: str, rows: int, traced: list[torch.fx.GraphModule], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In graphs, which attend to all slots that there are."""
     in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
     monkeypatch.setattr(attention, "parts_for", lambda query, key: 4)
     monkeypatch.setattr(attention, "attention_in_parts", in_parts)
-    same_ids(llama, specs()[name], rows)
+    same_ids(few_layers(), specs()[name], rows, new=16)
     assert traced
     assert in_parts.called

@@ -66,7 +66,7 @@ def default(kind: str) -> Iterator[None]:
 
 def generated(spec: SelfSpec | None, options: dict[str, Any]) -> list[list[int]]:
     torch.manual_seed(0)
-    return MODEL.generate(**options, max_new_tokens=16, pad_token_id=0, assistant=spec).tolist()
+    return MODEL.generate(**options, max_new_tokens=10, pad_token_id=0, assistant=spec).tolist()
 
 
 @pytest.mark.every_run("(default|tree)-meta|default-bfloat16")

@@ -24,7 +24,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.exact import ExactForward, reduced_precision
 from hf_selfspec.model.invariance import differing_part
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SPECS = {
     "free and skips": SelfSpec(exact=True),
     "exit": SelfSpec(EarlyExit(2), FixedLength(4), exact=True),

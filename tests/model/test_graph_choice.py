@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
-from helpers.compiled import QUICK, same_ids, specs
+from helpers.compiled import QUICK, few_layers, same_ids, specs
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import Lookup, SelfSpec
 from hf_selfspec.control.cost_curve import CostCurve
@@ -92,8 +92,9 @@ def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCapture
     assert "no more graphs are made" in caplog.text
 
 
-def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    model, spec = few_layers(), specs()["exit"]
     for _ in range(3):
         same_ids(model, spec)
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -138,10 +139,11 @@ def test_graphs_that_were_slower_are_asked_for_again(caplog: pytest.LogCaptureFi
 @pytest.mark.times_decide
 def test_rounds_without_the_graph_that_is_to_come_price_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they take seven times as long as those with it, and drafts would not seem to pay."""
-    model, priced = tiny_llama(), list[int]()
+    model, priced = few_layers(), list[int]()
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     monkeypatch.setattr(CostCurve, "add_plain", lambda *_: priced.append(graphs_of(model, QUICK).count))
     assert not priced
-    model.generate(**ROW, max_new_tokens=40, eos_token_id=None, assistant=SelfSpec(Lookup(), compile=QUICK))
+    model.generate(**ROW, max_new_tokens=24, eos_token_id=None, assistant=SelfSpec(Lookup(), compile=QUICK))
     assert priced
     assert all(priced)
 

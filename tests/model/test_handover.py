@@ -40,7 +40,7 @@ KINDS = {
     "image, states": "qwen3_5",
     "image, convolutions": "lfm2_vl",
 }
-NEW = {"first": 1, "second": 2, "later": 13}
+NEW = {"first": 1, "second": 2, "later": 9}
 OPTIONS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(3)),
@@ -129,9 +129,9 @@ def assert_alike(ours: Any, plain: Any, valid: torch.Tensor) -> None:
 
 def assert_goes_on(kind: str, draft: str, ours: Any, plain: Any, longer: Prompt) -> None:
     """Either cache, with either way to decode, has plain's text."""
-    expected = generate(kind, longer, None, max_new_tokens=8, **{PAST: copy.deepcopy(plain)}).sequences
+    expected = generate(kind, longer, None, max_new_tokens=5, **{PAST: copy.deepcopy(plain)}).sequences
     for past, assistant in ((ours, None), (ours, SPECS[draft]()), (plain, SPECS[draft]())):
-        found = generate(kind, longer, assistant, max_new_tokens=8, **{PAST: copy.deepcopy(past)}).sequences
+        found = generate(kind, longer, assistant, max_new_tokens=5, **{PAST: copy.deepcopy(past)}).sequences
         assert torch.equal(found, expected), (past is ours, assistant)
 
 
@@ -181,12 +181,12 @@ def test_a_row_that_ends_before_others(end: str, kind: str) -> None:
     """Its padding is masked afterwards, but for recurrent states, which have taken it in."""
     prompt = prompt_of(kind, (7, 12, 9))
     width, in_step = prompt["input_ids"].shape[1], {"logits_processor": [Counting()]} if end == "in step" else {}
-    options = ENDS[end](generate(kind, prompt, None, max_new_tokens=14, **in_step).sequences[:, width:])
+    options = ENDS[end](generate(kind, prompt, None, max_new_tokens=12, **in_step).sequences[:, width:])
     ends = torch.tensor(options.get("eos_token_id", -1))
 
     def call(assistant: SelfSpec | None) -> Any:
         fresh = {"logits_processor": [Counting()]} if in_step else {}
-        return generate(kind, prompt, assistant, max_new_tokens=14, **options | fresh)
+        return generate(kind, prompt, assistant, max_new_tokens=12, **options | fresh)
 
     plain, ours = call(None), call(SPECS["exit"]())
     assert torch.equal(ours.sequences, plain.sequences)
@@ -256,11 +256,11 @@ def test_an_error_leaves_a_cache_whole_or_empty(rows: str, kind: str, monkeypatc
     """It is moved in; a window that has moved on cannot be put back, and then nothing is."""
     kind, late = kind.removesuffix(", late"), kind.endswith(", late")
     prompt, model = prompt_of(kind, (12,) if rows == "row" else (7, 12, 9)), model_of(kind)
-    begun = generate(kind, prompt, None, max_new_tokens=13)
+    begun = generate(kind, prompt, None, max_new_tokens=9)
     past, longer = begun.past_key_values, following(prompt, begun)
     before, left, head = (
         copy.deepcopy(past),
-        [60 if late or kind != "window" else 1],
+        [40 if late else 1 if kind == "window" else 12],
         type(model.get_output_embeddings()),
     )
     forward = head.forward

@@ -193,7 +193,7 @@ def test_a_choice_that_was_made_under_load_is_mended(then: str, monkeypatch: pyt
     load = {"for one": 9.0 if then == "for one" else 1.0, "for many": 1.0 if then == "for one" else 9.0}
     machine = FakeMachine({"for one": lambda n: load["for one"] * 3.0, "for many": lambda n: load["for many"] * 4.0})
     monkeypatch.setattr(linear, "_fastest", machine.fastest)
-    layer, x, chosen = torch.nn.Linear(800, 700), torch.randn(1, 800), list[str]()
+    layer, x, chosen = torch.nn.Linear(256, 256), torch.randn(1, 256), list[str]()
     for _ in range(4):  # each has forwards of its own
         [(_, forward)] = few_token_forwards([layer], lambda: True)
         for _ in range(3000):

@@ -68,7 +68,7 @@ def test_verification_does_not_recompute_the_exact_prefix(draft: EarlyExit | Ski
     ids = torch.randint(2, VOCABULARY, (1, 5))
     model.generate(ids, max_new_tokens=5, do_sample=False, assistant=spec)  # which checks the hooks
     tokens.clear()
-    model.generate(ids, max_new_tokens=30, do_sample=False, assistant=spec)
+    model.generate(ids, max_new_tokens=16, do_sample=False, assistant=spec)
     stats = spec.stats
     assert stats is not None
     # Each drafted token and each round's first token goes through layers 0 to 2 once; siblings come on top.
@@ -86,9 +86,9 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
     make = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kwargs: make(self, *args, **kwargs).fill_(nan))
     inputs = ragged_batch()
-    plain = llama.generate(**inputs, max_new_tokens=24)
+    plain = llama.generate(**inputs, max_new_tokens=12)
     for spec in (new_spec(), SelfSpec.lookup(), SelfSpec(EarlyExit(3), FixedLength(3), TopKTree(((1.0, 3),)))):
-        assert torch.equal(llama.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
+        assert torch.equal(llama.generate(**inputs, max_new_tokens=12, assistant=spec), plain)
     cache, states = SpeculativeCache(1, 2, capacity=8), torch.ones(2, 1, 1, 1)
     cache.seek([3, 1], 1)
     assert cache.update(states, states, 0)[0].view(2, 4).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]

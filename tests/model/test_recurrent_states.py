@@ -76,7 +76,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tree(name: str) -> None:
     spec = SelfSpec(EarlyExit(1), FixedLength(3), TopKTree(((0.9999, 3), (1.0, 1))))
-    for stats in check_lossless(_model(name), spec):
+    for stats in check_lossless(_model(name), spec, 12):
         assert 0 < stats.acceptance_rate < 1
         assert max(size for size, _ in stats.round_sizes) > 3
 
@@ -85,9 +85,9 @@ def test_tree(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_end_and_leave(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(name)
-    plain = model.generate(**BATCH, max_new_tokens=30, do_sample=False)
+    plain = model.generate(**BATCH, max_new_tokens=16, do_sample=False)
     eos = int(plain[1, 9 + 5])
-    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
     expected = model.generate(**BATCH, **options)
     kept: list[list[int]] = []
     keep_rows = SpeculativeCache.keep_rows
@@ -241,10 +241,10 @@ def test_cache_that_the_config_leaves_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_plain_generate_in_another_thread() -> None:
     model = _model("qwen3_next")
-    expected = model.generate(**ROW, max_new_tokens=20, do_sample=False)
+    expected = model.generate(**ROW, max_new_tokens=12, do_sample=False)
 
     def found(assistant: SelfSpec | None) -> bool:
-        ids = (model.generate(**ROW, max_new_tokens=20, do_sample=False, assistant=assistant) for _ in range(3))
+        ids = (model.generate(**ROW, max_new_tokens=12, do_sample=False, assistant=assistant) for _ in range(2))
         return all(torch.equal(one, expected) for one in ids)
 
     with ThreadPoolExecutor(3) as pool:
