@@ -90,20 +90,20 @@ assert not {"torch", "transformers"} & sys.modules.keys()
 importlib.util.find_spec("transformers.generation.utils")  # which imports nothing
 from helpers.models import ROW, tiny_llama
 assert not [finder for finder in sys.meta_path if type(finder).__module__ == "hf_selfspec.hooks.seams"]
-model = tiny_llama()
-first = model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec())
-assert first.equal(model.generate(**ROW, max_new_tokens=8))
+model = tiny_llama(2)
+first = model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec())
+assert first.equal(model.generate(**ROW, max_new_tokens=4))
 rooms = {name.split(".")[1] for name in sys.modules if name.startswith("hf_selfspec.")}
 assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}
 for name in ("model.linear", "hooks.seams", "hooks.wrapper"):
     importlib.reload(sys.modules["hf_selfspec." + name])
-    assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
+    assert first.equal(model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec()))
 for name in [name for name in sys.modules if name.partition(".")[0] == "hf_selfspec"]:
     del sys.modules[name]
 import hf_selfspec
-assert first.equal(model.generate(**ROW, max_new_tokens=8, assistant=hf_selfspec.SelfSpec()))
+assert first.equal(model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec()))
 with hf_selfspec.attach(model, hf_selfspec.SelfSpec()) as spec:
-    model.generate(**ROW, max_new_tokens=8)
+    model.generate(**ROW, max_new_tokens=4)
 assert len(spec._knowledge.calls) == 1
 assert not hasattr(model.generate.__wrapped__, "_hf_selfspec_wrapper")
 hf_selfspec.uninstall()

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("| generate tiny 1 64 | SelfSpec() |",),
     ),
     "pictures": ("--out {folder}/pictures", ("how-dark.svg", "kinds-light.svg")),
-    "quickstart": ("--model {model} --tokens 12 --no-color", ("tokens equal to plain generate: yes", "‹")),
+    "quickstart": ("--model {model} --tokens 6 --no-color", ("tokens equal to plain generate: yes", "‹")),
     "train_demo_model": (
         "--steps 2 --held-out-blocks 2 --threads 1 --output {folder}/model",
         ("bits per byte",),
@@ -312,7 +312,7 @@ def test_the_task_by_either_trainer(lora: bool, places: dict[str, Path]) -> None
     library("trl")
     example, tokenizer = importlib.import_module("finetune_task"), AutoTokenizer.from_pretrained(DEMO_MODEL)
     pairs = [example.encode(tokenizer, example.TASKS["signature"], f"def name{at}(x, y={at}):") for at in range(12)]
-    found, settings = [], {"model": str(places["model"]), "steps": 3, "batch_size": 2, "fp32": True, "lora": lora}
+    found, settings = [], {"model": str(places["model"]), "steps": 2, "batch_size": 2, "fp32": True, "lora": lora}
     for sft in (False, True):
         (folder := places["folder"] / f"checkpoints {sft}").mkdir()
         found.append(example.train_model(example.Recipe(**settings, sft=sft), tokenizer, pairs, folder).state_dict())

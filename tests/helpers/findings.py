@@ -12,7 +12,7 @@ from helpers.searches import prompt
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 
 FILE = "selfspec.json"
-LAYERS = 8
+LAYERS = 6
 
 SEARCHES = {
     "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0))),
@@ -27,7 +27,7 @@ def fresh(spec: SelfSpec, **changes: Any) -> SelfSpec:
     return replace(spec, **changes)
 
 
-def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 24, rows: int = 1) -> None:
+def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 12, rows: int = 1) -> None:
     ids = prompt(rows)
     assert torch.equal(generate(model, ids, tokens, assistant=spec), generate(model, ids, tokens))
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -48,7 +48,7 @@ def outcomes(
     # What is left is drawn, and may be one of the named ones.
     for index, token in enumerate(drafted[:num_drawn]):
         low, high = 0.0, 1.0
-        while high - low > 1e-8:
+        while high - low > 1e-6:
             middle = (low + high) / 2
             low, high = (middle, high) if accepted(*[ALMOST_ONE] * index, middle) == index else (low, middle)
         found[token] += reached * high

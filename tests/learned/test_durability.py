@@ -93,17 +93,17 @@ def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path) -> None:
 
 def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
-    generate(llama, prompt(), 30, assistant=spec)
+    generate(llama, prompt(), 20, assistant=spec)
     before, stats = spec._knowledge.latest(llama), spec.stats
     plans = [done.plan for done in before.trials]
 
     def interrupt(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if input_ids.shape[1] == 30:
+        if input_ids.shape[1] == 24:
             raise KeyboardInterrupt
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     with pytest.raises(KeyboardInterrupt):
-        generate(llama, prompt(seed=6), 30, assistant=spec, stopping_criteria=[interrupt])
+        generate(llama, prompt(seed=6), 20, assistant=spec, stopping_criteria=[interrupt])
     after = spec._knowledge.latest(llama)
     assert after is before
     assert [done.plan for done in after.trials][: len(plans)] == plans
@@ -119,7 +119,7 @@ def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path
 @pytest.mark.parametrize("spec", [SEARCHES["swift, ratio given"], SelfSpec.layerskip()], ids=["search", "probe"])
 def test_a_second_spec_starts_tuned(spec: SelfSpec, llama: PreTrainedModel, tmp_path: Path) -> None:
     first, second = (fresh(spec, cache_dir=folder) for folder in (tmp_path, str(tmp_path)))
-    generate(llama, prompt(), 40, assistant=first)
+    generate(llama, prompt(), 24, assistant=first)
     assert begins_with(llama, second) == (first.choice(llama), first.stats.phase)
     assert second.stats.plan == first.choice(llama).plan.picture()
     assert_lossless(llama, second)
@@ -129,7 +129,7 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
     def use(model: PreTrainedModel, **changes: Any) -> list[int]:
         """How many sets two new ones begin with, the second after a long call of the first."""
         known = []
-        for tokens in (30, 2):
+        for tokens in (20, 2):
             spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path, **changes)
             generate(model, prompt(), 2, assistant=spec)
             known.append(len(spec._knowledge.latest(model).trials))
@@ -148,7 +148,7 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
 def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
     """A process that makes one kind of call leaves what another finds for others, before or meanwhile."""
     specs = [fresh(SEARCHES["clasp, over"], cache_dir=tmp_path) for _ in range(3)]
-    for tokens in (2, 40):
+    for tokens in (2, 20):
         for spec, rows in zip(specs, (1, 2, 1), strict=True):
             generate(llama, prompt(rows), tokens, assistant=spec)
     (file,) = tmp_path.rglob("*.json")
@@ -158,13 +158,13 @@ def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_cache_files_that_cannot_be_used(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Findings begin anew, those of searches and those of texts, with one warning for each file, and take its place."""
-    draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
+    draft, expected = Cascade((Lookup(), SEARCHES["clasp, over"].draft)), generate(llama, prompt(), 20)
 
     def used() -> list[str]:
         spec = SelfSpec(draft, cache_dir=tmp_path)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            assert torch.equal(generate(llama, prompt(), 40, assistant=spec), generate(llama, prompt(), 40))
+            assert torch.equal(generate(llama, prompt(), 20, assistant=spec), expected)
             _write_rest()
         return [str(one.message) for one in told]
 
@@ -197,7 +197,7 @@ def test_a_call_writes_a_file_once(llama: PreTrainedModel, tmp_path: Path, monke
     replace, sync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *paths: [written.append("replaced"), replace(*paths)])
     monkeypatch.setattr(os, "fsync", lambda file: [written.append("synced"), sync(file)])
-    generate(llama, prompt(), 30, assistant=fresh(SEARCHES["swift"], cache_dir=tmp_path))
+    generate(llama, prompt(), 20, assistant=fresh(SEARCHES["swift"], cache_dir=tmp_path))
     # What a power failure must not leave empty is on the disk before it takes the old one's place.
     assert written == ["synced", "replaced"]
 
@@ -206,14 +206,14 @@ def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) 
     (tmp_path / "file").write_text("")
     spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path / "file")
     with pytest.warns(UserWarning, match="cannot be written"):
-        found = generate(llama, prompt(), 40, assistant=spec)
-    assert torch.equal(found, generate(llama, prompt(), 40))
+        found = generate(llama, prompt(), 20, assistant=spec)
+    assert torch.equal(found, generate(llama, prompt(), 20))
     assert spec.stats.phase == "acceleration"
 
 
 def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
-    model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
-    model.generate(**ragged_batch((9,)), max_new_tokens=40, do_sample=False, assistant=spec)
+    model, spec = tiny_llama(LAYERS), SelfSpec(cache_dir=tmp_path)
+    model.generate(**ragged_batch((9,)), max_new_tokens=12, do_sample=False, assistant=spec)
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -273,7 +273,7 @@ def train_a_step(model: PreTrainedModel) -> None:
 
 def test_a_file_is_for_the_weights_with_which_it_was_saved(tmp_path: Path) -> None:
     """One beside each checkpoint of a training; what was loaded goes on in training."""
-    model, spec = tiny_llama(8), SelfSpec()
+    model, spec = tiny_llama(LAYERS), SelfSpec()
     for step in ("first", "second"):
         train_a_step(model)
         generate(model, prompt(), 12, assistant=spec)
@@ -288,12 +288,12 @@ def test_a_file_is_for_the_weights_with_which_it_was_saved(tmp_path: Path) -> No
 
 def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warnings_yet: None) -> None:
     """A model that has been trained is another one."""
-    model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
-    generate(model, prompt(), 24, assistant=spec)
+    model, spec = tiny_llama(LAYERS), SelfSpec(cache_dir=tmp_path)
+    generate(model, prompt(), 16, assistant=spec)
     spec._knowledge_of(model).write(0.0)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     train_a_step(model)
-    generate(model, prompt(seed=6), 24, assistant=spec)
+    generate(model, prompt(seed=6), 16, assistant=spec)
     with pytest.warns(UserWarning, match="have changed since this SelfSpec began.*save_pretrained"):
         _write_rest()
     assert files
@@ -313,7 +313,7 @@ def test_a_write_that_failed_is_tried_again_at_the_end(
     with monkeypatch.context() as disk:
         disk.setattr(os, "replace", full)
         with pytest.warns(UserWarning, match="not kept on disk: .*No space left"):
-            generate(llama, prompt(), 30, assistant=spec)
+            generate(llama, prompt(), 20, assistant=spec)
     assert not list(tmp_path.rglob("*.json"))
     _write_rest()
     (file,) = tmp_path.rglob("*.json")
@@ -327,7 +327,7 @@ def test_a_call_leaves_a_write_to_another_thread(llama: PreTrainedModel, tmp_pat
     file = spec._knowledge_of(llama)._file(Key((False, False), ""))
     assert file is not None
     with locked(file.path, 0.0):
-        generate(llama, prompt(), 30, assistant=spec)
+        generate(llama, prompt(), 20, assistant=spec)
     assert not list(tmp_path.rglob("*.json"))
     assert spec._knowledge.unwritten
     generate(llama, prompt(), 4, assistant=spec)

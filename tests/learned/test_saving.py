@@ -58,7 +58,7 @@ def test_settings_come_back(spec: SelfSpec, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("clasp", 1), ("swift, ratio given", 2)])
 def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name])
-    generate(llama, prompt(rows), 40, assistant=spec)
+    generate(llama, prompt(rows), 24, assistant=spec)
     choice, phase, found = spec.choice(llama), spec.stats.phase, spec._knowledge.latest(llama)
     assert phase == ("acceleration" if "given" in name else "optimization")
     assert (choice.stop is None) == ("given" in name)
@@ -77,17 +77,17 @@ def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedM
 def test_a_probes_choice_comes_back(llama: PreTrainedModel, tmp_path: Path) -> None:
     """It stands until there is as much new text as it was chosen by."""
     spec = SelfSpec.layerskip()
-    generate(llama, prompt(2), 40, assistant=spec)
+    generate(llama, prompt(2), 24, assistant=spec)
     choice = spec.choice(llama)
     assert choice.layer is not None
     spec.save_pretrained(tmp_path, llama)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert loaded.choice(llama) is None
-    for seed, tokens in enumerate((4, 12)):
+    for seed, tokens in enumerate((4, 8)):
         generate(llama, prompt(2, seed=seed), tokens, assistant=loaded)
         assert loaded.choice(llama) == choice
         assert loaded.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
-    generate(llama, prompt(2, seed=8), 50, assistant=loaded)
+    generate(llama, prompt(2, seed=8), 32, assistant=loaded)
     assert loaded.choice(llama).tokens > choice.tokens
 
 
@@ -96,7 +96,7 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
     choices = []
     for options in ({}, {"do_sample": True}):
         torch.manual_seed(0)
-        generate(llama, prompt(), 40, assistant=spec, **options)
+        generate(llama, prompt(), 24, assistant=spec, **options)
         choices.append(spec.choice(llama))
     assert choices[0] != choices[1]
     spec.save_pretrained(tmp_path)
@@ -113,7 +113,7 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
 
 @torch.no_grad()
 def saved_in(folder: Path, spec: SelfSpec, model: PreTrainedModel) -> Path:
-    generate(model, prompt(), 40, assistant=spec)
+    generate(model, prompt(), 24, assistant=spec)
     spec.save_pretrained(folder)
     return folder
 
@@ -137,7 +137,7 @@ def test_pickles_begin_with_what_the_file_holds(llama: PreTrainedModel, saved: P
     ("make", "words"),
     [
         (lambda: tiny_llama(LAYERS, seed=1), "other weights"),
-        (lambda: tiny_llama(6), "8 layers, not of 6"),
+        (lambda: tiny_llama(4), "6 layers, not of 4"),
         (lambda: tiny_llama(LAYERS, vocabulary=98), "other names or shapes"),
         (lambda: tiny_gpt2(512), "a LlamaForCausalLM, not a GPT2LMHeadModel"),
     ],
@@ -157,9 +157,9 @@ def test_findings_are_not_saved_for_another_model(saved: Path, tmp_path: Path) -
 
 
 def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -> None:
-    other, spec = tiny_llama(6), fresh(SEARCHES["clasp, over"])
+    other, spec = tiny_llama(4), fresh(SEARCHES["clasp, over"])
     for model in (llama, other):
-        generate(model, prompt(), 30, assistant=spec)
+        generate(model, prompt(), 20, assistant=spec)
     with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):
         spec.save_pretrained(tmp_path)
     spec.save_pretrained(tmp_path, other)
@@ -181,7 +181,7 @@ def test_a_peft_model(tmp_path: Path) -> None:
         return peft.get_peft_model(base, settings).eval()
 
     model, spec = adapted(0), fresh(SEARCHES["clasp, over"])
-    generate(model, prompt(), 40, assistant=spec)
+    generate(model, prompt(), 24, assistant=spec)
     spec.save_pretrained(tmp_path, model)
     loaded, same = SelfSpec.from_pretrained(tmp_path), adapted(0)
     assert begins_with(same, loaded) == (spec.choice(model), "acceleration")
@@ -192,7 +192,7 @@ def test_a_peft_model(tmp_path: Path) -> None:
 
 def test_fingerprints() -> None:
     """A cast is the same model, one other weight is not, and weights that cannot be read do not set models apart."""
-    model = tiny_llama(6)
+    model = tiny_llama(4)
     own = Fingerprint.of_decoder(model)
     assert own.difference(Fingerprint.of_decoder(copy.deepcopy(model).to(torch.bfloat16))) == ""
     other = copy.deepcopy(model)
@@ -202,7 +202,7 @@ def test_fingerprints() -> None:
     unknown = Fingerprint.of_decoder(model)
     assert unknown.weights is None
     assert own.difference(unknown) == unknown.difference(own) == ""
-    assert "shapes" in unknown.difference(Fingerprint.of_decoder(tiny_llama(6, vocabulary=98)))
+    assert "shapes" in unknown.difference(Fingerprint.of_decoder(tiny_llama(4, vocabulary=98)))
 
 
 def test_fingerprints_of_weights_in_eight_bits() -> None:
@@ -215,7 +215,7 @@ def test_fingerprints_of_weights_in_eight_bits() -> None:
         weights = [torch.full((8, 8), number, dtype=torch.uint8).view(dtype) for number in (1, 2)]
         first, second = (samples([weight, beside]) for weight in weights)
         assert not torch.equal(first, second), dtype
-    model = tiny_llama(6).to(torch.bfloat16)
+    model = tiny_llama(4).to(torch.bfloat16)
     for layer in model.model.layers:
         weight = layer.mlp.up_proj.weight.to(torch.float8_e4m3fn)
         layer.mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -44,11 +44,11 @@ def test_a_budget_is_a_share_of_the_time_so_far() -> None:
 
 
 class Timed:
-    """A model of 8 layers on a clock by which one over ``n`` tokens takes ``1 + 0.1 n`` eighths of a second."""
+    """A model on a clock by which a forward over ``n`` tokens takes ``1 + 0.1 n`` seconds, all layers the same."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, start: int = 4, factor: float = 0.3) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, start: int = 4, factor: float = 0.3, layers: int = 8) -> None:
         """The layers from ``start`` on weigh so much."""
-        self.clock, self.model = Clock(), tiny_llama(8, factor=1.0)
+        self.clock, self.model = Clock(), tiny_llama(layers, factor=1.0)
         damp(self.model, self.model.model.layers, start, factor)
         peak(self.model.model.norm)
         monkeypatch.undo()  # of the time that tests give to probes
@@ -59,7 +59,7 @@ class Timed:
             layer.mlp.register_forward_pre_hook(self.forward)
 
     def forward(self, _: Any, args: tuple[torch.Tensor]) -> None:
-        self.clock.now += (1 + 0.1 * args[0].shape[1]) / 8
+        self.clock.now += (1 + 0.1 * args[0].shape[1]) / len(self.model.model.layers)
 
     def seconds_of(self, run: Any) -> float:
         begun = self.clock.now
@@ -88,7 +88,7 @@ def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, pay
 
 
 def test_exits_that_do_not_pay_are_tried_in_little_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed, spec = Timed(monkeypatch, 7, 30.0), SelfSpec.layerskip()
+    timed, spec = Timed(monkeypatch, 3, 30.0, layers=4), SelfSpec.layerskip()
     shares = []
     for _ in range(5):
         shares.append(timed.call(spec, 140, do_sample=True))

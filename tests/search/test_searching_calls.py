@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize(
     ("make", "search"),
     [
-        (lambda: tiny_llama(8), SEARCHES[0]),
-        (lambda: tiny_llama(8), SEARCHES[1]),
+        (lambda: tiny_llama(), SEARCHES[0]),
+        (lambda: tiny_llama(), SEARCHES[1]),
         (lambda: build("gemma3n_text"), SEARCHES[0]),
         (lambda: build("gpt_oss"), SEARCHES[1]),
     ],
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], search: Search) -> None:
     """Rows of other lengths, before the text and behind it, and drafts of a set that may change each round."""
     model, prompts, spec = make(), ragged_batch((4, 9, 6)), fixed_draft(search, 0.4)
-    end, _ = an_end(generated(model, prompts, 48)[:, 9:])
-    options = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+    end, _ = an_end(generated(model, prompts, 32)[:, 9:])
+    options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
     plain, seconds = model.generate(**prompts, **options), 0.0
     for _ in range(2):
         assert torch.equal(model.generate(**prompts, assistant=spec, **options), plain)
@@ -56,15 +56,15 @@ def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], search:
 
 
 @pytest.mark.every_run("set")
-@pytest.mark.parametrize("make", [lambda: fixed_draft(ClosestLayers(), 0.4), SelfSpec.layerskip], ids=["set", "exit"])
+@pytest.mark.parametrize("make", [lambda: fixed_draft(ClosestLayers(32), 0.4), SelfSpec.layerskip], ids=["set", "exit"])
 def test_rows_shorter_than_a_window_behind_embedded_prompts(make: Callable[[], SelfSpec]) -> None:
     """What is before them has no ids."""
-    model, spec = tiny_llama(8), make()
+    model, spec = tiny_llama(), make()
     embedded = model.get_input_embeddings()(prompt(3, 12))
-    options = {"inputs_embeds": embedded, "max_new_tokens": 45, "do_sample": False, "pad_token_id": 0}
+    options = {"inputs_embeds": embedded, "max_new_tokens": 36, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
     end, ends = an_end(model.generate(**options))
-    assert min(ends) < 8 < 40 < max(ends)
+    assert min(ends) < 8 < 32 < max(ends)
     plain = model.generate(eos_token_id=end, **options)
     for _ in range(2):
         assert torch.equal(model.generate(eos_token_id=end, assistant=spec, **options), plain)
@@ -119,7 +119,7 @@ def test_matchness_is_what_the_set_predicts_of_the_text(monkeypatch: pytest.Monk
 
 def test_calls_of_one_token_show_nothing() -> None:
     """Nothing is tried or timed on them: there is no text of the model's own to look at."""
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))
+    model, spec = tiny_llama(), SelfSpec(SkipLayers(search=ClosestLayers()))
     for seed in range(4):
         model.generate(**ragged_batch((20,), seed=seed), max_new_tokens=1, do_sample=False, assistant=spec)
     search = search_of(spec, model)
@@ -139,8 +139,8 @@ def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> No
         return step
 
     monkeypatch.setattr(Target, "step", overflowing)
-    model, spec = tiny_llama(8), SelfSpec.swift(search=OnTheFlySearch(context_window=8, max_steps=5, budget=1.0))
-    generated(model, prompt(), 40, assistant=spec, do_sample=True, top_k=5)
+    model, spec = tiny_llama(), SelfSpec.swift(search=OnTheFlySearch(context_window=8, max_steps=5, budget=1.0))
+    generated(model, prompt(), 24, assistant=spec, do_sample=True, top_k=5)
     search = search_of(spec, model)
     assert search.is_over
     assert all(value <= 0.2 for value in search.history)
@@ -176,19 +176,19 @@ def test_where_no_set_pays_calls_are_plain(machine: Machine) -> None:
     """Drafts are empty while the search goes on; then transformers' loop decodes."""
     machine.forwards_cost(step=50.0)
     search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
-    model, spec = tiny_llama(8), SelfSpec.swift(search=search)
-    plain = generated(model, prompt(2), 30)
-    generated(model, prompt(2), 30, assistant=spec)
+    model, spec = tiny_llama(), SelfSpec.swift(search=search)
+    plain = generated(model, prompt(2), 20)
+    generated(model, prompt(2), 20, assistant=spec)
     assert spec.stats is not None
     assert (spec.stats.drafted, spec.stats.draft_steps, spec.stats.drafts) == (0, 0, False)
     assert "no set pays" in str(spec.stats)
     found = search_of(spec, model)
     assert found.is_over
-    assert torch.equal(generated(model, prompt(2), 30, assistant=spec), plain)
+    assert torch.equal(generated(model, prompt(2), 20, assistant=spec), plain)
     stats = spec.stats
-    assert (stats.tokens, stats.drafted, stats.drafts, stats.phase) == (30 * 2, 0, False, "acceleration")
+    assert (stats.tokens, stats.drafted, stats.drafts, stats.phase) == (20 * 2, 0, False, "acceleration")
     assert stats.left_to_generate == "no draft pays"
-    assert str(stats).startswith("left to plain generate, since no draft pays: 60 tokens in")
+    assert str(stats).startswith("left to plain generate, since no draft pays: 40 tokens in")
 
 
 def test_the_stop_rule_of_drafts(machine: Machine) -> None:
@@ -197,8 +197,8 @@ def test_the_stop_rule_of_drafts(machine: Machine) -> None:
     model = tiny_llama(8)
     for own in (None, FixedLength(1)):
         spec = SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3, budget=1.0)), stop=own)
-        for _ in range(2):
-            generated(model, prompt(), 40, assistant=spec)
+        for tokens in (40, 12):
+            generated(model, prompt(), tokens, assistant=spec)
         stop = own or spec.choice(model).stop
         assert isinstance(stop, FixedLength)
         assert max(size for size, _ in spec.stats.round_sizes) == stop.num_tokens
@@ -206,9 +206,9 @@ def test_the_stop_rule_of_drafts(machine: Machine) -> None:
 
 def test_kinds_of_calls_search_for_themselves() -> None:
     """With what another kind has found as their first set."""
-    search = OnTheFlySearch(context_window=8, max_steps=20, budget=1.0)
-    model, spec = tiny_llama(8), SelfSpec.swift(ratio=0.4, search=search)
-    generated(model, prompt(), 40, assistant=spec)
+    search = OnTheFlySearch(context_window=8, max_steps=12, budget=1.0)
+    model, spec = tiny_llama(), SelfSpec.swift(ratio=0.4, search=search)
+    generated(model, prompt(), 24, assistant=spec)
     single = search_of(spec, model)
     assert single.best != SkipLayers().plan(Anatomy.of(model))
     best, tried = single.best, len(single.history)
@@ -222,10 +222,10 @@ def test_kinds_of_calls_search_for_themselves() -> None:
 
 
 def test_statistics_of_a_search() -> None:
-    model = tiny_llama(8)
+    model = tiny_llama()
     spec = SelfSpec.swift(ratio=0.4, search=OnTheFlySearch(context_window=8, max_steps=12, budget=1.0))
     phases = []
-    for tokens in (9, 16, 40):
+    for tokens in (9, 16, 28):
         generated(model, prompt(), tokens, assistant=spec)
         stats, search = spec.stats, search_of(spec, model)
         assert stats is not None
@@ -241,4 +241,4 @@ def test_statistics_of_a_search() -> None:
     assert len(search.history) == 12
     blocks = {"attention blocks": search.best.skipped_attention, "MLP blocks": search.best.skipped_mlp}
     for name, skipped in blocks.items():
-        assert lines_of(spec)[name] == "".join("□" if layer in skipped else "■" for layer in range(8))
+        assert lines_of(spec)[name] == "".join("□" if layer in skipped else "■" for layer in range(6))

@@ -95,14 +95,14 @@ def test_tuning_with_real_timings(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "tune: no set of blocks", UserWarning)
         spec = tune(
-            llama, tokenizer, TEXTS[:1], search=OfflineSearch(3, 1), max_new_tokens=4, tree=CostTree(), folder="~"
+            llama, tokenizer, TEXTS[:1], search=OfflineSearch(3, 1), max_new_tokens=3, tree=CostTree(), folder="~"
         )
     assert isinstance(spec.draft, SkipLayers)
     assert spec.draft.attention or spec.draft.mlp
     assert spec.stop is not None
     assert spec.tree == CostTree()
     ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(5))
-    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(llama.generate(ids, assistant=spec, **options), llama.generate(ids, **options))
     assert SelfSpec.from_pretrained(tmp_path) == spec
     steps = json.loads((tmp_path / PROGRESS_NAME).read_text())["steps"]

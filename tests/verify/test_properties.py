@@ -42,7 +42,7 @@ NAMED = {
 }
 
 
-@quick(30)
+@quick(20)
 @given(p=LOGITS, q=LOGITS, count=st.integers(0, 3), name=st.sampled_from(sorted(NAMED)))
 def test_candidates_leave_the_distribution_p(p: list[float], q: list[float], count: int, name: str) -> None:
     """Averaged over all siblings that could have been drawn without replacement, and named ones beside them."""

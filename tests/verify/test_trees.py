@@ -19,6 +19,7 @@ def random_parents(size: int, generator: torch.Generator, counted: int) -> list[
 
 
 @torch.no_grad()
+@pytest.mark.every_run("0-.*")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma2", "llama4_text", "deepseek_v3"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_forward_over_trees_is_a_forward_over_each_path(name: str, seed: int) -> None:
