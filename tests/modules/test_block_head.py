@@ -28,7 +28,7 @@ Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Predict, tokens: torch.Tensor) -> None:
     """All slots of all blocks of a call have these logits, whatever was accepted before: from none to all of a block,
     whose first tokens are then replaced by the right ones."""
-    plain, blocks = model.generate(**inputs, max_new_tokens=24), list[int]()
+    plain, blocks = model.generate(**inputs, max_new_tokens=16), list[int]()
 
     def check(text: Text, draft: Draft) -> None:
         for row, length in enumerate(draft.lengths):
@@ -46,11 +46,11 @@ def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Pre
     shown = watched(Seen(folder), check)
     spec = SelfSpec(shown, FixedLength(8))
     with unchanged(model):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
     assert spec.stats is not None
     assert max(blocks) == shown.__dict__["_head"].num_tokens
     assert 0.2 < spec.stats.acceptance_rate < 0.8
-    assert 5 < spec.stats.draft_steps <= spec.stats.rounds  # one forward a block
+    assert 3 < spec.stats.draft_steps <= spec.stats.rounds  # one forward a block
 
 
 @pytest.mark.every_run(".*-batch|dspark gated-one row")

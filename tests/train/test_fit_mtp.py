@@ -33,7 +33,8 @@ def by_hand(model: Any, head: MtpHead, ids: torch.Tensor, tokens: torch.Tensor) 
     """Of three drafts, one after another: cross entropy against the model's distribution over these tokens, and how
     often the likeliest of them is the model's own choice of all."""
     output, losses, agreements = model(ids, output_hidden_states=True), list[float](), list[float]()
-    states, embeddings, s = output.hidden_states[-1], model.get_input_embeddings()(ids), ids.shape[1]
+    embeddings, s = model.get_input_embeddings()(ids), ids.shape[1]
+    states = head.fuse(torch.cat([output.hidden_states[layer] for layer in head.state_layers or (-1,)], dim=-1))
     for step in (1, 2, 3):
         states = head(embeddings[:, step:], states[:, : s - step], torch.arange(step, s).expand(len(ids), -1))
         drafted, wanted = model.lm_head(states)[..., tokens], output.logits[:, step:]
@@ -82,19 +83,21 @@ def test_a_head_learns_to_draft_on_its_own_states(tmp_path: Path) -> None:
 
 
 def test_a_head_may_read_several_layers(tmp_path: Path) -> None:
-    model, text = tiny_llama(4, factor=2.0), rows(19)
-    args = arguments(tmp_path, max_steps=12, learning_rate=3e-3)
-    head = fit_mtp(model, None, text, args=args, block_size=32, state_layers=[1, 2, 4], output_dir=tmp_path / "out")
-    assert head.about["figures"]["last loss"] < head.about["figures"]["first loss"]
-    ids = ids_of(text[:2])
+    model, text = sharp(4), rows(19)
+    head = fit_mtp(
+        model, None, text, block_size=32, state_layers=[1, 2, 4], head_rows=VOCABULARY, output_dir=tmp_path / "out",
+        args=arguments(tmp_path, max_steps=12, learning_rate=3e-3, logging_steps=1, per_device_train_batch_size=19),
+    )  # fmt: skip
+    losses, _ = by_hand(model, head, ids_of(text), torch.arange(VOCABULARY))
+    figures, last = head.about["figures"], losses[0] + 0.8 * losses[1] + 0.64 * losses[2]
+    assert figures["last loss"] < figures["first loss"]
+    assert figures["last loss"] == pytest.approx(last, rel=0.01)
     with torch.no_grad():
-        states = model(ids, output_hidden_states=True).hidden_states  # the last one is normed
+        states = model(ids_of(text), output_hidden_states=True).hidden_states  # the last one is normed
         fused = head.fuse(torch.cat([states[layer] for layer in (1, 2, 4)], dim=-1))
-        states_of_head = head(model.model.embed_tokens(ids)[:, 1:], fused[:, :-1], torch.arange(1, 32).expand(2, -1))
-        assert not torch.allclose(fused, states[4], atol=1e-3)  # the others' weights begin at 0
-        assert torch.isfinite(model.lm_head(states_of_head)).all()
+    assert not torch.allclose(fused, states[4], atol=1e-3)  # the others' weights begin at 0
     (stats,) = check_lossless(model, SelfSpec(MTP(tmp_path / "out")), 12, [ragged_batch()])
-    assert stats.accepted
+    assert stats.drafted
 
 
 def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
