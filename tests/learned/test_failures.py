@@ -55,7 +55,7 @@ class Failing:
         def method(*args: Any, **kwargs: Any) -> Any:
             if self.fails():
                 self.calls += 1
-                raise error
+                raise self.error
             return original(*args, **kwargs)
 
         patch.setattr(owner, name, method)
@@ -173,17 +173,13 @@ def test_memory_that_runs_out_in_a_round_ends_learning(
     assert spec.stats.drafted
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
-def test_memory_of_the_host(error: Exception, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    Failing(monkeypatch, SkipSearch, "register", error)
-    (told_once,) = told(model, replace(SKIPS))
-    assert type(error).__name__ in told_once
-
-
-def test_other_errors_in_a_round_are_errors(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    Failing(monkeypatch, SkipSearch, "register", BROKEN)
+def test_memory_of_the_host_and_other_errors(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch, SkipSearch, "register", BROKEN)
     with pytest.raises(RuntimeError, match="broken"):
         generate(model, prompt(), TOKENS, assistant=replace(SKIPS))
+    for failing.error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        (told_once,) = told(model, replace(SKIPS))
+        assert type(failing.error).__name__ in told_once
 
 
 def test_memory_that_runs_out_in_one_of_several_processes_is_an_error(

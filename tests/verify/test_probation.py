@@ -57,6 +57,14 @@ def of_class(kind: type[LlamaForCausalLM], layers: int = 4) -> LlamaForCausalLM:
     return model
 
 
+def why_plain(model: Any, spec: SelfSpec, **options: Any) -> str:
+    """The reason for which plain generate served a call, if it did; the ids are its own."""
+    options = OPTIONS | options
+    assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
+    assert spec.stats is not None
+    return spec.stats.left_to_generate
+
+
 # Loops
 
 
@@ -421,12 +429,8 @@ def test_layers_that_are_never_called(quiet: None) -> None:
         return modeling_llama.BaseModelOutputWithPast(last_hidden_state=states)
 
     inner.forward = forward
-    expected = model.generate(**ROW, **OPTIONS)
     for make in SPECS.values():
-        spec = make()
-        assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), expected)
-        assert spec.stats is not None
-        assert "never called" in spec.stats.left_to_generate
+        assert "never called" in why_plain(model, make())
 
 
 def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
@@ -530,10 +534,7 @@ def test_weights_of_a_class_that_looks_at_all_tokens(quiet: None) -> None:
     model = LLAMA()
     for layer in model.model.layers:
         layer.mlp.down_proj.weight = MaxScaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
-    spec = SelfSpec.lookup()
-    assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), model.generate(**ROW, **OPTIONS))
-    assert spec.stats is not None
-    assert "weights of class MaxScaled" in spec.stats.left_to_generate
+    assert "weights of class MaxScaled" in why_plain(model, SelfSpec.lookup())
 
 
 def test_what_gradients_need_stays(quiet: None) -> None:
@@ -576,10 +577,7 @@ def test_weights_that_were_trained_are_checked_again(quiet: None) -> None:
     for gate in (0.0, 1.0):
         with torch.no_grad():
             model.gate.fill_(gate)
-        spec = SelfSpec.lookup()
-        assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=spec), model.generate(**ROW, **OPTIONS))
-        assert spec.stats is not None
-        assert bool(spec.stats.left_to_generate) is bool(gate)
+        assert bool(why_plain(model, SelfSpec.lookup())) is bool(gate)
 
 
 def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
@@ -643,11 +641,7 @@ def test_what_changes_is_checked_again(quiet: None, dtype: torch.dtype) -> None:
 
 
 def test_a_short_call_is_left_to_plain_without_a_warning() -> None:
-    model, spec = of_class(Unchanged), SelfSpec()
-    options = OPTIONS | {"max_new_tokens": probation.TOKENS - 1}
-    assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
-    assert spec.stats is not None
-    assert "too few" in spec.stats.left_to_generate
+    assert "too few" in why_plain(of_class(Unchanged), SelfSpec(), max_new_tokens=probation.TOKENS - 1)
 
 
 def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
