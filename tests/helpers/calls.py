@@ -52,8 +52,8 @@ def assert_mixed(spec: SelfSpec) -> None:
 def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
     """One row and a batch: tokens of ``model`` with ``spec`` are those of plain ``reference`` (``model`` if none)."""
     for inputs in (ROW, BATCH):
-        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=10)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=10, assistant=spec), plain)
+        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=14)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, assistant=spec), plain)
         assert_mixed(spec)
 
 
