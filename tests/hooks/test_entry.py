@@ -71,32 +71,32 @@ def reinstalled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("reinstalled")
-def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_install_and_uninstall(llama: LlamaForCausalLM) -> None:
     """``Trainer`` is wrapped by the first training callback that is used."""
     assert hf_selfspec.LayerDropout
-    installed = GenerationMixin.generate
+    spec, installed = new_spec(), GenerationMixin.generate
     original, original_train = installed.__wrapped__, Trainer.train.__wrapped__
     hf_selfspec.install()
     assert GenerationMixin.generate is installed
-    plain = llama.generate(**ROW, max_new_tokens=16)
+    plain = llama.generate(**ROW, max_new_tokens=8)
 
     for _ in range(2):
         hf_selfspec.uninstall()
         assert GenerationMixin.generate is original
         assert Trainer.train is original_train
     with pytest.raises(ValueError, match="assistant"):
-        llama.generate(**ROW, max_new_tokens=16, assistant=spec)
-    assert torch.equal(llama.generate(**ROW, max_new_tokens=16, custom_generate=spec), plain)
+        llama.generate(**ROW, max_new_tokens=8, assistant=spec)
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, custom_generate=spec), plain)
     attached = new_spec()
     with hf_selfspec.attach(llama, attached):
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=16), plain)
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=8), plain)
         assert attached.stats is None
 
     for _ in range(2):
         hf_selfspec.install()
         assert GenerationMixin.generate.__wrapped__ is original
         assert Trainer.train.__wrapped__ is original_train
-    assert torch.equal(llama.generate(**ROW, max_new_tokens=16, assistant=spec), plain)
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
 
 
 @pytest.fixture

@@ -228,12 +228,6 @@ def test_inference_mode_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
         same_ids(model, spec)
 
 
-def test_graphs_make_an_additive_mask_once(traced: list[torch.fx.GraphModule]) -> None:
-    """And not in each of two layers."""
-    same_ids(few_layers(3), specs()["exit"])
-    assert {sum("masked_fill" in str(node.target) for node in graph.graph.nodes) for graph in traced} == {1}
-
-
 def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
     """And hands its cache back, which takes a forward for the last tokens of rows that ended early."""
     model, inputs, spec = few_layers(), ragged_batch((9, 5)), specs()["exit"]
@@ -286,12 +280,14 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
     assert found == [[2.0, 2.0]]
 
 
-def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
+def test_what_graphs_hold(traced: list[torch.fx.GraphModule]) -> None:
+    """One additive mask, not one in each layer; and they go with their model."""
     gc.collect()
     others = len(graphs._of_models)
-    model: LlamaForCausalLM | None = few_layers()
+    model: LlamaForCausalLM | None = few_layers(3)
     assert model is not None
     same_ids(model, specs()["exit"])
+    assert {sum("masked_fill" in str(node.target) for node in graph.graph.nodes) for graph in traced} == {1}
     traced.clear()
     gone = weakref.ref(model)
     model = None
