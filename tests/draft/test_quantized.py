@@ -8,6 +8,7 @@ import logging
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +144,7 @@ def test_packed_once_for_threads_and_specs(packs: list[Any]) -> None:
     check_lossless(model, SelfSpec(), 4, [ROW])
     assert not packs  # nothing has drafted with it
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda spec: check_lossless(model, spec, 8), specs))
+        list(pool.map(partial(check_lossless, model, new_tokens=8), specs))
     assert len(packs) == 22
     check_lossless(model, spec_of(Quantized(layers=EarlyExit(2))), 8)
     assert len(packs) == 22

@@ -116,7 +116,8 @@ def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 @peft_calls_old_name
 def test_a_fit_around_adapters_of_peft() -> None:
     """What PEFT has added is part of the model, not of what is fitted."""
-    model = get_peft_model(tiny_llama(3), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(3), config)
     lora = fit_draft_lora(model, None, rows(19), exit_layer=1, block_size=32)
     names = [name for name, _, _ in lora.shapes]
     assert "0.self_attn.q_proj.base_layer" in names

@@ -86,12 +86,12 @@ def test_a_head_may_read_several_layers(tmp_path: Path) -> None:
     model, text = sharp(4), rows(19)
     head = fit_mtp(
         model, None, text, block_size=32, state_layers=[1, 2, 4], head_rows=VOCABULARY, output_dir=tmp_path / "out",
-        args=arguments(tmp_path, max_steps=12, learning_rate=3e-3, logging_steps=1, per_device_train_batch_size=19),
+        args=arguments(tmp_path, max_steps=12, learning_rate=1e-2, logging_steps=1, per_device_train_batch_size=19),
     )  # fmt: skip
     losses, _ = by_hand(model, head, ids_of(text), torch.arange(VOCABULARY))
     figures, last = head.about["figures"], losses[0] + 0.8 * losses[1] + 0.64 * losses[2]
     assert figures["last loss"] < figures["first loss"]
-    assert figures["last loss"] == pytest.approx(last, rel=0.01)
+    assert figures["last loss"] == pytest.approx(last, rel=5e-4)
     with torch.no_grad():
         states = model(ids_of(text), output_hidden_states=True).hidden_states  # the last one is normed
         fused = head.fuse(torch.cat([states[layer] for layer in (1, 2, 4)], dim=-1))
