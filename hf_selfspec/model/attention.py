@@ -131,8 +131,9 @@ class MaskSpec:
             )
         (b, s), n = self.query_positions.shape, self.length
         is_last = s == 1 and (b == 1 or self.is_even) and self.visible is None
-        # A chunk may begin between slots that a window of its size covers.
-        is_cut = self.offset > 0 and local_size == getattr(config, "attention_chunk_size", None)
+        # A chunk may begin between slots that a window of its size covers, which masked columns make narrower.
+        is_chunk = local_size == getattr(config, "attention_chunk_size", None)
+        is_cut = (self.offset > 0 and is_chunk) or self.key_positions is not None
         sees_all = is_last and (local_size is None or (n <= local_size and not is_cut))
         if sees_all and allow_is_causal_skip and not additive and not self.is_fixed and self.alone is None:
             return None
