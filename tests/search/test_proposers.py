@@ -77,27 +77,30 @@ def test_sets_are_compared_on_the_same_text() -> None:
 
 @pytest.mark.every_run(".*every fifth Bayesian")
 @pytest.mark.parametrize("interval", [5, 1000], ids=["every fifth Bayesian", "Thompson sampling"])
-@pytest.mark.parametrize(("noise", "worst"), [(0.0, 1), (0.02, 2)], ids=["alike", "noisy"])
-def test_a_known_set_is_found(noise: float, worst: int, interval: int) -> None:
-    """Nearly the best there is, where the uniform sets of the beginning find half of the blocks; also where texts are
-    easy or hard and trials are lucky or not."""
-    rng = np.random.default_rng(7)
-    known = frozenset(np.random.default_rng(3).choice(16, 8, replace=False).tolist())
-    half = frozenset(range(1, 5))
-    settings = OnTheFlySearch(max_steps=60, bayes_interval=interval, target_matchness=0.999)
-    search = SkipSearch(settings, space(), 0.5, LayerPlan(10, half, half))
-    for step in itertools.count():
-        if step % 4 == 0:
-            search.begin_window()
-            ease = -10 * noise * rng.random()
-        if search.is_over:
-            break
-        plan = search.propose()
-        assert plan is not None
-        # Each block that should have run costs as much.
-        share = 1 - len(space().places(plan) - known) / len(space().blocks) + ease + noise * rng.standard_normal()
-        search.register(plan, predicted(float(np.clip(share, 0.0, 1.0))))
-    assert len(search.space.places(search.best) - known) <= worst
+@pytest.mark.parametrize(("noise", "worst"), [(0.0, 0.5), (0.02, 1.0)], ids=["alike", "noisy"])
+def test_a_known_set_is_found(noise: float, worst: float, interval: int) -> None:
+    """The best of 60 sets drawn uniformly has 1.8 blocks that should have run; also where texts are easy or hard and
+    trials are lucky or not."""
+    wrong = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        known = frozenset(np.random.default_rng(seed + 100).choice(16, 8, replace=False).tolist())
+        half = frozenset(range(1, 5))
+        settings = OnTheFlySearch(max_steps=60, bayes_interval=interval, target_matchness=0.999)
+        search = SkipSearch(settings, space(), 0.5, LayerPlan(10, half, half))
+        for step in itertools.count():
+            if step % 4 == 0:
+                search.begin_window()
+                ease = -10 * noise * rng.random()
+            if search.is_over:
+                break
+            plan = search.propose()
+            assert plan is not None
+            # Each block that should have run costs as much.
+            share = 1 - len(space().places(plan) - known) / len(space().blocks) + ease + noise * rng.standard_normal()
+            search.register(plan, predicted(float(np.clip(share, 0.0, 1.0))))
+        wrong.append(len(search.space.places(search.best) - known))
+    assert np.mean(wrong) <= worst
 
 
 @pytest.mark.parametrize("auto", [False, True])
