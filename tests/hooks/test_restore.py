@@ -241,7 +241,7 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
     """Token for token plain ``generate``, with eos tokens somewhere in its text."""
     rates: list[float] = []
 
-    @settings(max_examples=5, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=6, deadline=None, derandomize=True, database=None)
     @given(
         spec=SPECS,
         lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
@@ -261,4 +261,4 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
         rates.append(spec.stats.acceptance_rate)
 
     run()
-    assert sum(0 < rate < 1 for rate in rates) > 2
+    assert sum(0 < rate < 1 for rate in rates) > 1
