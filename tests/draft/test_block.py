@@ -79,7 +79,7 @@ def test_ids_are_plain(name: str, kind: str, is_right: bool) -> None:
         assert not is_right or kind != "alone" or spec.stats.acceptance_rate > 0.3
 
 
-@pytest.mark.every_run("llama tree-dspark rnn|llama-dflash")
+@pytest.mark.every_run("llama tree-dspark rnn|llama-dspark")
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated", "dspark rnn"])
 @each_family
 def test_drawn_tokens_have_the_models_distribution(

@@ -164,7 +164,7 @@ def test_rounds_of_others_are_taken_in(kind: type[MTP], layers: int, states: tup
     assert len(seen) > 3
 
 
-@pytest.mark.every_run("llama tree-2")
+@pytest.mark.every_run("llama tree-1")
 @pytest.mark.parametrize("layers", [1, 2])
 @each_family
 def test_drawn_tokens_have_the_models_distribution(

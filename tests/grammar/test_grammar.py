@@ -532,7 +532,7 @@ class DiceDrafter(BaseDrafter):
 @pytest.mark.parametrize("spec", [*SAMPLED, "dice"])
 def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton]) -> None:
     drafts = SAMPLED | {"dice": SelfSpec(Dice())}
-    sampled = sample(drafts[spec], rows=300, logits_processor=[Own(FEW_TABLE, kind)])
+    sampled = sample(drafts[spec], rows=500, logits_processor=[Own(FEW_TABLE, kind)])
     check_exact(sampled, exact_joint(few_tokens(), [by_text]))
 
 

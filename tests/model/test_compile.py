@@ -64,22 +64,23 @@ def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]
     assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model, QUICK).refused
 
 
-@pytest.mark.every_run("exit-3")
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.every_run("exit-batch")
+@pytest.mark.parametrize("sizes", [(3,), (1, 3)], ids=["batch", "both"])
 @pytest.mark.parametrize("kind", specs())
-def test_compiled_forwards_are_exact(kind: str, rows: int) -> None:
+def test_compiled_forwards_are_exact(kind: str, sizes: tuple[int, ...]) -> None:
     """No graph breaks, nothing is compiled a second time as texts grow, and each shape has one graph."""
     model = few_layers(3 if kind == "skips" else 2)
     spec = specs()[kind]
     counters.clear()
-    for _ in range(2):  # what came once, at the end of a text, comes again
+    for rows in sizes * 2:  # what came once, at the end of a text, comes again
         same_ids(model, spec, rows, new=28)
     known = graphs_of(model, QUICK)
     assert not known.refused
     assert not counters["graph_break"]
     made = known.count
     assert counters["stats"]["unique_graphs"] == made > 1
-    same_ids(model, spec, rows, new=28)
+    for rows in sizes:
+        same_ids(model, spec, rows, new=28)
     assert counters["stats"]["unique_graphs"] == known.count == made
 
 

@@ -77,7 +77,7 @@ def test_texts_many_windows_long(rows: str, kind: str, name: str) -> None:
     assert torch.equal(ids(model, rows, SPECS[name](model), **options), plain(kind, rows))
 
 
-@pytest.mark.every_run("mistral-row|gemma3_text-two rows")
+@pytest.mark.every_run("(mistral|gemma3_text)-row")
 @pytest.mark.parametrize("rows", [1, 2], ids=["row", "two rows"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STATEFUL])
 def test_masked_columns_make_windows_narrower(kind: str, rows: int) -> None:
@@ -86,7 +86,7 @@ def test_masked_columns_make_windows_narrower(kind: str, rows: int) -> None:
     text["attention_mask"][0, -6:-3] = 0
     options = {name: values[:rows] for name, values in text.items()} | {"max_new_tokens": 12, "pad_token_id": 0}
     expected = model.generate(**options)
-    for spec in (SPECS["tree"](model), SelfSpec.lookup(), SelfSpec(EarlyExit(2), THREE, exact=True)):
+    for spec in (SPECS["tree"](model), SelfSpec.lookup()):
         assert torch.equal(model.generate(**options, assistant=spec), expected)
 
 
