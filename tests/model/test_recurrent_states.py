@@ -76,7 +76,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tree(name: str) -> None:
     spec = SelfSpec(EarlyExit(1), FixedLength(3), TopKTree(((0.9999, 3), (1.0, 1))))
-    for stats in check_lossless(_model(name), spec, 12):
+    for stats in check_lossless(_model(name), spec):
         assert 0 < stats.acceptance_rate < 1
         assert max(size for size, _ in stats.round_sizes) > 3
 
