@@ -380,7 +380,7 @@ NOT_PACKED = {
     "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "falcon_mamba", "glm4_moe", "glm_moe_dsa",
     "gpt_oss", "granitemoe", "granitemoehybrid", "hy_v4", "inkling2_text", "inkling_text", "jamba", "kimi_linear",
     "lfm2_moe", "llama4_text", "mamba", "mamba2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
 }  # fmt: skip
 # Of whose layers no MTP head can be made: none has attention alone, or what it is depends on the others.
 WITHOUT_MTP = (
