@@ -165,7 +165,7 @@ def test_what_fails_in_captures_ends_no_call(measures: dict[tuple[Any, ...], Any
 def test_what_a_step_of_a_training_needs(measures: dict[tuple[Any, ...], Any]) -> None:
     """A read of the number of targets, before the layers run; the rows that layers drop go to the device together."""
     if (found := measures.get(TRAINING)) is None:
-        pytest.skip("a step of each run")
+        pytest.skip("each run has this step, beside its other cases")
     assert all(case["loss"] == pytest.approx(case["expected"], rel=1e-5) for case in found.values())
     plain = found["plain"]
     more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
