@@ -110,7 +110,7 @@ def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
     try:
         unseen = Unseen.of(call.model)
         _check(call, spec._source, knowledge)
-        why = _why_plain(call, spec._source, knowledge)
+        why = _why_plain(call, spec, knowledge, unseen)
         if not why:
             lay_out = partial(_lay_out, spec=spec, knowledge=knowledge, checks_logits=not default_of, unseen=unseen)
             decoder = lay_out(call)
@@ -149,11 +149,11 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
         )
 
 
-def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
+def _why_plain(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> str:
     """Why transformers' own loop serves the call as well or better, for example since no draft pays; else empty."""
-    if not source.lossless:
+    if not spec._source.lossless:
         return ""
-    if why := why_plain(call.model):
+    if why := why_plain(call.model) or ("" if spec.trust else unseen.why_plain):
         return left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
     findings = knowledge.all_findings()
     is_idle = bool(findings) and all(finding.is_idle for finding in findings)

@@ -80,6 +80,9 @@ class SelfSpec(Settings):
             whether this machine's kernels allow that; an error gives the reason, and names the part of the model.
             ``stats.promise`` records what held. Models in float32 need none of this, unless torch's flags allow it to
             be multiplied in TF32 or bfloat16, which is an error here.
+        trust: whether what is attached to a model from outside (hooks, wrapped or replaced layers, methods and
+            functions, modes of torch) neither counts forwards nor records what it sees. It is then compared with plain
+            ``generate`` once, as a model's own code; without, plain ``generate`` serves.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -170,7 +173,7 @@ class SelfSpec(Settings):
     def from_pretrained(cls, folder: StrPath) -> SelfSpec:
         """Loads what :meth:`save_pretrained` has written; using it with another model raises an error.
 
-        A file sets ``draft``, ``stop``, ``tree``, ``max_draft`` and ``exact``, never ``cache_dir`` or ``task``. Where
+        A file sets ``draft``, ``stop``, ``tree``, ``max_draft``, ``exact`` and ``trust``, never ``cache_dir`` or ``task``. Where
         it names an adapter or exit heads, these are loaded from that folder or repository of the Hub.
 
         Raises:

@@ -53,6 +53,7 @@ class Settings:
     task: str = "default"
     compile: bool | CompileConfig | None = field(default=None, hash=False)
     exact: bool = False
+    trust: bool = False
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +74,7 @@ class Settings:
                 f"{_LONGEST_TASK} of them, got {task!r}."
             )
         check_flag("SelfSpec(exact)", self.exact)
+        check_flag("SelfSpec(trust)", self.trust)
         if not isinstance(self.compile, (bool, CompileConfig, type(None))):
             raise SettingTypeError(
                 f"SelfSpec(compile) must be None, True, False or a transformers.CompileConfig, got {self.compile!r}."
@@ -89,7 +91,8 @@ class Settings:
 
     def _saved(self) -> dict[str, Any]:
         """The settings that are saved, as JSON values; raises an error if they cannot be."""
-        names = ("draft", "stop", "tree", "max_draft", *(["exact"] if self.exact else []))
+        flags = [name for name in ("exact", "trust") if getattr(self, name)]
+        names = ("draft", "stop", "tree", "max_draft", *flags)
         return {name: saving.encode(getattr(self, name), f"SelfSpec({name})") for name in names}
 
     @classmethod

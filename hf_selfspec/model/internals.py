@@ -1,4 +1,4 @@
-"""All private parts of transformers, PEFT and accelerate that this package uses.
+"""Private parts of transformers, PEFT, accelerate and torch that this package uses.
 
 :func:`why_unusable` names those that the installed version lacks; then plain ``generate`` serves.
 """
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.overrides
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import GenerationMixin, PreTrainedModel, __version__
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -117,6 +119,11 @@ def experts_implementation(config: Any) -> str | None:
 def is_stateful(model: PreTrainedModel) -> bool:
     """Returns whether a class has states that cannot be cropped."""
     return bool(getattr(model, "_is_stateful", False))
+
+
+def modes_of_torch() -> list[Any]:
+    """Returns the modes that see all functions and operators which this thread calls."""
+    return [*torch.overrides._get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 def tensor_parallel_size(model: PreTrainedModel) -> int:

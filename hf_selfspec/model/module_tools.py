@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,9 @@ from .internals import ACCELERATE_HOOK, device_mesh, tensor_parallel_size
 
 # Libraries whose hooks treat the rows of a batch alike.
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
+# Libraries whose functions modelling files of transformers import.
+_IMPORTED = {"numpy", "safetensors", "einops", "kernels", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "triton"}
+_TRUSTED = ROW_BLIND | _IMPORTED | sys.stdlib_module_names | {"", "None", "builtins", "peft"}
 
 
 class _Listed(threading.local):
@@ -109,6 +113,11 @@ def library_of(value: object) -> str:
     while isinstance(value, functools.partial):
         value = value.func
     return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+def is_trusted(library: str) -> bool:
+    """Returns whether code of a library keeps nothing of what it sees, and treats each token alone."""
+    return library in _TRUSTED
 
 
 def libraries_of(function: object) -> Iterator[str]:

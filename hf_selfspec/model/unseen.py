@@ -1,18 +1,19 @@
 """What the tests of this package have not seen of a model and of the code that runs with it.
 
 Drafts are verified several tokens at once, from stored states, in trees, and in rows of different lengths. That this
-leaves logits as they are is tested for some classes of transformers; everything else is compared before it drafts, see
-:mod:`~hf_selfspec.verify.probation`.
+leaves logits as they are is tested for some classes of transformers. Of everything else there are two kinds: a model's
+own code is compared before it drafts, see :mod:`~hf_selfspec.verify.probation`; what was attached from outside may count
+forwards, or record what it sees, and is left to plain ``generate``.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 import weakref
-from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import attention_functions, is_usual_attention
-from .contents import contents_of
-from .internals import STEP_METHODS, attention_implementation, loop_of, why_unusable
+from .internals import STEP_METHODS, attention_implementation, loop_of, modes_of_torch, why_unusable
 from .module_tools import (
     ROW_BLIND,
     all_modules,
@@ -31,6 +31,7 @@ from .module_tools import (
     forward_parameters,
     global_hooks,
     hooks_of,
+    is_trusted,
     libraries_of,
     library_of,
 )
@@ -50,14 +51,16 @@ SEEN = frozenset(_SEEN.split())
 # PEFT's layers that change single layers of a model, not how these go together.
 _TUNER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 _NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|(Text)?(Model|Decoder|Transformer))$")
-# Libraries whose modules treat each token alone, beside Python's own modules.
-_TRUSTED = {*ROW_BLIND, "peft", "builtins", "functools"}
-# Libraries whose functions modelling files of transformers import.
-_IMPORTED = {"numpy", "safetensors", "einops", "kernels", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "triton"}
+# Libraries of which models are built: quantised layers, kernels and blocks, which keep nothing of what they see.
+_PARTS = frozenset("""
+aqlm auto_gptq auto_round awq bitsandbytes causal_conv1d compressed_tensors eetq einops fbgemm_gpu fla flash_attn
+gptqmodel hqq intel_extension_for_pytorch kernels liger_kernel mamba_ssm neural_compressor optimum peft quark
+sageattention spqr_quant torchao triton vptq xformers""".split())
 _MIXING = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, torch.jit.ScriptModule)
 _MODELS = "transformers.models."
-# Modules whose functions others may replace, beside those of models.
-_FUNCTIONS = ("torch.nn.functional", "transformers.masking_utils", "transformers.integrations.sdpa_attention")
+# Where others may replace functions, beside the files of models: all of torch that computes.
+_PLACES = ("torch", "torch.nn.functional", "transformers.masking_utils", "transformers.integrations.sdpa_attention")
+_OPERATIONS = frozenset(dir(torch._C._VariableFunctions))
 
 
 @dataclass(frozen=True)
@@ -65,40 +68,55 @@ class Unseen:
     """What was not seen of a model.
 
     Attributes:
-        reasons: what that is, in words; empty for a model as the tests have it.
-        holders: the functions and objects that were not seen, whose contents may change what they do.
-        state: changes when these contents change, as far as that can be told without running anything.
+        own: what of the model's own code that is, in words.
+        attached: what was attached to it from outside.
+        holders: the functions and objects of both, whose contents may change what they do.
     """
 
-    reasons: tuple[str, ...]
-    state: Hashable
+    own: tuple[str, ...]
+    attached: tuple[str, ...] = ()
     holders: tuple[Any, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.reasons)
+        return bool(self.own or self.attached)
 
     def __str__(self) -> str:
-        return ", ".join(self.reasons)
+        return ", ".join(self.own + self.attached)
+
+    @property
+    def why_plain(self) -> str:
+        """Why plain ``generate`` serves a model with what is attached to it; empty if nothing is."""
+        if not self.attached:
+            return ""
+        return (
+            f"{', '.join(self.attached)} may count forwards, or record what goes through the model, and drafts would "
+            "change both. If it does neither, pass SelfSpec(trust=True), which compares it with plain generate once."
+        )
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Unseen:
-        """Looks at the class, modules, weights, hooks and attention of ``model``, in each call anew."""
-        reasons: dict[str, None] = {}
+        """Looks at the class, modules, weights, hooks, functions and attention of ``model``, in each call anew."""
+        own: dict[str, None] = {}
+        attached: dict[str, None] = {}
         holders: list[Any] = []
-
-        def note(reason: str, *what: Any) -> None:
-            reasons[reason] = None
-            holders.extend(what)
-
         # FSDP makes classes of its own of a model's.
         model_class: Any = next(base for base in type(model).__mro__ if library_of(base) != "torch")
+        libraries = _PARTS | ROW_BLIND | ({library_of(model_class)} - {"transformers"})
+
+        def note(reason: str, is_own: bool, *what: Any) -> None:
+            (own if is_own else attached)[reason] = None
+            holders.extend(what)
+
         if not _is_seen(model_class):
-            note(f"its class {model_class.__name__}", *([] if _is_of_models(model_class) else [model]))
+            note(f"its class {model_class.__name__}", True, model)
         modules = all_modules(model)
         classes: set[Any] = set(map(type, modules))
         foreign = {each for each in classes if _is_foreign(each)}
+        is_quantized = getattr(model, "hf_quantizer", None) is not None
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
-            note(f"modules of class {type(module).__name__}", module)
+            library = library_of(type(module))
+            if not (is_quantized and library in _PARTS and _treats_rows_alone(model, module)):
+                note(f"modules of class {type(module).__name__}", library in libraries, module)
         weights: dict[type, Any] = {}
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes = module.__dict__
@@ -108,55 +126,60 @@ class Unseen:
             if not attributes.keys().isdisjoint(methods := _methods_of(type_)):
                 for name in methods & attributes.keys():
                     method = forward_of_others(module) if name == "forward" else attributes[name]
-                    if method is not None and not _TRUSTED.issuperset(libraries_of(method)):
-                        note(f"the {name} {_name_of(method)} of a module", method)
+                    if method is not None and not _METHODS_OF.issuperset(of := set(libraries_of(method))):
+                        note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method)
         for weight_class in weights.keys() - _PLAIN_WEIGHTS:
             if not _treats_rows_alone(model, weights[weight_class]):
-                note(f"weights of class {weight_class.__name__}")
+                note(f"weights of class {weight_class.__name__}", True)
         files = {each.__module__ for each in classes if _is_of_models(each)}
         for file in files - {each.__module__ for each in classes if issubclass(each, PreTrainedModel)}:
-            note(f"modules of {file.removeprefix(_MODELS)}")
+            note(f"modules of {file.removeprefix(_MODELS)}", True)
         decoder: Any = type(model.get_decoder())
         if _is_of_models(decoder) and not _is_seen(decoder):
-            note(f"its decoder's class {decoder.__name__}")
+            note(f"its decoder's class {decoder.__name__}", True)
         bases = {base for each in classes for base in each.__mro__} - {object}
-        for place in (*(sys.modules[name] for name in (*_FUNCTIONS, *files)), *bases, *_CACHES):
+        for place in (*(sys.modules[name] for name in (*_PLACES, *files)), torch.Tensor, *bases, *_CACHES):
             for function in _foreign_functions(place):
-                users = [module for module in modules if isinstance(place, type) and isinstance(module, place)]
-                note(f"{_name_of(function)} in {place.__name__}", function, *users)
-        for *owner, hook in (*hooks_of(modules), *((hook,) for hook in global_hooks())):
+                is_own = all(library in _PARTS or is_trusted(library) for library in libraries_of(function))
+                note(f"{_name_of(function)} in {place.__name__}", is_own, function)
+        for hook in (*(hook for _, hook in hooks_of(modules)), *global_hooks()):
             if not ROW_BLIND.issuperset(libraries_of(hook)):
-                note(f"the hook {_name_of(hook)}", hook, *owner)
+                note(f"the hook {_name_of(hook)}", False, hook)
+        for mode in modes_of_torch():
+            if not is_trusted(library_of(mode)):
+                note(f"the mode {type(mode).__name__}", False, mode)
         implementation = attention_implementation(model.config.get_text_config(decoder=True))
         functions = attention_functions(implementation)
         if not all(map(is_usual_attention, functions)):
-            note(f"its attention function for {implementation!r}", *functions)
-        state = (tuple(reasons), model.training, implementation, tuple(map(contents_of, holders)))
-        return cls(tuple(reasons), state if reasons else (), tuple(holders))
+            note(f"its attention function for {implementation!r}", True, *functions, model.config)
+        return cls(tuple(own), tuple(attached), tuple(holders))
 
 
+# Libraries whose functions may be set on a module.
+_METHODS_OF = ROW_BLIND | {"peft", "builtins", "functools"}
 _PLAIN_WEIGHTS = {type(None), torch.Tensor, nn.Parameter}
 # Classes of caches, whose methods others may replace.
 _CACHES = (DynamicCache, DynamicCache.__mro__[1], DynamicLayer, DynamicSlidingWindowLayer)
-# For each class and module of Python the values in it when it was last looked at, their ids, and the foreign functions.
-_functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[int], list[Any]]] = weakref.WeakKeyDictionary()
+# For each class and module of Python the values in it when it was last looked at, and the foreign functions.
+_functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def _foreign_functions(place: Any) -> list[Any]:
     """What can be called in a module of Python, or a class of a library, and is from libraries that are not trusted."""
+    if isinstance(place, type) and not is_trusted(library_of(place)):
+        return []
     values = list(vars(place).values())
-    ids = list(map(id, values))
     before = _functions.get(place)
-    if before is None or before[1] != ids:
-        is_theirs = isinstance(place, type) and not _is_trusted(library_of(place))
-        candidates = [] if is_theirs else [value for value in values if callable(value) and not isinstance(value, type)]
-        theirs = [function for function in candidates if not all(map(_is_trusted, libraries_of(function)))]
-        _functions[place] = before = values, ids, theirs
-    return before[2]
+    if before is None or len(before[0]) != len(values) or not all(map(operator.is_, before[0], values)):
+        names = _OPERATIONS if place is torch else vars(place)
+        candidates = [value for name, value in list(vars(place).items()) if name in names and callable(value)]
+        functions = [value for value in candidates if not isinstance(value, type)]
+        _functions[place] = before = values, [each for each in functions if not all(map(is_trusted, libraries_of(each)))]
+    return before[1]
 
 
 # For a model that could not be looked at.
-UNKNOWN = Unseen(("its structure",), ())
+UNKNOWN = Unseen(("its structure",))
 
 
 def why_plain(model: PreTrainedModel) -> str:
@@ -185,45 +208,48 @@ def _is_seen(type_: Any) -> bool:
     return _is_of_models(type_) and _NAME_ENDS.sub("", type_.__name__) in SEEN
 
 
-def _is_trusted(library: str) -> bool:
-    return library in ("", "None") or library in _TRUSTED or library in _IMPORTED or library in sys.stdlib_module_names
-
-
 @lru_cache(1024)
 def _methods_of(type_: Any) -> frozenset[str]:
-    return frozenset(name for base in type_.__mro__ for name, value in vars(base).items() if callable(value))
+    names = frozenset(name for base in type_.__mro__ for name, value in vars(base).items() if callable(value))
+    return names - {"generate"}  # which runs before
 
 
 @lru_cache(1024)
 def _is_foreign(type_: Any) -> bool:
-    """Whether a class of modules is not of a library that is trusted, PEFT's but no tuner layer, or mixes tokens."""
+    """Whether modules of a class may mix tokens: of a library that is not trusted, of PEFT but no tuner layer, of torch
+    with several tokens as its input or with numbers of fewer bits."""
     if library_of(type_) == "peft":
         return not {base.__name__ for base in type_.__mro__} & _TUNER_LAYERS
-    return library_of(type_) not in _TRUSTED or issubclass(type_, _MIXING)
+    is_mixing = issubclass(type_, _MIXING) or str(type_.__module__).startswith("torch.ao.")
+    return is_mixing or library_of(type_) not in ROW_BLIND
 
 
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _treats_rows_alone(model: PreTrainedModel, weight: Any) -> bool:
-    """Whether products with weights of a class do not depend on what else is multiplied, tried once for a model."""
-    outcomes = _weights.setdefault(model, {})
-    if type(weight) not in outcomes:
+def _treats_rows_alone(model: PreTrainedModel, part: Any) -> bool:
+    """Whether products with weights of a class, or results of a class of linear layers, do not depend on what else is
+    multiplied, tried once for a model."""
+    outcomes = _outcomes.setdefault(model, {})
+    if type(part) not in outcomes:
         try:
+            is_module = isinstance(part, nn.Module)
+            width, weight = (part.in_features, next(model.parameters())) if is_module else (part.shape[-1], part)
             generator = torch.Generator("cpu").manual_seed(0)
-            rows = torch.randn(2, weight.shape[-1], generator=generator, dtype=torch.float32, device="cpu")
+            rows = torch.randn(2, width, generator=generator, dtype=torch.float32, device="cpu")
             rows[1] *= 30
-            rows = rows.to(weight.device, weight.dtype)
+            rows = rows.to(weight.device, model.dtype if is_module else weight.dtype)
+            multiply = part if is_module else partial(nn.functional.linear, weight=part)
             with torch.no_grad():
-                together, alone = (nn.functional.linear(batch, weight)[0].float() for batch in (rows, rows[:1]))
-            rounding = _ROUNDINGS * torch.finfo(weight.dtype).eps
-            outcomes[type(weight)] = bool((together - alone).abs().max() <= rounding * alone.abs().max())
-        except Exception:  # which weights of others may raise in any operation
-            outcomes[type(weight)] = False
-    return outcomes[type(weight)]
+                together, alone = (multiply(batch)[0].float() for batch in (rows, rows[:1]))
+            rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps
+            outcomes[type(part)] = bool((together - alone).abs().max() <= rounding * alone.abs().max())
+        except Exception:  # which parts of others may raise in any operation
+            outcomes[type(part)] = False
+    return outcomes[type(part)]
 
 
-# For each model the classes of its weights, and whether they treat rows alone.
-_weights: weakref.WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = weakref.WeakKeyDictionary()
+# For each model the classes of its parts that were tried, and whether they treat rows alone.
+_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = weakref.WeakKeyDictionary()
 _ROUNDINGS = 8

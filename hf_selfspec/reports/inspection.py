@@ -205,6 +205,8 @@ def _unseen(model: PreTrainedModel) -> str:
         return f"left to plain generate: {why}"
     if not (unseen := Unseen.of(model)):
         return ""
+    if unseen.attached:
+        return f"left to plain generate: {unseen.why_plain}"
     outcomes = [
         f"left to plain generate: {outcome.why_plain}"
         if outcome.why_plain

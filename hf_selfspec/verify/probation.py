@@ -26,12 +26,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from ..draft.lookup import Lookup
 from ..draft.scripted import NeverCalledError, Scripted
 from ..draft.source import DraftSource
-from ..errors import SelfSpecError, UnsupportedModelError, brief, muted
+from ..errors import SelfSpecError, brief, muted
 from ..forks import new_lock
 from ..model.anatomy import Anatomy
-from ..model.contents import Snapshot
+from ..model.contents import Contents
 from ..model.inputs import has_tensors
-from ..model.internals import sample
+from ..model.internals import attention_implementation, sample
 from ..model.module_tools import all_modules
 from ..model.patching import without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
@@ -39,10 +39,9 @@ from ..model.transfer import is_out_of_memory
 from ..model.unseen import Unseen
 from ..settings import Settings
 
-# Tokens that plain generate makes for one row and for several, each by a forward. Another one shows its rounding, and
-# perhaps one whether it depends on a count of forwards. Ours takes a prefill, a draft with two right tokens (up to
-# three forwards), a round with a short draft and one without. Where that fails, and nothing counts forwards, three more
-# follow without states and siblings. That is 16 at most.
+# Tokens that plain generate makes for one row and for several, each by a forward. Another one shows its rounding.
+# Ours takes a prefill, a draft with two right tokens (up to three forwards), a round with a short draft and one
+# without. Where that fails, three more follow without states and siblings. That is 16 at most.
 TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 # How far logits may differ, as a multiple of how far they move where the last bits of the embeddings change, in float32
 # and in 16 bits. Of 14 tiny architectures, the demo model and SmolLM2-135M, one row and three, the furthest are at 2.2
@@ -50,7 +49,8 @@ TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 _TIMES, _TIMES_16 = 16.0, 4.0
 # Never more than this, in standard deviations of the logits; and how much further single logits may be apart.
 _MOST, _MOST_16, _PEAK = 1e-3, 0.5, 10.0
-# How many outcomes are kept for a model, and how often one that memory has prevented is tried again.
+# How many outcomes are kept for a model, and how often one is tried again that memory has prevented, or something that
+# was kept, which may have been made in a first forward alone.
 _KEPT, _TRIES = 64, 3
 # How far where the embeddings cannot be changed: in standard deviations of the logits and rounding errors of the dtype.
 _ROUNDINGS = 16.0
@@ -101,40 +101,40 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     if any(module.training and module.p for module in dropouts):
         return Outcome()  # with dropout, plain generate has other logits each time
     outcomes = _outcomes.setdefault(call.model, _Outcomes())
-    tensors = {name for name, value in call.model_kwargs.items() if name not in CACHE_NAMES and has_tensors(value)}
-    numbers = {name: value for name, value in call.model_kwargs.items() if isinstance(value, (bool, int, float, str))}
-    situation = (
-        unseen.state,
+    arguments = {name: value for name, value in call.model_kwargs.items() if name not in CACHE_NAMES}
+    tensors = {name for name, value in arguments.items() if has_tensors(value)}
+    reasons, before = (unseen.own, unseen.attached), Contents(unseen.holders)
+    key = (
+        reasons,
+        before.key,
         len(call.input_ids) > 1,
         call.input_ids.shape[1].bit_length(),
         frozenset(tensors),
-        repr(sorted(numbers.items())),
+        Contents([{name: value for name, value in arguments.items() if name not in tensors}]).key,
         _is_used(given_cache(call.model_kwargs)),
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
+        (call.model.training, attention_implementation(call.model.config.get_text_config(decoder=True))),
     )
     with outcomes.lock:
-        # Some models change their attributes in each forward, so these say nothing, or depend on such attributes.
-        loose = (unseen.reasons, *situation[1:])
-        for key in (unseen.reasons, loose, situation):
-            if key in outcomes:
-                return outcomes[key]
-        before = Snapshot(unseen.holders)
+        for known in (reasons, key):
+            if known in outcomes:
+                return outcomes[known]
+        before.keep()
         try:
             outcome = _compared(call, decode, before)
-            key = loose if before.moves else situation
         except PlainError:  # the model stays as plain generate leaves it
             raise
-        except _StatefulError as error:
-            key, outcome = unseen.reasons, Outcome(str(error))
         except BaseException:  # interrupts, too
             before.restore()
             raise
         before.restore()
-        tried = outcomes.tried[key] = outcomes.tried.get(key, 0) + 1
-        if outcome.is_final or tried >= _TRIES:
+        # What keeps something in each forward has other contents in each call.
+        tried = reasons if outcome is _KEEPS else key
+        outcomes.tried[tried] = outcomes.tried.get(tried, 0) + 1
+        if outcome.is_final or outcomes.tried[tried] >= _TRIES:
             if len(outcomes) >= _KEPT:  # the oldest goes
                 del outcomes[next(iter(outcomes))]
-            outcomes[key] = outcome
+            outcomes[tried] = outcome
             outcomes.tried.clear()
         return outcome
 
@@ -147,10 +147,10 @@ def _is_used(cache: Any) -> bool:
     return has_states or any(getattr(layer, "is_initialized", False) for layer in layers)
 
 
-def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
+def _compared(call: Any, decode: Decode, before: Contents) -> Outcome:
     device = call.input_ids.device
     if before.is_opaque:
-        raise _StatefulError("it may depend on an iterator, which a comparison would use up")
+        return Outcome("it holds an iterator, which a comparison would use up, or more than can be looked at")
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
         try:
             count = TOKENS if len(call.input_ids) == 1 else _TOKENS_OF_ROWS
@@ -166,17 +166,9 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             raise
         if not _is_used(given_cache(short.model_kwargs)):
             return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
-        before.look()
-        if before.has_changed:
-            raise _StatefulError("it keeps a state from forward to forward, which drafts would change")
+        if before.have_changed():
+            return _KEEPS
         allowed = _allowed(_short(call, 1), expected[0])
-        if counts := before.count_on():
-            try:
-                steers = _apart(expected[:1], _by_plain(_short(call, 1))[1]) > allowed
-            except Exception:  # a count that is beyond what the model is made for
-                steers = True
-            if steers:
-                raise _StatefulError("what it does depends on how many forwards there were, which drafts change")
         reasons, is_final = [], True
         for is_simple, number in ((False, count), (True, _TOKENS_IN_LINE)):
             before.restore()
@@ -188,7 +180,7 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
             except Exception as error:  # whatever a model of others raises is a reason not to draft with it
                 reasons.append(brief(error))
                 is_final = is_final and not is_out_of_memory(error)
-                if isinstance(error, NeverCalledError) or counts:
+                if isinstance(error, NeverCalledError):
                     break
                 continue
             if (apart := _apart(expected[: len(logits)], logits)) <= allowed:
@@ -197,13 +189,10 @@ def _compared(call: Any, decode: Decode, before: Snapshot) -> Outcome:
                 "its logits for several tokens at once differ from those of single ones by "
                 f"{apart / allowed:.2g} times what rounding may explain"
             )
-            if counts:
-                break
     return Outcome(reasons[-1], is_final=is_final)
 
 
-class _StatefulError(UnsupportedModelError):
-    """Forwards depend on earlier ones beside the cache."""
+_KEEPS = Outcome("it keeps something from forward to forward, which drafts would change", is_final=False)
 
 
 class PlainError(Exception):
