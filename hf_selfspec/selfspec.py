@@ -173,8 +173,8 @@ class SelfSpec(Settings):
     def from_pretrained(cls, folder: StrPath) -> SelfSpec:
         """Loads what :meth:`save_pretrained` has written; using it with another model raises an error.
 
-        A file sets ``draft``, ``stop``, ``tree``, ``max_draft``, ``exact`` and ``trust``, never ``cache_dir`` or ``task``. Where
-        it names an adapter or exit heads, these are loaded from that folder or repository of the Hub.
+        A file sets ``draft``, ``stop``, ``tree``, ``max_draft``, ``exact`` and ``trust``, never ``cache_dir`` or
+        ``task``. Where it names an adapter or exit heads, these are loaded from that folder or repository of the Hub.
 
         Raises:
             SettingError: there is no such file, it was cut short or changed, or it has another format.

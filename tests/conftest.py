@@ -19,6 +19,7 @@ from helpers.calls import new_spec
 from helpers.machine import Machine
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
+from hf_selfspec.model import module_tools, unseen
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +58,19 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for name in [name for marker in request.node.iter_markers("machine") for name in marker.args]:
         getattr(found, name)()
     return found
+
+
+@pytest.fixture(autouse=True)
+def _code_of_tests_is_seen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hooks, methods and functions with which tests look into calls are not taken for a user's, and layers of theirs
+    are a model's own; ``attached`` tests are about those."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("attached") is None:
+            ours = {request.module.__name__.partition(".")[0], "helpers", "conftest", "unittest"}
+            for name in ("_HOOKS_OF", "_METHODS_OF", "_PARTS"):
+                patch.setattr(unseen, name, getattr(unseen, name) | ours)
+            patch.setattr(module_tools, "_TRUSTED", module_tools._TRUSTED | ours)
+        yield
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Contents:
             self.is_opaque |= isinstance(holder, Iterator) or len(visited) > _MOST_OBJECTS
             if self.is_opaque:
                 break
-            if not (parts := _parts(holder)):
+            if (parts := _parts(holder)) is None:
                 continue
             self._parts.append((holder, parts))
             marks.append(len(parts))
@@ -89,7 +89,8 @@ def _mark(value: Any, is_last: bool = False) -> Hashable:
         return type(value), value
     if isinstance(value, torch.Tensor):
         return _serial(value), None if value.is_inference() else value._version
-    return type(value) if not is_last and _parts(value) else _serial(value)
+    has_parts = not is_last and _parts(value) is not None
+    return (type(value),) if has_parts else _serial(value)
 
 
 def _serial(value: Any) -> int:
@@ -100,8 +101,9 @@ def _serial(value: Any) -> int:
         return -id(value)
 
 
-def _parts(holder: Any) -> dict[Any, Any]:
-    """What is directly inside of a function, a class or an object of others, or of a collection, by name."""
+def _parts(holder: Any) -> dict[Any, Any] | None:
+    """What is directly inside of a function, a class or an object of others, or of a collection, by name; ``None`` for
+    what cannot change."""
     if isinstance(holder, dict):
         return dict(holder)
     if isinstance(holder, (list, tuple, deque, set, frozenset)):
@@ -115,10 +117,11 @@ def _parts(holder: Any) -> dict[Any, Any]:
     if isinstance(holder, FunctionType):
         return _parts_of_function(holder)
     if isinstance(holder, type):
-        inside = {} if is_trusted(library_of(holder)) else dict(vars(holder))
-        return {name: value for name, value in inside.items() if name[:2] != "__" and name != "_abc_impl"}
+        is_theirs = not is_trusted(library_of(holder))
+        names = (name for name in vars(holder) if name[:2] != "__" and name != "_abc_impl")
+        return {name: vars(holder)[name] for name in names} if is_theirs else None
     if isinstance(holder, _LEAVES):
-        return {}
+        return None
     parts = {name: getattr(holder, name) for name in _slots_of(type(holder)) if hasattr(holder, name)}
     attributes = getattr(holder, "__dict__", {})
     if isinstance(holder, nn.Module):
@@ -128,11 +131,12 @@ def _parts(holder: Any) -> dict[Any, Any]:
     return parts if is_trusted(library_of(type(holder))) else parts | {"its class": type(holder)}
 
 
-def _parts_of_function(function: Any) -> dict[Any, Any]:
+def _parts_of_function(function: Any) -> dict[Any, Any] | None:
     if is_trusted(library_of(function)):
-        return {}
-    variables = function.__globals__
-    named = {name: variables[name] for name in function.__code__.co_names if name in variables}
+        return None
+    variables, names = function.__globals__, function.__code__.co_names
+    named = {name: variables[name] for name in names if name in variables}
+    modules = {value for value in named.values() if isinstance(value, ModuleType) and not is_trusted(_library(value))}
     cells = {index: cell for index, cell in enumerate(function.__closure__ or ()) if _is_filled(cell)}
     return {
         "code": function.__code__,
@@ -140,11 +144,12 @@ def _parts_of_function(function: Any) -> dict[Any, Any]:
         **vars(function),
         **{("cell", index): cell.cell_contents for index, cell in cells.items()},
         **{("global", name): value for name, value in named.items() if not isinstance(value, ModuleType)},
+        **{(module, name): vars(module)[name] for module in modules for name in names if name in vars(module)},
     }
 
 
 def _put_back(holder: Any, parts: dict[Any, Any]) -> None:
-    now = _parts(holder)
+    now = _parts(holder) or {}
     if list(now) == list(parts) and all(map(_is_same, now.values(), parts.values())):
         return
     if isinstance(holder, (dict, set)):
@@ -166,12 +171,18 @@ def _put_back(holder: Any, parts: dict[Any, Any]) -> None:
                 setattr(holder, place, value)
             elif kind == "cell":
                 holder.__closure__[place].cell_contents = value
-            else:
+            elif kind == "global":
                 holder.__globals__[place] = value
+            else:
+                setattr(kind, place, value)
 
 
 def _is_same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and isinstance(value, _PLAIN) and value == other)
+
+
+def _library(module: ModuleType) -> str:
+    return module.__name__.partition(".")[0]
 
 
 def _is_filled(cell: Any) -> bool:

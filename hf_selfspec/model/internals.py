@@ -126,6 +126,12 @@ def modes_of_torch() -> list[Any]:
     return [*torch.overrides._get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
+@lru_cache
+def operations_of_torch() -> frozenset[str]:
+    """Returns the names of torch's functions that compute."""
+    return frozenset(dir(torch._C._VariableFunctions))
+
+
 def tensor_parallel_size(model: PreTrainedModel) -> int:
     """Returns over how many processes a model's layers are spread.
 

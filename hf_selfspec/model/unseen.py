@@ -1,8 +1,8 @@
 """What the tests of this package have not seen of a model and of the code that runs with it.
 
 Drafts are verified several tokens at once, from stored states, in trees, and in rows of different lengths. That this
-leaves logits as they are is tested for some classes of transformers. Of everything else there are two kinds: a model's
-own code is compared before it drafts, see :mod:`~hf_selfspec.verify.probation`; what was attached from outside may count
+leaves logits as they are is tested for some classes of transformers. Everything else is of two kinds: a model's own
+code is compared before it drafts, see :mod:`~hf_selfspec.verify.probation`; what was attached from outside may count
 forwards, or record what it sees, and is left to plain ``generate``.
 """
 
@@ -23,7 +23,14 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import attention_functions, is_usual_attention
-from .internals import STEP_METHODS, attention_implementation, loop_of, modes_of_torch, why_unusable
+from .internals import (
+    STEP_METHODS,
+    attention_implementation,
+    loop_of,
+    modes_of_torch,
+    operations_of_torch,
+    why_unusable,
+)
 from .module_tools import (
     ROW_BLIND,
     all_modules,
@@ -51,16 +58,17 @@ SEEN = frozenset(_SEEN.split())
 # PEFT's layers that change single layers of a model, not how these go together.
 _TUNER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 _NAME_ENDS = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|(Text)?(Model|Decoder|Transformer))$")
-# Libraries of which models are built: quantised layers, kernels and blocks, which keep nothing of what they see.
-_PARTS = frozenset("""
+# Libraries of which models are built (quantised layers, kernels, blocks), or that change a forward for training. They
+# keep nothing of what they see.
+_OF_MODELS = """
 aqlm auto_gptq auto_round awq bitsandbytes causal_conv1d compressed_tensors eetq einops fbgemm_gpu fla flash_attn
 gptqmodel hqq intel_extension_for_pytorch kernels liger_kernel mamba_ssm neural_compressor optimum peft quark
-sageattention spqr_quant torchao triton vptq xformers""".split())
+sageattention spqr_quant torchao triton trl vptq xformers"""
+_PARTS = frozenset(_OF_MODELS.split())
 _MIXING = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, torch.jit.ScriptModule)
 _MODELS = "transformers.models."
 # Where others may replace functions, beside the files of models: all of torch that computes.
 _PLACES = ("torch", "torch.nn.functional", "transformers.masking_utils", "transformers.integrations.sdpa_attention")
-_OPERATIONS = frozenset(dir(torch._C._VariableFunctions))
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class Unseen:
                 for name in methods & attributes.keys():
                     method = forward_of_others(module) if name == "forward" else attributes[name]
                     if method is not None and not _METHODS_OF.issuperset(of := set(libraries_of(method))):
-                        note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method)
+                        note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method, module)
         for weight_class in weights.keys() - _PLAIN_WEIGHTS:
             if not _treats_rows_alone(model, weights[weight_class]):
                 note(f"weights of class {weight_class.__name__}", True)
@@ -141,10 +149,11 @@ class Unseen:
         for place in (*(sys.modules[name] for name in (*_PLACES, *files)), torch.Tensor, *bases, *_CACHES):
             for function in _foreign_functions(place):
                 is_own = all(library in _PARTS or is_trusted(library) for library in libraries_of(function))
-                note(f"{_name_of(function)} in {place.__name__}", is_own, function)
-        for hook in (*(hook for _, hook in hooks_of(modules)), *global_hooks()):
-            if not ROW_BLIND.issuperset(libraries_of(hook)):
-                note(f"the hook {_name_of(hook)}", False, hook)
+                users = [module for module in modules if isinstance(place, type) and isinstance(module, place)]
+                note(f"{_name_of(function)} in {place.__name__}", is_own, function, *users)
+        for *owner, hook in (*hooks_of(modules), *((hook,) for hook in global_hooks())):
+            if not _HOOKS_OF.issuperset(of := set(libraries_of(hook))):
+                note(f"the hook {_name_of(hook)}", of <= _PARTS | _HOOKS_OF, hook, *owner)
         for mode in modes_of_torch():
             if not is_trusted(library_of(mode)):
                 note(f"the mode {type(mode).__name__}", False, mode)
@@ -155,7 +164,8 @@ class Unseen:
         return cls(tuple(own), tuple(attached), tuple(holders))
 
 
-# Libraries whose functions may be set on a module.
+# Libraries whose hooks modules may have, and whose functions may be set on them.
+_HOOKS_OF = ROW_BLIND
 _METHODS_OF = ROW_BLIND | {"peft", "builtins", "functools"}
 _PLAIN_WEIGHTS = {type(None), torch.Tensor, nn.Parameter}
 # Classes of caches, whose methods others may replace.
@@ -171,10 +181,13 @@ def _foreign_functions(place: Any) -> list[Any]:
     values = list(vars(place).values())
     before = _functions.get(place)
     if before is None or len(before[0]) != len(values) or not all(map(operator.is_, before[0], values)):
-        names = _OPERATIONS if place is torch else vars(place)
+        names = operations_of_torch() if place is torch else vars(place)
         candidates = [value for name, value in list(vars(place).items()) if name in names and callable(value)]
         functions = [value for value in candidates if not isinstance(value, type)]
-        _functions[place] = before = values, [each for each in functions if not all(map(is_trusted, libraries_of(each)))]
+        _functions[place] = before = (
+            values,
+            [each for each in functions if not all(map(is_trusted, libraries_of(each)))],
+        )
     return before[1]
 
 

@@ -347,6 +347,10 @@ class _Called(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# A device is torch's; modes of others are left to plain `generate`.
+_Called.__module__ = _Dispatched.__module__ = "torch"
+
+
 class _Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.at = 0.0
