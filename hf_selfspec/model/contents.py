@@ -21,6 +21,7 @@ from .module_tools import is_trusted, library_of
 _DEPTH, _MOST, _MOST_OBJECTS = 6, 256, 1 << 14
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (*_PLAIN, torch.Tensor, torch.dtype, torch.device, CodeType, ModuleType)
+_COLLECTIONS = (dict, list, tuple, deque, set, frozenset, np.ndarray, partial, MethodType)
 # What all modules have; their hooks and modules are looked at by themselves.
 _OF_ALL = set(vars(nn.Module())) - {"training", "_buffers", "_parameters"}
 _serials: Any = WeakIdKeyDictionary()
@@ -47,7 +48,7 @@ class Contents:
             if id(holder) in visited:
                 continue
             visited.add(id(holder))
-            self.is_opaque |= isinstance(holder, Iterator) or len(visited) > _MOST_OBJECTS
+            self.is_opaque |= issubclass(type(holder), Iterator) or len(visited) > _MOST_OBJECTS
             if self.is_opaque:
                 break
             if (parts := _parts(holder)) is None:
@@ -56,7 +57,7 @@ class Contents:
             marks.append(len(parts))
             for name, value in itertools.islice(parts.items(), _MOST):
                 marks.append((str(name), _mark(value, is_last=not depth)))
-                if depth and not isinstance(value, _LEAVES):
+                if depth and not issubclass(type(value), _LEAVES):
                     waiting.append((value, depth - 1))
         self.key: Hashable = tuple(marks)
 
@@ -84,13 +85,13 @@ class Contents:
 
 
 def _mark(value: Any, is_last: bool = False) -> Hashable:
-    """What tells whether a value is another one, but for the parts of what has some."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, torch.Tensor):
+    """What tells whether a value is another one, but for the parts of a collection."""
+    type_ = type(value)  # a model's config answers `isinstance` slowly
+    if issubclass(type_, _PLAIN):
+        return type_, value
+    if issubclass(type_, torch.Tensor):
         return _serial(value), None if value.is_inference() else value._version
-    has_parts = not is_last and _parts(value) is not None
-    return (type(value),) if has_parts else _serial(value)
+    return (type_,) if not is_last and issubclass(type_, _COLLECTIONS) else _serial(value)
 
 
 def _serial(value: Any) -> int:
@@ -122,12 +123,14 @@ def _parts(holder: Any) -> dict[Any, Any] | None:
         return {name: vars(holder)[name] for name in names} if is_theirs else None
     if isinstance(holder, _LEAVES):
         return None
-    parts = {name: getattr(holder, name) for name in _slots_of(type(holder)) if hasattr(holder, name)}
+    parts: dict[Any, Any] = {name: getattr(holder, name) for name in _slots_of(type(holder)) if hasattr(holder, name)}
     attributes = getattr(holder, "__dict__", {})
     if isinstance(holder, nn.Module):
         attributes = {name: value for name, value in list(attributes.items()) if name not in _OF_ALL}
     # Ours are there while another thread generates.
-    parts |= {name: value for name, value in list(attributes.items()) if library_of(value) != "hf_selfspec"}
+    for name, value in list(attributes.items()):
+        if not callable(value) or library_of(value) != "hf_selfspec":
+            parts[name] = value
     return parts if is_trusted(library_of(type(holder))) else parts | {"its class": type(holder)}
 
 

@@ -164,6 +164,8 @@ class Unseen:
         return cls(tuple(own), tuple(attached), tuple(holders))
 
 
+# Methods that others may replace, since they run before forwards or after them.
+_NOT_IN_FORWARDS = {"__init__", "eval", "from_pretrained", "generate", "push_to_hub", "save_pretrained", "to", "train"}
 # Libraries whose hooks modules may have, and whose functions may be set on them.
 _HOOKS_OF = ROW_BLIND
 _METHODS_OF = ROW_BLIND | {"peft", "builtins", "functools"}
@@ -181,7 +183,7 @@ def _foreign_functions(place: Any) -> list[Any]:
     values = list(vars(place).values())
     before = _functions.get(place)
     if before is None or len(before[0]) != len(values) or not all(map(operator.is_, before[0], values)):
-        names = operations_of_torch() if place is torch else vars(place)
+        names = operations_of_torch() if place is torch else vars(place).keys() - _NOT_IN_FORWARDS
         candidates = [value for name, value in list(vars(place).items()) if name in names and callable(value)]
         functions = [value for value in candidates if not isinstance(value, type)]
         _functions[place] = before = (
@@ -224,7 +226,7 @@ def _is_seen(type_: Any) -> bool:
 @lru_cache(1024)
 def _methods_of(type_: Any) -> frozenset[str]:
     names = frozenset(name for base in type_.__mro__ for name, value in vars(base).items() if callable(value))
-    return names - {"generate"}  # which runs before
+    return names - _NOT_IN_FORWARDS
 
 
 @lru_cache(1024)
