@@ -129,8 +129,9 @@ def _parts(holder: Any) -> dict[Any, Any] | None:
         attributes = {name: value for name, value in list(attributes.items()) if name not in _OF_ALL}
     # Ours are there while another thread generates.
     for name, value in list(attributes.items()):
-        if not callable(value) or library_of(value) != "hf_selfspec":
-            parts[name] = value
+        others = getattr(value, "of_others", value) if callable(value) else value
+        if callable(others) == callable(value) and library_of(others) != "hf_selfspec":
+            parts[name] = others
     return parts if is_trusted(library_of(type(holder))) else parts | {"its class": type(holder)}
 
 
