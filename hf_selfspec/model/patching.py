@@ -64,9 +64,9 @@ class InstanceForward(partial[Any]):
     A subclass of ``partial``, since that takes as long as a function, and an object with ``__call__`` longer.
     """
 
-    module: nn.Module
-    name: str
     before: Any
+    of_others: Any  # the first below that is not ours
+    place: tuple[nn.Module, str]
     original: Forward
     run: Forward
     is_over: bool
@@ -74,8 +74,10 @@ class InstanceForward(partial[Any]):
     @classmethod
     def of(cls, module: nn.Module, run: Forward, name: str) -> "InstanceForward":
         """Makes ``run`` the forward of a module."""
-        forward, before, original = cls(run), module.__dict__.get(name, _ABSENT), getattr(module, name)
-        vars(forward).update(module=module, name=name, before=before, original=original, run=run, is_over=False)
+        forward, before = cls(run), module.__dict__.get(name, _ABSENT)
+        others = before.of_others if isinstance(before, InstanceForward) else before
+        vars(forward).update(before=before, of_others=others, place=(module, name), run=run, is_over=False)
+        forward.original = getattr(module, name)
         _leave_out_of_copies(module)
         return forward
 
@@ -88,18 +90,10 @@ class InstanceForward(partial[Any]):
             before = before.before
         return before
 
-    @property
-    def of_others(self) -> Any:
-        """The first forward below that is not ours."""
-        before = self.before
-        while isinstance(before, InstanceForward):
-            before = before.before
-        return before
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For classes that copy their attributes themselves: their copies have the forward of others, if any."""
         if self.of_others is _ABSENT:
-            return getattr, (self.module, self.name)
+            return getattr, self.place
         return operator.getitem, ((self.of_others,), 0)
 
 
@@ -125,11 +119,12 @@ def _reduced(module: nn.Module) -> Any:
     function, arguments, state, *items = reduced
     if isinstance(state, dict):
         hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-        ours = {key for key, hook in hooks if isinstance(hook, _Hook)}
-        state = {name: value.of_others if isinstance(value, InstanceForward) else value for name, value in state.items()}
-        state = {name: value for name, value in state.items() if value is not _ABSENT}
-        for name in filter(lambda name: ours and name.startswith("_forward_"), state):  # hooks, and which get keywords
-            state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
+        ours, kept = {key for key, hook in hooks if isinstance(hook, _Hook)}, dict[str, Any]()
+        for name, value in state.items():
+            kept[name] = value.of_others if isinstance(value, InstanceForward) else value
+            if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
+                kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
+        state = {name: value for name, value in kept.items() if value is not _ABSENT}
     return function, arguments, state, *items
 
 

@@ -27,7 +27,7 @@ from .trainer import ModelCallback, TrainingRun
 _WITHOUT_ROWS = {"position_bias"}
 
 Schedule = Callable[[int, int], float]
-# The rows ``[n]`` that stay in a layer, or for packed rows whether a token stays ``[b, s, 1]``, of layers that drop any.
+# For layers that drop some: the rows ``[n]`` that stay, or for packed rows whether a token stays ``[b, s, 1]``.
 Kept = Mapping[int, torch.Tensor]
 _ALL: Kept = {}
 # Of the forward that runs, also where checkpointing runs its layers again, in a backward's thread.
@@ -154,11 +154,8 @@ class _Run(TrainingRun):
     def _stack_forward(self, original: Forward) -> Forward:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            kept = _ALL
-            if self._rates is not None and threading.get_ident() == self._thread and torch.is_grad_enabled():
-                kept = self._last = self._draw(self._rates, args, kwargs)
-                self._pending += 1
-            with _kept.during(kept):
+            is_here = threading.get_ident() == self._thread and torch.is_grad_enabled()
+            with _kept.during(_ALL if self._rates is None or not is_here else self._draw(self._rates, args, kwargs)):
                 return original(*args, **kwargs)
 
         return forward
@@ -182,16 +179,16 @@ class _Run(TrainingRun):
         seeds = [self._seed, self._step, *([self._rank] if packed is not None and self._rank else [])]
         uniform = np.random.default_rng(seeds).random((self._samples + samples, len(rates)))
         stays = uniform[self._samples :] >= rates
-        self._samples += samples
+        self._samples, self._pending, self._last = self._samples + samples, self._pending + 1, _ALL
         dropping = [layer for layer, column in enumerate(stays.T) if not column.all()]
-        if not dropping:
-            return _ALL
-        if packed is not None:
+        if packed is not None and dropping:
             tokens = upload(stays, first.device)[packed[1]]
-            return {layer: tokens[..., layer, None] for layer in dropping}
-        rows = [stays[:, layer].nonzero()[0] for layer in dropping]
-        together = upload(np.concatenate(rows), first.device)
-        return dict(zip(dropping, together.split([len(numbers) for numbers in rows]), strict=True))
+            self._last = {layer: tokens[..., layer, None] for layer in dropping}
+        elif dropping:
+            rows = [stays[:, layer].nonzero()[0] for layer in dropping]
+            together = upload(np.concatenate(rows), first.device)
+            self._last = dict(zip(dropping, together.split([len(numbers) for numbers in rows]), strict=True))
+        return self._last
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         run, layer_class = layer.forward, type(layer)
