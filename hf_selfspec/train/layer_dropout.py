@@ -201,10 +201,8 @@ class _Run(TrainingRun):
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not layer.training:
-                return original(*args, **kwargs)
-            of_forward = self._of_last_forward() if _kept.now is None else _kept.now
-            if (kept := of_forward.get(index)) is None:
+            of_forward = self._of_last_forward() if _kept.now is None and layer.training else _kept.now
+            if not of_forward or not layer.training or (kept := of_forward.get(index)) is None:
                 return original(*args, **kwargs)
             inputs = dict(zip(positional, args, strict=False)) | kwargs
             hidden = inputs.pop("hidden_states")
@@ -229,17 +227,7 @@ class _Run(TrainingRun):
 
 def _bound(checkpoint: Forward) -> Forward:
     """Checkpointing that runs layers again with what their own forward has dropped, whichever came since."""
-
-    def bound(run: Forward, *args: Any, **kwargs: Any) -> Any:
-        kept = _kept.now
-
-        def run_again(*args: Any, **kwargs: Any) -> Any:
-            with _kept.during(kept):
-                return run(*args, **kwargs)
-
-        return checkpoint(run_again, *args, **kwargs)
-
-    return bound
+    return lambda run, *args, **kwargs: checkpoint(_kept.during(_kept.now)(run), *args, **kwargs)
 
 
 def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
