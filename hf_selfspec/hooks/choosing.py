@@ -172,7 +172,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
     an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``
-    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached.
+    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached, nor
+    is a ``generate`` that does not call transformers' own as it is now, of which a warning tells.
 
     The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
     of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
@@ -203,8 +204,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     if not _is_reached(inner):
         warn_once(
             f"the generate of {type(inner).__name__} is a decode loop of its own, or was replaced on this model before "
-            "hf_selfspec was there, so an attached SelfSpec does not reach it: nothing is drafted. Import hf_selfspec, "
-            "and call hf_selfspec.install(), before what replaces it."
+            "hf_selfspec was imported, so an attached SelfSpec does not reach it: nothing is drafted. Import hf_selfspec "
+            "before what replaces it."
         )
     return Attachment(inner, spec)
 
