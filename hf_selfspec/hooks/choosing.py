@@ -204,8 +204,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     if not _is_reached(inner):
         warn_once(
             f"the generate of {type(inner).__name__} is a decode loop of its own, or was replaced on this model before "
-            "hf_selfspec was imported, so an attached SelfSpec does not reach it: nothing is drafted. Import hf_selfspec "
-            "before what replaces it."
+            "hf_selfspec was imported, so an attached SelfSpec does not reach it: nothing is drafted. Import "
+            "hf_selfspec before what replaces it."
         )
     return Attachment(inner, spec)
 
