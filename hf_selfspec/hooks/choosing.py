@@ -1,12 +1,13 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
+import gc
 import inspect
 import json
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, Literal
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -16,6 +17,7 @@ from ..forks import new_lock
 from ..learned import saving
 from ..model.anatomy import causal_lm
 from ..selfspec import CONFIG_KEY, SelfSpec
+from .seams import is_wrapped
 
 # Options of a call or generation config that choose another way of decoding, and so override a SelfSpec set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
@@ -170,7 +172,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
     an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``
-    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached.
+    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached, nor
+    is a ``generate`` that does not call transformers' own as it is now, of which a warning tells.
 
     The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
     of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
@@ -198,14 +201,26 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
             f"{spec!r}."
         )
     inner = causal_lm(model, "attach")
-    generate = getattr(type(inner), "generate", GenerationMixin.generate)
-    code = getattr(inspect.unwrap(generate), "__code__", None)
-    if generate is not GenerationMixin.generate and code is not None and "generate" not in code.co_names:
+    if not _is_reached(inner):
         warn_once(
-            f"the generate of {type(inner).__name__} is a decode loop of its own, which an attached SelfSpec does not "
-            "reach: nothing is drafted."
+            f"the generate of {type(inner).__name__} is a decode loop of its own, or was replaced on this model before "
+            "hf_selfspec was imported, so an attached SelfSpec does not reach it: nothing is drafted. Import "
+            "hf_selfspec before what replaces it."
         )
     return Attachment(inner, spec)
+
+
+def _is_reached(model: PreTrainedModel) -> bool:
+    """Whether ``model.generate`` calls what this package wraps. One that was set on the model may call a method that
+    was taken from the model before, which only what refers to the model shows."""
+    usual = getattr(type(model), "generate", GenerationMixin.generate)
+    generate = vars(model).get("generate", usual)
+    if generate is not usual:
+        methods = [referrer.__func__ for referrer in gc.get_referrers(model) if isinstance(referrer, MethodType)]
+        if taken := [method for method in methods if inspect.unwrap(method) is inspect.unwrap(usual)]:
+            return any(method is usual or is_wrapped(method) for method in taken)
+    code = getattr(inspect.unwrap(generate), "__code__", None)
+    return generate is GenerationMixin.generate or code is None or "generate" in code.co_names
 
 
 def detach(model: Any) -> None:

@@ -104,15 +104,19 @@ def _take_off(owner: type, name: str) -> None:
         setattr(owner, name, original)
 
 
-def _place(owner: type, name: str) -> None:
-    """Wraps a method, unless it is wrapped by this import of the package already, perhaps below wrappers of others."""
-    method = getattr(owner, name)
+def is_wrapped(method: Any) -> bool:
+    """Returns whether a method is wrapped by this import of the package, perhaps below wrappers of others."""
     while method is not None:
         if getattr(method, "__globals__", None) is globals() and _wrapped_by(method) is not None:
-            return
+            return True
         method = getattr(method, "__wrapped__", None)
-    _take_off(owner, name)  # wrappers of an earlier import of the package
-    setattr(owner, name, _wrapper(owner, name, getattr(owner, name)))
+    return False
+
+
+def _place(owner: type, name: str) -> None:
+    if not is_wrapped(getattr(owner, name)):
+        _take_off(owner, name)  # wrappers of an earlier import of the package
+        setattr(owner, name, _wrapper(owner, name, getattr(owner, name)))
 
 
 def _wrapper(owner: type, name: str, original: Method) -> Method:

@@ -91,11 +91,11 @@ class Exits:
             if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
                 run = getattr(module, CHECKPOINTING)
-                changes.put(module.__dict__, CHECKPOINTING, _then(module, run, hook))
+                changes.replace(module, _then(module, run, hook), CHECKPOINTING)
             else:
-                changes.enter_context(module.register_forward_hook(hook))
-        changes.enter_context(self.anatomy.stack.register_forward_pre_hook(self._begin))
-        changes.enter_context(self.anatomy.stack.register_forward_hook(self._end))
+                changes.hook(module.register_forward_hook, hook)
+        changes.hook(self.anatomy.stack.register_forward_pre_hook, self._begin)
+        changes.hook(self.anatomy.stack.register_forward_hook, self._end)
 
     def detach(self) -> None:
         self._changes.close()

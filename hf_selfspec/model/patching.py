@@ -4,6 +4,7 @@ import copyreg
 import operator
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -57,26 +58,27 @@ def as_before() -> Iterator[None]:
 
 
 class InstanceForward(partial[Any]):
-    """What a module calls in place of ``before``, its instance forward, or of its class's where that is absent.
+    """What a module calls in place of ``before``, its instance forward, or of its class's where that is absent; or in
+    place of another function of the module, by its ``name``.
 
     A subclass of ``partial``, since that takes as long as a function, and an object with ``__call__`` longer.
     """
 
-    module: nn.Module
     before: Any
+    of_others: Any  # the first below that is not ours
+    place: tuple[nn.Module, str]
     original: Forward
     run: Forward
     is_over: bool
 
     @classmethod
-    def of(cls, module: nn.Module, run: Forward) -> "InstanceForward":
+    def of(cls, module: nn.Module, run: Forward, name: str) -> "InstanceForward":
         """Makes ``run`` the forward of a module."""
-        forward, type_ = cls(run), type(module)
-        before = module.__dict__.get("forward", _ABSENT)
-        vars(forward).update(module=module, before=before, original=module.forward, run=run, is_over=False)
-        if type_ not in copyreg.dispatch_table:
-            # For good: it makes a difference only while a module has such a forward.
-            copyreg.pickle(type_, _reduced)  # type: ignore[arg-type]  # of a class by its name
+        forward, before = cls(run), module.__dict__.get(name, _ABSENT)
+        others = before.of_others if isinstance(before, InstanceForward) else before
+        vars(forward).update(before=before, of_others=others, place=(module, name), run=run, is_over=False)
+        forward.original = getattr(module, name)
+        _leave_out_of_copies(module)
         return forward
 
     def end(self) -> Any:
@@ -88,29 +90,41 @@ class InstanceForward(partial[Any]):
             before = before.before
         return before
 
-    @property
-    def of_others(self) -> Any:
-        """The first forward below that is not ours."""
-        before = self.before
-        while isinstance(before, InstanceForward):
-            before = before.before
-        return before
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For classes that copy their attributes themselves: their copies have the forward of others, if any."""
         if self.of_others is _ABSENT:
-            return getattr, (self.module, "forward")
+            return getattr, self.place
         return operator.getitem, ((self.of_others,), 0)
 
 
+class _Hook(partial[Any]):
+    """A hook of ours, which does nothing in copies by classes that copy their attributes themselves."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None: ...
+
+
+def _leave_out_of_copies(module: nn.Module) -> None:
+    if type(module) not in copyreg.dispatch_table:
+        # For good: it makes a difference only while a module has something of ours.
+        copyreg.pickle(type(module), _reduced)  # type: ignore[arg-type]  # of a class by its name
+
+
 def _reduced(module: nn.Module) -> Any:
-    """What copies and pickles a module: without forwards of ours, which would run the original's weights."""
+    """What copies and pickles a module: without forwards and hooks of ours, which are those of the original."""
     reduced: Any = module.__reduce_ex__(4)
     function, arguments, state, *items = reduced
-    if isinstance(state, dict) and isinstance(forward := state.get("forward"), InstanceForward):
-        state = state | {"forward": forward.of_others}
-        if forward.of_others is _ABSENT:
-            del state["forward"]
+    if isinstance(state, dict):
+        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        ours, kept = {key for key, hook in hooks if isinstance(hook, _Hook)}, dict[str, Any]()
+        for name, value in state.items():
+            kept[name] = value.of_others if isinstance(value, InstanceForward) else value
+            if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
+                kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
+        state = {name: value for name, value in kept.items() if value is not _ABSENT}
     return function, arguments, state, *items
 
 
@@ -129,8 +143,13 @@ class InstanceForwards:
             self._wrapped.add((module, wrapper))
             self.replace(module, wrapper(module))
 
-    def replace(self, module: nn.Module, forward: Forward) -> None:
-        self.put(module.__dict__, "forward", InstanceForward.of(module, forward))
+    def replace(self, module: nn.Module, forward: Forward, name: str = "forward") -> None:
+        self.put(module.__dict__, name, InstanceForward.of(module, forward, name))
+
+    def hook(self, register: Any, function: Callable[..., Any], **options: Any) -> None:
+        """Registers a hook by a method of a module."""
+        _leave_out_of_copies(register.__self__)
+        self.enter_context(register(_Hook(function), **options))
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
         self.callback(_restore, values, name, value, values.get(name, _ABSENT))

@@ -24,6 +24,7 @@ from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
+_DIGEST = "weights_sha256"  # in the config; files are replaced one by one
 # Copies of modules on other devices, or of other types.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
@@ -121,13 +122,16 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         """Reads a folder that ``save_pretrained`` has written, or a repository of the Hub (``options`` as there).
 
         Raises:
-            SettingError: there is none, it holds something else, was cut short, or has weights that are not finite.
+            SettingError: there is none, it holds something else, was cut short, has weights that are not finite, or
+                files of two saves, of which one was interrupted.
         """
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (file_of(cls.kind, name, file, **options) for file in (CONFIG, WEIGHTS))
         try:
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
-                module = cls(**read_json(config_file))
+                settings = read_json(config_file)
+                digest = settings.pop(_DIGEST, None)
+                module = cls(**settings)
             tensors = read_tensors(weights_file)
             module.load_state_dict(tensors, assign=True)
         except SelfSpecError as error:  # of a setting
@@ -139,6 +143,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             ) from error
         if key := not_finite(tensors):
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {key}. Fit it again.")
+        if digest != _digest_of(weights_file):  # last, so that files that are replaced meanwhile are noticed, too
+            raise SettingError(f"{name}: its {CONFIG} and {WEIGHTS} are not of one save. Save the {cls.kind} again.")
         return module.float().eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
@@ -153,6 +159,10 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         with reported(folder), folder_written_whole(folder) as inside:
             super().save_pretrained(inside, **of_files)
         return self.push_to_hub(repository, **options) if push else None
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        super()._save_pretrained(save_directory)
+        self.__dict__["_hub_mixin_config"][_DIGEST] = _digest_of(save_directory / WEIGHTS)
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Returns the model card: what the module is, its recipe and its figures."""
@@ -192,6 +202,10 @@ def file_of(kind: str, name: str, file: str, **options: Any) -> Path:
             f"there is no saved {kind} at {name!r} ({error}). Give the folder that `save_pretrained` has written, or "
             "the name of a repository on the Hub."
         ) from error
+
+
+def _digest_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
+from ..model.patching import InstanceForwards
 from .trainer import TrainingRun
 
 # The weights of the layers in step t of T, for L layers.
@@ -28,7 +28,7 @@ class ExitTraining(TrainingRun):
         self.exits, self._weights_of, self._distils = exits, weights, distils
         self.model = model = exits.model
         self._in_step, self._thread = False, threading.get_ident()
-        self._hooks = ExitStack()
+        self._hooks = InstanceForwards()
         config = model.config.get_text_config(decoder=True)
         self._balance = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
         precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
@@ -42,10 +42,10 @@ class ExitTraining(TrainingRun):
 
     def attach(self, model: nn.Module) -> None:
         self.exits.attach()
-        self._hooks.enter_context(model.register_forward_pre_hook(self._begin_batch, with_kwargs=True))
+        self._hooks.hook(model.register_forward_pre_hook, self._begin_batch, with_kwargs=True)
         # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
         # again when the gradient of the returned loss arrives, which is before the exits' backward.
-        self._hooks.enter_context(model.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True))
+        self._hooks.hook(model.register_forward_hook, self._add_exits, with_kwargs=True, prepend=True)
 
     def detach(self) -> None:
         self.exits.detach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
-from ..model.internals import attention_implementation
+from ..model.internals import CHECKPOINTING, attention_implementation
 from ..model.module_tools import is_tensor_parallel
 from ..model.patching import Forward, InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
@@ -27,6 +27,11 @@ from .trainer import ModelCallback, TrainingRun
 _WITHOUT_ROWS = {"position_bias"}
 
 Schedule = Callable[[int, int], float]
+# For layers that drop some: the rows ``[n]`` that stay, or for packed rows whether a token stays ``[b, s, 1]``.
+Kept = Mapping[int, torch.Tensor]
+_ALL: Kept = {}
+# Of the forward that runs, also where checkpointing runs its layers again, in a backward's thread.
+_kept = PerThread[Kept]()
 
 
 def constant(step: int, steps: int) -> float:
@@ -119,24 +124,23 @@ class _Run(TrainingRun):
         self._arity: dict[type, int | None] = {}
         self._step = self._samples = 0
         self._rates: np.ndarray | None = None
-        # For each layer the rows that stay ``[n]``, or for packed rows whether a token stays ``[b, s, 1]``; None: all.
-        self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
+        self._last, self._pending = _ALL, 0  # what the last forward has dropped, and forwards since one ran again
         self._thread = threading.get_ident()
-        # Whether the layers run in a forward without gradients, or of another thread, in which nothing is dropped. They
-        # cannot tell themselves: with checkpointing they run without gradients first, and again in a backward's thread.
-        self._plain = PerThread[bool]()
 
     def attach(self, model: Any) -> None:
         self._forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack.forward))
         for index, layer in enumerate(self.anatomy.layers):
             self._forwards.replace(layer, self._layer_forward(index, layer))
+        for module in self.anatomy.stack.modules():
+            if CHECKPOINTING in module.__dict__:
+                self._forwards.replace(module, _bound(getattr(module, CHECKPOINTING)), CHECKPOINTING)
 
     def detach(self) -> None:
         self._forwards.close()
 
     def begin_step(self, step: int, steps: int) -> None:
         self._rates = np.array(self._rates_of(step, steps, self.anatomy.num_layers))
-        self._step, self._samples = step, 0
+        self._step, self._samples, self._pending = step, 0, 0
 
     def end_step(self) -> None:
         """Raises if no layer could be dropped."""
@@ -145,21 +149,28 @@ class _Run(TrainingRun):
                 f"LayerDropout had no effect: no training forward went through the layers of "
                 f"{self.anatomy.model_name} in this thread (DataParallel?). The weights were not changed."
             )
-        self._rates = None
-        self._kept = [None] * self.anatomy.num_layers
+        self._rates, self._last = None, _ALL
 
     def _stack_forward(self, original: Forward) -> Forward:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._rates is not None and threading.get_ident() == self._thread and torch.is_grad_enabled():
-                self._draw(self._rates, args, kwargs)
-                return original(*args, **kwargs)
-            with self._plain.during(True):
+            is_here = threading.get_ident() == self._thread and torch.is_grad_enabled()
+            with _kept.during(_ALL if self._rates is None or not is_here else self._draw(self._rates, args, kwargs)):
                 return original(*args, **kwargs)
 
         return forward
 
-    def _draw(self, rates: np.ndarray, args: Any, kwargs: dict[str, Any]) -> None:
+    def _of_last_forward(self) -> Kept:
+        """What was dropped in a forward whose layers run again, by checkpointing that is not the model's own."""
+        if self._pending > 1:
+            raise UnsupportedOptionError(
+                f"LayerDropout cannot tell which of {self._pending} forwards before a backward gradient checkpointing "
+                "runs again. Use model.gradient_checkpointing_enable() before the training, or one forward in a step."
+            )
+        self._pending = 0
+        return self._last
+
+    def _draw(self, rates: np.ndarray, args: Any, kwargs: dict[str, Any]) -> Kept:
         """Decides for each layer which rows or packed sequences of this batch stay in it."""
         named = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         first = next(value for value in named if isinstance(value, torch.Tensor))
@@ -168,20 +179,16 @@ class _Run(TrainingRun):
         seeds = [self._seed, self._step, *([self._rank] if packed is not None and self._rank else [])]
         uniform = np.random.default_rng(seeds).random((self._samples + samples, len(rates)))
         stays = uniform[self._samples :] >= rates
-        self._samples += samples
-        self._kept = [None] * len(rates)
+        self._samples, self._pending, self._last = self._samples + samples, self._pending + 1, _ALL
         dropping = [layer for layer, column in enumerate(stays.T) if not column.all()]
-        if not dropping:
-            return
-        if packed is not None:
+        if packed is not None and dropping:
             tokens = upload(stays, first.device)[packed[1]]
-            for layer in dropping:
-                self._kept[layer] = tokens[..., layer, None]
-            return
-        rows = [stays[:, layer].nonzero()[0] for layer in dropping]
-        together = upload(np.concatenate(rows), first.device)
-        for layer, kept in zip(dropping, together.split([len(numbers) for numbers in rows]), strict=True):
-            self._kept[layer] = kept
+            self._last = {layer: tokens[..., layer, None] for layer in dropping}
+        elif dropping:
+            rows = [stays[:, layer].nonzero()[0] for layer in dropping]
+            together = upload(np.concatenate(rows), first.device)
+            self._last = dict(zip(dropping, together.split([len(numbers) for numbers in rows]), strict=True))
+        return self._last
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         run, layer_class = layer.forward, type(layer)
@@ -194,8 +201,8 @@ class _Run(TrainingRun):
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            kept = self._kept[index]
-            if kept is None or not layer.training or self._plain.now:
+            of_forward = self._of_last_forward() if _kept.now is None and layer.training else _kept.now
+            if not of_forward or not layer.training or (kept := of_forward.get(index)) is None:
                 return original(*args, **kwargs)
             inputs = dict(zip(positional, args, strict=False)) | kwargs
             hidden = inputs.pop("hidden_states")
@@ -216,6 +223,11 @@ class _Run(TrainingRun):
             )
 
         return forward
+
+
+def _bound(checkpoint: Forward) -> Forward:
+    """Checkpointing that runs layers again with what their own forward has dropped, whichever came since."""
+    return lambda run, *args, **kwargs: checkpoint(_kept.during(_kept.now)(run), *args, **kwargs)
 
 
 def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -54,16 +54,17 @@ class ModelCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if not self._served:
+        self.detach()  # auto_find_batch_size begins again, with smaller batches
+        if self._served:
+            self._run = self.make_run(model, args.seed)
+            self._run.attach(model)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not self._served:  # as where the callback was added meanwhile
             raise UnsupportedOptionError(
                 f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
                 "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
             )
-        self.detach()  # auto_find_batch_size begins again, with smaller batches
-        self._run = self.make_run(model, args.seed)
-        self._run.attach(model)
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._run.begin_step(state.global_step, state.max_steps)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

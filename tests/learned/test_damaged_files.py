@@ -1,11 +1,13 @@
 """What comes from a file decides nothing but what it is for, and what goes into one is whole."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.models import tiny_llama
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, ExitReport, FixedLength, LinearProbe, SelfSpec
@@ -130,6 +132,34 @@ def test_a_full_disk_leaves_the_part_that_was_there(at: str, tmp_path: Path, mon
     with pytest.raises(SettingError, match=r"cannot be written \(No space left on device\)"):
         part.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_part_whose_saving_was_interrupted(stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one that was there, or none: never the settings of one with the weights of another."""
+    first, second = (LinearProbe(2, 64, about={"recipe": {"number": number}}) for number in (1, 2))
+    torch.nn.init.ones_(second.direction.weight)
+    first.save_pretrained(tmp_path)
+    replaced, replace = list[Path](), os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        replaced.append(target)
+        if len(replaced) == stop:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        second.save_pretrained(tmp_path)
+    if stop == 3:
+        with pytest.raises(SettingError, match=r"config\.json and model\.safetensors are not of one save"):
+            LinearProbe.load(tmp_path)
+    else:
+        loaded = LinearProbe.load(tmp_path)
+        assert (loaded.about, loaded.digest) == (first.about, first.digest)
+    monkeypatch.undo()
+    second.save_pretrained(tmp_path)
+    assert LinearProbe.load(tmp_path).digest == second.digest != first.digest
 
 
 def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:

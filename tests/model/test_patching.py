@@ -233,6 +233,25 @@ def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> 
     ]
 
 
+def test_hooks_in_copies() -> None:
+    """They are not there, nor what torch knows of them; classes that copy their attributes themselves keep a stub."""
+    seen: list[Any] = []
+    layer, forwards = torch.nn.Linear(2, 2), InstanceForwards()
+    theirs = layer.register_forward_hook(lambda *_, **__: None, with_kwargs=True)
+    forwards.hook(layer.register_forward_hook, lambda *args: seen.append(args), with_kwargs=True)
+    forwards.hook(layer.register_forward_pre_hook, lambda *args: seen.append(args))
+    for _ in range(2):
+        twin = copy.deepcopy(layer)
+        twin(torch.ones(1, 2))
+        assert seen == []
+        if type(layer) is torch.nn.Linear:
+            assert [*twin._forward_hooks, *twin._forward_hooks_with_kwargs] == [theirs.id] * 2
+            assert not twin._forward_pre_hooks
+        register_parametrization(layer, "weight", torch.nn.Identity())
+    layer(torch.ones(1, 2))
+    assert len(seen) == 2
+
+
 def run_class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 

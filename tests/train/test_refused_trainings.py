@@ -133,15 +133,15 @@ def test_fused_heads_are_served_where_their_outputs_are_summed(tmp_path: Path) -
 
 
 def test_callbacks_that_come_too_late_are_refused(tmp_path: Path) -> None:
-    """What cannot change the loss any more must not look as if it did."""
-
-    class Late(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            run.add_callback(EarlyExitLoss())
-
-    run = trainer(tiny(), [Late()], tmp_path)
-    with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match="has to be among the callbacks"):
-        run.train()
+    """What cannot change the loss any more, or layers, must not look as if it did."""
+    for event, late in (("train_begin", EarlyExitLoss), ("step_end", EarlyExitLoss), ("step_end", LayerDropout)):
+        adding = TrainerCallback()
+        run = trainer(tiny(), [LayerDropout(1e-9), adding] if late is EarlyExitLoss else [adding], tmp_path)
+        setattr(adding, f"on_{event}", lambda *args, run=run, late=late, **kwargs: run.add_callback(late()))
+        words = f"{late.__name__} has to be among the callbacks"
+        with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match=words):
+            run.train()
+        assert run.state.global_step == (event == "step_end")
     run = trainer(tiny(), [EarlyExitLoss()], tmp_path)
     hf_selfspec.uninstall()
     try:

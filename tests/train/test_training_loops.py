@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from helpers.distributed_training import rows, tiny, weights
 from helpers.train.by_hand import BOTH, assert_close, stacked, train
@@ -43,6 +46,50 @@ def test_a_loop_trains_as_the_trainer_does(tmp_path: Path) -> None:
     assert_close(weights(model), weights(expected.model))
     for logs, logged in zip(losses, expected.state.log_history, strict=False):  # at the end come times
         assert logs == pytest.approx({name: value for name, value in logged.items() if "exit" in name}, rel=1e-4)
+
+
+class Around(LlamaDecoderLayer):
+    """As layers were before transformers 5.23, and as the code of models may have it: checkpointing runs all of a call
+    again, also what stands in place of the forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again = partial(super().__call__, **kwargs)
+        if self.is_own:
+            return self._gradient_checkpointing_func(again, *args)
+        return checkpoint(again, *args, use_reentrant=False)
+
+
+def gradients(is_own: bool | None, waits: bool, reentrant: bool = False) -> dict[str, torch.Tensor]:
+    """Of two batches in one step, with the model's own checkpointing, another, or none: ``waits`` for one backward."""
+    model, batches = tiny().train(), [stacked(rows(4, seed)) for seed in (1, 2)]
+    if is_own is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        for layer in model.model.layers:
+            layer.__class__, layer.is_own, layer.gradient_checkpointing = Around, is_own, False
+    with training(model, [LayerDropout(0.9)], steps=1) as loop, loop.step():
+        losses = []
+        for batch in batches:
+            losses.append(model(**batch, use_cache=False).loss)
+            if not waits:
+                losses.pop().backward()
+        if losses:
+            torch.stack(losses).sum().backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_layers_that_run_again_leave_out_the_same_rows() -> None:
+    """Also where another forward came between, as with pairs; what cannot be told apart is refused."""
+    for is_own, waits, reentrant in (
+        (True, True, False),
+        (True, True, True),
+        (True, False, False),
+        (False, False, False),
+    ):
+        assert_close(gradients(is_own, waits, reentrant), gradients(None, waits))
+    with pytest.raises(UnsupportedOptionError, match=r"LayerDropout cannot tell which of 2 .* gradient checkpointing"):
+        gradients(False, waits=True)
 
 
 def without_loss() -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback
 
 from helpers.architectures import build
 from helpers.distributed_training import CHECKPOINTING, LAYERS, Row, rows, tiny, trainer, weights
@@ -28,7 +30,7 @@ from helpers.train.by_hand import (
     targets,
     train,
 )
-from helpers.train.watching import left_as_it_was
+from helpers.train.watching import attributes_of, left_as_it_was
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational
 from hf_selfspec.train import exponential, loss_scale
 
@@ -253,6 +255,39 @@ def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     again, fresh = train(tmp_path, callbacks, **options), train(tmp_path, BOTH["both"](), **options)
     assert_equal(weights(again.model), weights(fresh.model))
     assert history(again, "loss/exit_3") == history(fresh, "loss/exit_3")
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_made_meanwhile(tmp_path: Path, copied: str) -> None:
+    """A teacher that a callback copies in each step is the plain model, and trains and changes nothing."""
+    teachers: list[Any] = []
+
+    class Copying(TrainerCallback):
+        def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            teachers.append(COPIES[copied](model))
+
+    class Distilling(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            alone = tiny().train()
+            alone.load_state_dict(model.state_dict())
+            assert torch.equal(teachers[-1](**inputs).loss, alone(**inputs).loss)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    usual = train(tmp_path, BOTH["both"](), **{CHECKPOINTING: copied == "deepcopy"})  # its hook on inputs has no pickle
+    run = Distilling(tiny(), usual.args, train_dataset=rows(16), callbacks=[*BOTH["both"](), Copying()])
+    run.train()
+    assert_equal(weights(run.model), weights(usual.model))
+    (first, *_, last), plain = teachers, attributes_of(run.model)
+    for teacher in (first, last):
+        found = attributes_of(teacher)
+        assert found.keys() == plain.keys()
+        assert [key for key in plain if key.endswith("(number)") and plain[key] != found[key]] == []
 
 
 def test_forwards_that_others_put_there(tmp_path: Path) -> None:
