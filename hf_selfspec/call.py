@@ -22,7 +22,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from .batch import Text
 from .decode.decoder import Decoder
-from .decode.loop import Loop
 from .decode.output import Output
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
@@ -209,7 +208,6 @@ def _lay_out(
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         GraphRunner.install(target, compile_config, compares=bool(unseen))
     stateful = (*scorer.stateful, *stopper.stateful)
-    loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
     session = Session(
         target=target,
         scorer=scorer.for_drafts,
@@ -237,7 +235,6 @@ def _lay_out(
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
-        loop=loop if source.lossless and not call.synced_gpus and not constraint else None,
     )
 
 
