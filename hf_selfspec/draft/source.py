@@ -229,7 +229,7 @@ class DraftSource:
     only this interface. ``hf_selfspec.register("draft")`` lets a source be saved by its name.
 
     Attributes:
-        lossless: whether the output is the model's own. If not, a saved config must not choose the source.
+        lossless: whether the output is the model's own.
         takes_forwards: whether all drafts take forwards of the model, or of parts of it.
     """
 

@@ -1,29 +1,24 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
 import inspect
-import json
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from types import FrameType
 from typing import Any, Literal
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
+from ..errors import SettingTypeError, UnsupportedOptionError, brief, warn_once
 from ..forks import new_lock
-from ..learned import saving
 from ..model.anatomy import causal_lm
-from ..selfspec import CONFIG_KEY, SelfSpec
+from ..selfspec import SelfSpec
 
 # Options of a call or generation config that choose another way of decoding, and so override a SelfSpec set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _ALLOWED = "a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), or False for none"
 # Where a generation config may hold a SelfSpec, as in a call.
 CONFIG_NAMES = ("custom_generate", "assistant")
-# How many SelfSpecs of saved configs are kept in memory.
-_RESTORED = 64
 
 _specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
 _lock = new_lock()
@@ -50,7 +45,10 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
         return None
     in_passed = _in_config(passed)
     models = [(each, f"this {type(each).__name__}") for each in (model, *_around(model))]
-    configured = [(_in_config_of(each), f"in the generation config of {name}") for each, name in models]
+    configured = [
+        (_in_config(getattr(each, "generation_config", None)), f"in the generation config of {name}")
+        for each, name in models
+    ]
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
         default_of = next((default_of for spec, default_of in configured if spec == in_passed), "")
@@ -104,42 +102,13 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
     custom, assistant = (getattr(config, name, None) for name in CONFIG_NAMES)
     if assistant is None and isinstance(custom, SelfSpec):
         return custom
-    if isinstance(assistant, Mapping) and CONFIG_KEY in assistant:
-        # The object replaces the settings read from the file, so that its statistics can be seen.
-        config.assistant = assistant = _restored(json.dumps(assistant[CONFIG_KEY], sort_keys=True))
     if assistant is None or assistant is False or isinstance(assistant, SelfSpec):
         return assistant
-    raise SettingTypeError(f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {assistant!r}.")
-
-
-def _in_config_of(model: Any) -> SelfSpec | Literal[False] | None:
-    """The same for a model's own config, where a value that is not allowed leads to a warning."""
-    try:
-        return _in_config(getattr(model, "generation_config", None))
-    except (SettingError, SettingTypeError) as error:  # not raised, since the caller did not write the model's config
-        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
-        return None
-
-
-@lru_cache(maxsize=_RESTORED)
-def _restored(settings: str) -> SelfSpec:
-    """The ``SelfSpec`` of a saved config. Equal settings (JSON of ``to_dict``) share it, so that it keeps learning."""
-    encoded = json.loads(settings)
-    if isinstance(encoded, str):
-        raise SettingError(
-            f"the generation config was saved with {encoded}, which holds a function or generator of your own that "
-            "cannot be saved. Set `assistant` again."
-        )
-    try:
-        spec = SelfSpec(**saving.decode_settings(encoded, only_here=True))
-        if not getattr(spec.draft, "lossless", True):
-            raise SettingError(f"{spec.draft!r} changes the output, which a file must not choose")
-        return spec
-    except (SelfSpecError, KeyError, TypeError, AttributeError) as error:
-        raise SettingError(
-            f"the generation config was saved with an assistant that this version of hf_selfspec cannot use ({error}): "
-            f"{settings}. Set `assistant` again."
-        ) from error
+    why = f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {brief(repr(assistant))}."
+    if not isinstance(assistant, (dict, list, str, int, float)):
+        raise SettingTypeError(why)
+    warn_once(f"the assistant of a generation config is left out: {why}")  # as files hold it, which others wrote
+    return None
 
 
 class Attachment:
