@@ -82,7 +82,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
         EarlyExitLora(lora_of(model, exit_layer=1, size=0.05), reduced(model)), FixedLength(3), _WIDE
     ),
     "quantized": lambda model: SelfSpec(Quantized(), FixedLength(3)),
-    "quantized exit": lambda model: SelfSpec(Quantized(8, layers=EarlyExit(2, reduced(model))), FixedLength(3), _WIDE),
+    "quantized exit": lambda model: SelfSpec(Quantized(layers=EarlyExit(2, reduced(model))), FixedLength(3), _WIDE),
     "heads": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6)),
     "heads tree": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6), _WIDE),
     "mtp": lambda model: SelfSpec(MTP(mtp_of(model)), FixedLength(4)),

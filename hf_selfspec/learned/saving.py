@@ -139,8 +139,7 @@ def decode(value: Any, name: str) -> Any:
         fields = {field: content for field, content in value.items() if field != "class"}
         _check_names(f"{name}.", fields, [field.name for field in dataclasses.fields(cls)])
         return cls(**{field: decode(content, f"{name}.{field}") for field, content in fields.items()})
-    is_place = setting in PARTS and not isinstance(value, int)  # the bits of a head are no place
-    if is_place and not (value is None and PARTS[setting]):
+    if setting in PARTS and not (value is None and PARTS[setting]):
         _check_place(name, value)
     return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 
