@@ -128,7 +128,7 @@ def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
             if not default_of:
                 raise error.__cause__ or error from None
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        has_begun = decoder is not None and decoder.text.has_grown
+        has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
         if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
             raise
         call, why = prepared, left_to_plain(call.anatomy.model_name, default_of, error)
@@ -305,6 +305,11 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
                     decoder.hand_back(cache)
+    except BaseException:
+        if decoder.target.cache.was_given:
+            empty(cache)
+            warn_once("the cache that was given is empty now, since its call ended with an error.")
+        raise
     finally:
         decoder.target.cache.let_go()  # frees memory now, not when Python next looks for reference cycles
         knowledge.write()
