@@ -39,7 +39,7 @@ from .model.linear import are_faster
 from .model.module_tools import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
-from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
+from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, has_gaps
 from .model.runner import GraphRunner
 from .model.target import Target
 from .model.unseen import UNKNOWN, Unseen, why_plain
@@ -160,14 +160,15 @@ def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> s
     if is_idle and (is_tensor_parallel(call.model) or not are_faster(all_modules(call.model), len(call.input_ids))):
         return "no draft pays"
     mask = call.model_kwargs.get("attention_mask")
-    if mask is None or not is_right_padded(mask):
+    if mask is None or not has_gaps(mask):
         return ""
     warn_once(
-        "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
-        "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
-        "padding_side='left'."
+        "the prompts are padded on the right, or have masked columns between their tokens, so this call is left to "
+        "transformers' own loop, which continues after the last column: nothing is drafted. For faster results (and "
+        "correct ones, where padding is on the right) set the tokenizer's padding_side='left', and mask no columns "
+        "behind a row's first token."
     )
-    return "its prompts are padded on the right"
+    return "its prompts have masked columns after their first tokens"
 
 
 def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
@@ -198,7 +199,6 @@ def _lay_out(
         anatomy,
         cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past, moves=call.has_own_cache),
         padding=prompt.padding,
-        holes=prompt.holes,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
