@@ -3,8 +3,8 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from types import FrameType
+from collections.abc import Mapping
+from types import CodeType
 from typing import Any, Literal
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -44,19 +44,20 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
     in_passed = _in_config(passed)
-    models = [(each, f"this {type(each).__name__}") for each in (model, *_around(model))]
-    configured = [
-        (_in_config(getattr(each, "generation_config", None)), f"in the generation config of {name}")
-        for each, name in models
-    ]
+    # Behind the wrapper and its seam is perhaps the generate of a model around this one, whose config then counts, too.
+    caller = sys._getframe(3)
+    outer = caller.f_locals.get("self") if caller.f_code.co_name == "generate" else None
+    models = [model, outer] if isinstance(outer, PreTrainedModel) and _calls_others(caller.f_code) else [model]
+    configs = [(getattr(each, "generation_config", None), type(each).__name__) for each in models]
+    configured = [(_in_config(config), f"in the generation config of this {name}") for config, name in configs]
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
         default_of = next((default_of for spec, default_of in configured if spec == in_passed), "")
         return (in_passed, default_of) if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
-    attached = [(_attached(each), f"attached to {name}") for each, name in models]
-    spec, default_of = next((default for default in configured + attached if default[0] is not None), (None, ""))
+    defaults = [*configured, (_attached(model), f"attached to this {type(model).__name__}")]
+    spec, default_of = next((default for default in defaults if default[0] is not None), (None, ""))
     return (spec, default_of) if spec else None
 
 
@@ -77,22 +78,6 @@ def _checked(assistant: Any, custom: Any, call: Mapping[str, Any]) -> SelfSpec:
     return assistant
 
 
-def _around(model: Any) -> Iterator[PreTrainedModel]:
-    """The model whose own ``generate`` calls that of ``model``, a language model inside of it (as in BLIP-2). Only the
-    stack of callers shows it. Empty where the outer model decodes itself, and the inner one is a part of each step."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        outer = frame.f_locals.get("self") if frame.f_code.co_name == "generate" else None
-        if isinstance(outer, PreTrainedModel) and outer is not model:
-            decodes = (
-                frame.f_globals.get("__name__") == GenerationMixin.__module__ or "__class__" in frame.f_code.co_freevars
-            )
-            if not decodes and any(module is model for module in outer.modules()):
-                yield outer
-            return
-        frame = frame.f_back
-
-
 def _has_other_way(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) not in (None, False) for name in _OTHER_WAYS)
 
@@ -111,6 +96,23 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
     return None
 
 
+def _own_generate(model: Any) -> CodeType | None:
+    """The code of ``generate`` where the class of a model has one of its own."""
+    generate = getattr(type(model), "generate", GenerationMixin.generate)
+    return None if generate is GenerationMixin.generate else getattr(inspect.unwrap(generate), "__code__", None)
+
+
+def _calls_others(code: CodeType | None) -> bool:
+    """Whether a ``generate`` leaves decoding to models inside; one with ``super()`` decodes itself (as in Moshi)."""
+    return code is not None and "generate" in code.co_names and "__class__" not in code.co_freevars
+
+
+def _reached(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """What is attached to with a model: also the models inside that decode in its place."""
+    parts = model.modules() if _calls_others(_own_generate(model)) else ()
+    return [model, *(part for part in parts if isinstance(part, GenerationMixin) and part is not model)]
+
+
 class Attachment:
     """What :func:`attach` returns: a context manager that ends the attachment.
 
@@ -119,17 +121,17 @@ class Attachment:
     """
 
     def __init__(self, model: PreTrainedModel, spec: SelfSpec) -> None:
-        self.spec = spec
-        self._model = model
-        self._before = _replace(model, spec)
+        self.spec, self._models = spec, _reached(model)
+        self._before = [_replace(each, spec) for each in self._models]
 
     def __enter__(self) -> SelfSpec:
-        if _attached(self._model) is not self.spec:
-            self._before = _replace(self._model, self.spec)
+        if any(_attached(each) is not self.spec for each in self._models):
+            self._before = [_replace(each, self.spec) for each in self._models]
         return self.spec
 
     def __exit__(self, *error: object) -> None:
-        _replace(self._model, self._before)
+        for each, before in zip(self._models, self._before, strict=True):
+            _replace(each, before)
 
 
 def attach(model: Any, spec: SelfSpec) -> Attachment:
@@ -139,7 +141,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
     an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``
-    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached.
+    calls that of a language model inside (BLIP-2, Kosmos-2), it is attached to that one, too. ``generate_batch`` is not
+    reached.
 
     The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
     of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
@@ -167,9 +170,7 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
             f"{spec!r}."
         )
     inner = causal_lm(model, "attach")
-    generate = getattr(type(inner), "generate", GenerationMixin.generate)
-    code = getattr(inspect.unwrap(generate), "__code__", None)
-    if generate is not GenerationMixin.generate and code is not None and "generate" not in code.co_names:
+    if (code := _own_generate(inner)) is not None and "generate" not in code.co_names:
         warn_once(
             f"the generate of {type(inner).__name__} is a decode loop of its own, which an attached SelfSpec does not "
             "reach: nothing is drafted."
@@ -186,7 +187,8 @@ def detach(model: Any) -> None:
     Raises:
         SettingTypeError: ``model`` is neither a model of transformers nor a PEFT model around one.
     """
-    _replace(causal_lm(model, "detach"), None)
+    for each in _reached(causal_lm(model, "detach")):
+        _replace(each, None)
 
 
 def _attached(model: PreTrainedModel) -> SelfSpec | None:
