@@ -22,7 +22,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from .batch import Text
 from .decode.decoder import Decoder
-from .decode.loop import Loop
 from .decode.output import Output
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
@@ -40,7 +39,7 @@ from .model.linear import are_faster
 from .model.module_tools import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
-from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, is_right_padded
+from .model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, has_gaps
 from .model.runner import GraphRunner
 from .model.target import Target
 from .model.unseen import UNKNOWN, Unseen, why_plain
@@ -129,7 +128,7 @@ def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
             if not default_of:
                 raise error.__cause__ or error from None
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        has_begun = decoder is not None and decoder.text.has_grown
+        has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
         if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
             raise
         call, why = prepared, left_to_plain(call.anatomy.model_name, default_of, error)
@@ -161,14 +160,15 @@ def _why_plain(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: U
     if is_idle and (is_tensor_parallel(call.model) or not are_faster(all_modules(call.model), len(call.input_ids))):
         return "no draft pays"
     mask = call.model_kwargs.get("attention_mask")
-    if mask is None or not is_right_padded(mask):
+    if mask is None or not has_gaps(mask):
         return ""
     warn_once(
-        "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
-        "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
-        "padding_side='left'."
+        "the prompts are padded on the right, or have masked columns between their tokens, so this call is left to "
+        "transformers' own loop, which continues after the last column: nothing is drafted. For faster results (and "
+        "correct ones, where padding is on the right) set the tokenizer's padding_side='left', and mask no columns "
+        "behind a row's first token."
     )
-    return "its prompts are padded on the right"
+    return "its prompts have masked columns after their first tokens"
 
 
 def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
@@ -199,7 +199,6 @@ def _lay_out(
         anatomy,
         cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past, moves=call.has_own_cache),
         padding=prompt.padding,
-        holes=prompt.holes,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
@@ -209,7 +208,6 @@ def _lay_out(
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         GraphRunner.install(target, compile_config, compares=bool(unseen))
     stateful = (*scorer.stateful, *stopper.stateful)
-    loop = Loop(call.model, call.logits_processor, call.stopping_criteria, config, call.streamer, inputs)
     session = Session(
         target=target,
         scorer=scorer.for_drafts,
@@ -237,7 +235,6 @@ def _lay_out(
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
-        loop=loop if source.lossless and not call.synced_gpus and not constraint else None,
     )
 
 
@@ -308,6 +305,11 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
                     decoder.hand_back(cache)
+    except BaseException:
+        if decoder.target.cache.was_given:
+            empty(cache)
+            warn_once("the cache that was given is empty now, since its call ended with an error.")
+        raise
     finally:
         decoder.target.cache.let_go()  # frees memory now, not when Python next looks for reference cycles
         knowledge.write()

@@ -29,6 +29,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
     ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache is supported; leave it out"),
+    ("token_healing", (None, False), "it writes the end of the prompt anew; leave it out"),
     ("output_attentions", (None, False), "drafted tokens do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )

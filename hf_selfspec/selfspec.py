@@ -22,7 +22,7 @@ from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
 from .draft.cascade import Cascade
 from .draft.lookup import Lookup
-from .errors import SettingError, warn_once
+from .errors import SettingError
 from .learned import saving
 from .learned.files import path_of, reported
 from .lookup.observing import observe
@@ -36,9 +36,6 @@ from .validation import StrPath, check_count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# The name under which a saved generation config holds the settings of its ``assistant``.
-CONFIG_KEY = "hf_selfspec"
 
 
 @dataclass(frozen=True)
@@ -208,19 +205,6 @@ class SelfSpec(Settings):
         knowledge = self._knowledge_of(causal_lm(model, "SelfSpec.export_draft"))
         tokens = min(getattr(self.stop, "max_draft", USUAL_TOKENS), self.max_draft)
         export_draft(self._source, knowledge, folder, tokenizer, tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as JSON values, for saving a ``GenerationConfig`` that holds this ``SelfSpec``.
-
-        A loaded config restores them, except for ``cache_dir`` and ``task``: a file must not choose where this machine
-        writes. What was learned is not included, see :meth:`save_pretrained`. A function or generator of your own
-        cannot be saved; a warning reports it once.
-        """
-        try:
-            return {CONFIG_KEY: self._saved()}
-        except SettingError as error:
-            warn_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
-            return {CONFIG_KEY: repr(self)}
 
     @property
     def stats(self) -> GenerationStats | None:

@@ -105,15 +105,12 @@ class Settings:
         return cls(draft=Lookup(stored_tokens))
 
     @classmethod
-    def quantized(cls, bits: int = 4) -> Self:
-        """Free drafts, and the model itself in fewer bits; for bfloat16 models, also of open text.
+    def quantized(cls) -> Self:
+        """Free drafts, and the model itself in four bits; for bfloat16 models, also of open text.
 
-        Packed weights take memory, in four bits a third of the model's, see :class:`Quantized`.
-
-        Args:
-            bits: bits of the weights of layers, 4 or 8.
+        Packed weights take a third of the model's memory, see :class:`Quantized`.
         """
-        return cls(draft=Cascade((Lookup(), Quantized(bits))))
+        return cls(draft=Cascade((Lookup(), Quantized())))
 
     @classmethod
     def layerskip(

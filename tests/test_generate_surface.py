@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -16,7 +14,6 @@ from transformers import (
 from helpers.architectures import build
 from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW, VOCABULARY
-from helpers.processes import DEMO_MODEL
 from hf_selfspec import (
     ClosestLayers,
     EarlyExit,
@@ -24,8 +21,6 @@ from hf_selfspec import (
     SelfSpec,
     SkipLayers,
     TopKTree,
-    UnsupportedOptionError,
-    attach,
 )
 
 Inputs = dict[str, torch.Tensor]
@@ -95,35 +90,6 @@ def test_max_time(llama: LlamaForCausalLM) -> None:
     later = llama.generate(**BATCH, max_new_tokens=400, max_time=0.1, assistant=EXIT)
     assert width + 1 < later.shape[1] < width + 400
     assert torch.equal(later, llama.generate(**BATCH, max_new_tokens=later.shape[1] - width))
-
-
-HEALED: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "top_k": 1, "num_return_sequences": 2},
-}
-
-
-@pytest.mark.every_run("sampled")
-@pytest.mark.parametrize("options", HEALED.values(), ids=HEALED)
-def test_token_healing(options: dict[str, Any]) -> None:
-    """The last token of each prompt may become a longer one, with which streamers begin, too."""
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, padding_side="left")
-    options = options | {"max_new_tokens": 8, "token_healing": True, "tokenizer": tokenizer}
-    for texts in (["open(pa"], ["open(pa", "self.s", "impo"]):
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
-        plain, ours = Recorder(), Recorder()
-        streamers = [{"streamer": recorder} if len(texts) == 1 else {} for recorder in (plain, ours)]
-        expected = model.generate(**inputs, **options, **streamers[0])
-        width = inputs["input_ids"].shape[1]
-        assert not torch.equal(expected[:: options.get("num_return_sequences", 1), :width], inputs["input_ids"])
-        assert torch.equal(model.generate(**inputs, **options, **streamers[1], assistant=EXIT), expected)
-        assert ours.calls == plain.calls
-        with attach(model, EXIT):
-            assert torch.equal(model.generate(**inputs, **options), expected)
-    inputs = tokenizer(["open(pa "], return_tensors="pt", return_token_type_ids=False)
-    with pytest.raises(UnsupportedOptionError, match=r"token_healing=True makes .* Leave out spaces at its ends"):
-        model.generate(**inputs, **options, assistant=EXIT)
 
 
 class Types(Recorder):

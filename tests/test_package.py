@@ -22,7 +22,7 @@ TORCHS = {
     *("_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_has_any_global_hook", "_compiled_call_impl"),
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_ConvNd", "_DropoutNd", "_linear_pointwise"),
     *("_convert_weight_to_int4pack", "_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm"),
-    *("_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm", "_scaled_dot_product_efficient_attention"),
+    *("_weight_int4pack_mm_for_cpu", "_scaled_dot_product_efficient_attention"),
     *("_getframe", "_at_fork_reinit", "_cuda_clearCublasWorkspaces"),
 }
 

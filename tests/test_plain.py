@@ -1,11 +1,15 @@
 """Calls that are left to transformers' own loop: their ids, and what is counted of them."""
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from helpers.architectures import build
+from helpers.calls import PAST
 from helpers.models import ragged_batch
-from hf_selfspec import SelfSpec
+from hf_selfspec import SelfSpec, attach
 
 
 @pytest.mark.usefixtures("no_warnings_yet")
@@ -24,6 +28,35 @@ def test_right_padding(name: str) -> None:
     assert torch.equal(ids, plain)
     assert ids[0, 12:].tolist() == [0] * 6
     stats = spec.stats
-    assert stats.left_to_generate == "its prompts are padded on the right"
+    assert stats.left_to_generate == "its prompts have masked columns after their first tokens"
     assert (stats.tokens, stats.drafted, stats.drafts) == (3 + 7 + 9, 0, False)
     assert [len(row) for row in stats.from_draft] == [3, 7, 9]
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+@pytest.mark.parametrize("is_attached", [False, True], ids=["passed", "attached"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neo", "qwen3_next"])
+def test_masked_columns_between_tokens(name: str, is_attached: bool) -> None:
+    """In a prompt, alone or in a batch, and between the turns of a chat, whose cache stays the user's."""
+    model, spec = build(name), SelfSpec.lookup()
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assistant = {} if is_attached else {"assistant": spec}
+    inputs = ragged_batch((12, 30, 30), seed=11)
+    begun = model.generate(**inputs, **options, return_dict_in_generate=True)
+    more = torch.arange(9).view(3, 3) + 20
+    between = torch.ones(3, 12, dtype=torch.long)
+    between[1, 7:] = 0
+    turn = {
+        "input_ids": torch.cat([begun.sequences, more], 1),
+        "attention_mask": torch.cat([inputs["attention_mask"], between, torch.ones_like(more)], 1),
+    }
+    inputs["attention_mask"][1, -6:-3] = 0
+    alone = {name: values[1:2] for name, values in inputs.items()}
+    gaps = pytest.warns(UserWarning, match="masked columns between .* nothing is drafted")
+    for call, warned in ((inputs, gaps), (alone, nullcontext()), (turn, nullcontext())):
+        caches = [{PAST: copy.deepcopy(begun.past_key_values)} if call is turn else {} for _ in range(2)]
+        expected = model.generate(**call, **options, **caches[0])
+        with attach(model, spec) if is_attached else nullcontext(), warned:
+            assert torch.equal(model.generate(**call, **options, **caches[1], **assistant), expected)
+        assert spec.stats.left_to_generate == "its prompts have masked columns after their first tokens"
+    assert caches[0][PAST].get_seq_length() == caches[1][PAST].get_seq_length() == expected.shape[1] - 1

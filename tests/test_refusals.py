@@ -70,6 +70,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("assistant_early_exit", 2, "SelfSpec(draft=EarlyExit(layer))"),
     ("cache_implementation", "quantized", "leave it out"),
     ("cache_implementation", "offloaded", "leave it out"),
+    ("token_healing", True, "leave it out"),
     ("output_attentions", True, "leave it out"),
     ("output_hidden_states", True, "leave it out"),
 ]
@@ -97,7 +98,6 @@ def test_option_of_a_config(fresh_llama: LlamaForCausalLM, place: str) -> None:
         ({"custom_generate": SelfSpec()}, UnsupportedOptionError, ("custom_generate", "give one")),
         ({"stop_strings": "x"}, UnsupportedOptionError, ("stop_strings='x'", "tokenizer=tokenizer")),
         ({"prefill_chunk_size": 0}, SettingError, ("generate(prefill_chunk_size)", "at least 1", "got 0")),
-        ({"token_healing": True}, UnsupportedOptionError, ("token_healing=True", "tokenizer=tokenizer")),
         ({"cu_seq_lens_q": torch.arange(3)}, UnsupportedOptionError, ("`cu_seq_lens_q`", "without `assistant`")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

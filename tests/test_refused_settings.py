@@ -105,9 +105,6 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
     (lambda: SelfSpec(compile="inductor"), SettingTypeError, ("SelfSpec(compile) must be None, True, False or",)),
     (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
     (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
-    (lambda: Quantized(5), SettingError, ("Quantized(bits) must be one of 4, 8, got 5",)),
-    (lambda: Quantized(head=2), SettingError, ("Quantized(head) must be one of 4, 8, 16",)),
-    (lambda: Quantized(group_size=48), SettingError, ("Quantized(group_size) must be one of 32, 64, 128, 256",)),
     (lambda: Quantized(layers=3), SettingTypeError, ("must be EarlyExit, SkipLayers or None, got 3",)),
     (lambda: Quantized(layers=EarlyExit()), SettingError, ("nothing looks for layers",)),
     # What would have no effect.

@@ -38,7 +38,7 @@ COMMANDS = {
     "--methods selfspec,selfspec-compiled,static-compiled",
     "compiled": f"{_SCRIPT}compiled.py",
     "fewer bits": f"{_BENCH} chats.jsonl --prompts 2 --max-new-tokens 96 --threads 1 --dtype bfloat16 --clock cpu "
-    '--methods "plain,selfspec,quantized,SelfSpec(Quantized(4))"',
+    '--methods "plain,selfspec,quantized,SelfSpec(Quantized())"',
     "fewer bits, agreement": f"{_SCRIPT}fewer_bits.py --model SMOLLM2 --data chats.jsonl --kinds chat math translation "
     "summary --prompts 1 --tokens 64 --dither",
     "known answer": f"{_SCRIPT}known_answer.py --width 128 --layers 32 --dtype float32",

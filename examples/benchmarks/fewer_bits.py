@@ -1,10 +1,10 @@
-"""A model in fewer bits as its own draft: how often it agrees with the model, and what its steps cost.
+"""A model in four bits as its own draft: how often it agrees with the model, and what its steps cost.
 
-With ``--model``: the share of tokens of the model's own greedy texts that it predicts, for each form of its weights.
-Many checkpoints were quantised before, so that their weights lie on few values and four bits lose next to nothing:
-``--dither`` moves each weight at random between the values of its group that are next to it. Without ``--model``: the
-time of a draft step of a random model over that of a plain one (CPU time), and the speed-up over plain ``generate``
-that follows where drafts of three tokens are accepted at the rate 0.9.
+With ``--model``: the share of tokens of the model's own greedy texts that it predicts. Many checkpoints were quantised
+before, so that their weights lie on few values and four bits lose next to nothing: ``--dither`` moves each weight at
+random between the values of its group that are next to it. Without ``--model``: the time of a draft step of a random
+model over that of a plain one (CPU time), and the speed-up over plain ``generate`` that follows where drafts of three
+tokens are accepted at the rate 0.9.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 
 AGREEMENT, DRAFTED = 0.9, 3
-DRAFTS = (Quantized(4), Quantized(4, head=4), Quantized(4, head=16), Quantized(4, group_size=64), Quantized(8))
 
 
 class Draft:
     """A draft's forwards over a text, whose keys and values before each step are the model's."""
 
-    def __init__(self, model: PreTrainedModel, draft: Quantized, room: int) -> None:
+    def __init__(self, model: PreTrainedModel, room: int) -> None:
         anatomy, begun = Anatomy.of(model), time.process_time()
-        substitutes = packed(model, draft.wanted(anatomy, model))
+        substitutes = packed(model, Quantized().wanted(anatomy, model))
         self.seconds = time.process_time() - begun  # of packing
         self.plan = LayerPlan(anatomy.num_layers, substitutes=substitutes)
         self.target = Target(model, anatomy, cache_for(model, anatomy, 1, room, None))
@@ -90,26 +89,24 @@ def agreements(args: argparse.Namespace) -> None:
     name = f"{args.model}{', dithered' if args.dither else ''}, bfloat16"
     print_head("cpu", name, f"{args.tokens} new tokens, greedy")
     table = Table("draft", "s to pack", "agreement", *kinds)
-    for quantized in DRAFTS:
-        draft = Draft(model, quantized, args.longest + args.tokens)
-        right: dict[str, list[bool]] = {kind: [] for kind in kinds}
-        for kind, prompt, ids in texts:
-            right[kind] += (draft.predictions(ids, prompt) == ids[prompt:]).tolist()
-        lists = [list(chain(*right.values())), *right.values()]
-        table.row(repr(quantized), f"{draft.seconds:.1f}", *(f"{sum(hits) / len(hits):.3f}" for hits in lists))
+    draft = Draft(model, args.longest + args.tokens)
+    right: dict[str, list[bool]] = {kind: [] for kind in kinds}
+    for kind, prompt, ids in texts:
+        right[kind] += (draft.predictions(ids, prompt) == ids[prompt:]).tolist()
+    lists = [list(chain(*right.values())), *right.values()]
+    table.row("Quantized()", f"{draft.seconds:.1f}", *(f"{sum(hits) / len(hits):.3f}" for hits in lists))
 
 
 def steps(args: argparse.Namespace) -> None:
     model = LlamaShape(args.width, args.layers, vocabulary=args.vocabulary, dtype=torch.bfloat16).model()
     print_head("cpu", f"{args.layers} layers of width {args.width}, vocabulary {args.vocabulary}, bfloat16", "medians")
     table = Table("draft", "plain step, ms", "draft step", "verification", "speed-up")
-    for quantized in (Quantized(4), Quantized(8)):
-        seconds = Draft(model, quantized, 256).seconds_of_steps(DRAFTED, args.repeats)
-        plain = seconds.pop("plain")
-        draft, verification = (value / plain for value in seconds.values())
-        tokens = sum(AGREEMENT**depth for depth in range(DRAFTED + 1))
-        shares = draft, verification, tokens / (DRAFTED * draft + verification)
-        table.row(repr(quantized), f"{1e3 * plain:.1f}", *(f"{value:.2f}" for value in shares))
+    seconds = Draft(model, 256).seconds_of_steps(DRAFTED, args.repeats)
+    plain = seconds.pop("plain")
+    draft, verification = (value / plain for value in seconds.values())
+    tokens = sum(AGREEMENT**depth for depth in range(DRAFTED + 1))
+    shares = draft, verification, tokens / (DRAFTED * draft + verification)
+    table.row("Quantized()", f"{1e3 * plain:.1f}", *(f"{value:.2f}" for value in shares))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..forks import new_lock
@@ -25,8 +25,6 @@ _TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
 # Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose
 # at least so many plain rounds, and one of free drafts, which learn from wrong tokens, at most so many.
 _PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
-# Steps of transformers' own loop that are timed, and steps until sources are compared with it again.
-_TIMED, _LOOK = 5, 16
 # Contexts of up to 1,024, 4,096, 16,384, ... slots share a curve, and so do batches of more than eight rows that differ
 # by an eighth. The last one is the maximum number of curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
@@ -89,15 +87,15 @@ class ArmStats:
         for name in _SUMS:
             setattr(self, name, factor * getattr(self, name))
 
-    def wait(self, pace: float, rounds: int = 1, switch: float = 0.0) -> None:
-        """Records rounds of other sources, ``pace`` times as fast as plain ones. A source that would lose little is
-        tried again; ``switch`` are the plain rounds that it takes to leave transformers' own loop for that."""
-        self.waiting += rounds
+    def wait(self, pace: float) -> None:
+        """Records a round of another source, ``pace`` times as fast as plain ones. A source that would lose little is
+        tried again."""
+        self.waiting += 1
         is_tried = self.is_trusted or self.drafted > 0.0
         if is_tried and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
             rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
-            if rounds_lost * min(loss, self.most_lost) + switch <= self.waiting * _PRICE:
+            if rounds_lost * min(loss, self.most_lost) <= self.waiting * _PRICE:
                 if self.is_trusted:
                     return self.doubt()
                 self._scale(0.0)
@@ -145,7 +143,6 @@ class Controller:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
         self._measurements, self._device, self._on_cpu, self._is_frozen = measurements, device, on_cpu, is_frozen
         self.arms, self._rows, self._lock = measurements.arms, 0, measurements._lock
-        self.has_loop = False  # whether transformers' own loop can serve parts of this call
         with self._lock:
             self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
 
@@ -153,11 +150,6 @@ class Controller:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
         self.curve = self._measurements.curve(self._device, running, context, self._on_cpu, self._is_frozen)
-
-    @property
-    def plain(self) -> float:
-        """Seconds in which nothing is done but to generate a token of each row, in the faster loop of this call."""
-        return self.curve.plain / (max(self.curve.loop_speedup, 1.0) if self.has_loop else 1.0)
 
     @one_at_a_time
     def speedup(self, name: str, promised: float | None = None) -> float:
@@ -175,7 +167,7 @@ class Controller:
 
     def expected(self, nodes: int, tokens: float) -> float:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
-        return tokens / self._rows * self.plain / self.curve.costs[nodes]
+        return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
         """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
@@ -184,23 +176,6 @@ class Controller:
             return None
         speedup = self.speedup(best, promised[best])
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
-
-    def loop_steps(self, left: int) -> int:
-        """How many of ``left`` steps transformers' own loop should run until sources are compared with it again."""
-        curve = self.curve
-        if not self.has_loop or not self._rows or left < 2 * _TIMED or curve.wants_loop is None:
-            return 0
-        if curve.wants_loop:
-            return _TIMED
-        gained = 1.0 - 1.0 / curve.loop_speedup  # of a round, by a step
-        return _LOOK if gained > max(LEAST_SPEEDUP - 1.0, 2 * curve.switch / curve.plain / left) else 0
-
-    @one_at_a_time
-    def record_loop(self, tokens: int, steps: Sequence[float]) -> None:
-        """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
-        self.curve.add_loop(tokens, steps)
-        for stats in self.arms.values():
-            stats.wait(1.0, len(steps), self.curve.switch / self.plain)
 
     @one_at_a_time
     def record(
@@ -231,7 +206,7 @@ class Controller:
             for stats in self.arms.values():
                 if stats is used:
                     gained = tokens if gained is None else gained
-                    stats.add(gained / self._rows, seconds / self.plain, accepted, drafted, self._rows)
+                    stats.add(gained / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
                 else:
                     stats.wait(pace)
 

@@ -31,8 +31,6 @@ _KEPT, _REFRESHED = 9, 8
 _STALE = 128
 # Plain rounds that are timed before anything is compared with them, and rounds after which another one is.
 _PLAIN, _PLAIN_AGAIN = 2, 128
-# Rounds until steps of transformers' own loop are timed again, doubled each time.
-_LOOP_AGAIN = 128
 # The weight of the rounds before against the next one in the present speed: 0.98 to 0.995 were best on traces of 45
 # texts; 0.9 lost 2 %.
 _MEMORY = 0.99
@@ -60,12 +58,6 @@ class CostCurve:
         self._lock = new_lock()
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
-        # The last rounds without a draft, and their ratios to steps of transformers' own loop right after them: what
-        # disturbs the machine for longer disturbs both.
-        self._last_empty: deque[float] = deque(maxlen=_PLAIN)
-        self._ratios: deque[float] = deque(maxlen=_KEPT)
-        self.switch = 0.0  # seconds to get there and back, without the steps
-        self._until_loop, self._again = 0, _LOOP_AGAIN // 2
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
         self._tokens = self._seconds = 0.0
         self._total = self._until_refresh = self._since_plain = 0
@@ -81,20 +73,6 @@ class CostCurve:
     def plain(self) -> float:
         """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
         return min((_lower_quartile(times) for times in (self._plain, self._times[0]) if times), default=self.costs[0])
-
-    @property
-    @one_at_a_time
-    def loop_speedup(self) -> float:
-        """How much faster a step of transformers' own loop is than a round without a draft."""
-        return median(self._ratios) if self._ratios else 1.0
-
-    @property
-    def wants_loop(self) -> bool | None:
-        """Whether steps of transformers' own loop are to be timed, ``None`` if rounds without a draft have to come
-        first."""
-        if self._until_loop > 0 or self._is_frozen:
-            return False
-        return True if len(self._last_empty) >= _PLAIN else None
 
     @property
     def wants_plain(self) -> bool:
@@ -114,21 +92,9 @@ class CostCurve:
                 self.see(tokens, seconds)
                 self._since_plain = 0
                 self._plain.append(seconds)
-                self._last_empty.append(seconds)
                 if len(self._plain) == 1:
                     self.costs = self._measured()
             self._rounds[0] += 1  # the first round selects and warms up kernels
-
-    @one_at_a_time
-    def add_loop(self, tokens: int, steps: Sequence[float]) -> None:
-        """Records the seconds of steps of transformers' own loop, which have brought ``tokens``."""
-        if self._last_empty and steps:
-            if self._until_loop <= 0:
-                self._again = self._until_loop = 2 * self._again
-            self._ratios.append(min(self._last_empty) / _lower_quartile(steps))
-            self._last_empty.clear()
-        self.see(tokens, sum(steps), len(steps))
-        self._since_plain = 0  # nothing was drafted
 
     @one_at_a_time
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
@@ -140,8 +106,6 @@ class CostCurve:
             self.see(tokens, seconds)
         if drafted > SIZES[-1]:
             return
-        if not drafted:
-            self._last_empty.append(seconds)
         size = bisect_left(SIZES, drafted)
         self._rounds[size] += 1
         self._total += 1
@@ -171,11 +135,10 @@ class CostCurve:
         self.costs = self._measured()
 
     @one_at_a_time
-    def see(self, tokens: int, seconds: float, rounds: int = 1) -> None:
-        self._since_plain += rounds
-        self._until_loop -= rounds
-        self._tokens = self._tokens * _MEMORY**rounds + tokens
-        self._seconds = self._seconds * _MEMORY**rounds + seconds
+    def see(self, tokens: int, seconds: float) -> None:
+        self._since_plain += 1
+        self._tokens = self._tokens * _MEMORY + tokens
+        self._seconds = self._seconds * _MEMORY + seconds
 
     def _measured(self) -> tuple[float, ...]:
         times = [self._times[0] or self._plain, *self._times[1:]]

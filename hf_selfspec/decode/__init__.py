@@ -1,1 +1,1 @@
-"""The decode loop, what it has generated, and transformers' own loop within it."""
+"""The decode loop, and what it has generated."""

@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from ..batch import Draft, Verdict
 from ..draft.source import BaseDrafter
@@ -15,7 +14,7 @@ from ..errors import UnsupportedOptionError, brief, warn_once
 from ..model.exact import MOST_TOKENS
 from ..model.experts import decoding_experts
 from ..model.forward_pass import ForwardPass
-from ..model.handover import hand_back, run_out, take_in
+from ..model.handover import hand_back, run_out
 from ..model.inputs import Inputs
 from ..model.layout import TreeLayout
 from ..model.logits import Logits, Tops
@@ -25,11 +24,8 @@ from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between
 from ..verify.scoring import Scorer, check_highest
 from ..verify.walk import verify, verify_in_step
-from .loop import Loop
 from .output import Output
 
-# The most bytes of keys and values that are copied for a change to transformers' own loop, or 1/16 of the model.
-_COPIED = 2**26
 # Devices on which an argmax over a vocabulary is slow inside compiled graphs.
 SLOW_CHOICES = ("cpu",)
 
@@ -49,7 +45,6 @@ class Decoder:
     keeps_rows: bool = True  # rows that have ended stay in forwards and cache, since the caller gets the cache back
     # Given whether this process is unfinished, returns whether any process is; all of them run as many forwards.
     waits_for: Callable[[bool], bool] | None = None
-    loop: Loop | None = None  # transformers' own, where a part of the call can be left to it
 
     def __post_init__(self) -> None:
         self.text, self.stopper, self.stats = self.output.text, self.output.stopper, self.output.stats
@@ -60,9 +55,6 @@ class Decoder:
         # The states and windows of such rows cannot be taken back to where these end.
         is_lost = go_on and (self._keeps_states or (self.keeps_rows and self.target.cache.window is not None))
         self._together = self.output.in_step or self.target.padding is not None or is_lost
-        if self.loop is not None:
-            stays = go_on or (has_rows and self._together) or not self.loop.is_possible(self.target)
-            self.loop = None if stays else self.loop
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
 
@@ -139,9 +131,6 @@ class Decoder:
         with self._surviving():
             draft = self.draft.propose(self.text, max_new)
         drafted = moment(device)
-        if not draft.size and (steps := self._loop_steps(max_new)):
-            self.stats.draft_seconds += seconds_between(begun, drafted)
-            return self._go_on_in_loop(steps)
         logits = self._verify_pass(draft)
         verified = moment(device)
         with self._surviving():
@@ -163,66 +152,6 @@ class Decoder:
             self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.values)
         stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
-
-    def _loop_steps(self, max_new: list[int]) -> int:
-        """Returns how many steps transformers' own loop makes before the controller decides again, 0 for a round of
-        ours. That loop needs rows of the same length, none of which has ended."""
-        cache, lengths = self.target.cache, self.text.lengths
-        is_level = min(lengths) == max(lengths) and not any(self.output.done)
-        steps = self.draft.loop_steps(self.text, min(max_new) if is_level else 0, self.loop is not None)
-        if steps and self.loop is not None:  # what is copied should be small beside the model
-            reserved = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers())
-            copied = reserved * lengths[0] // cache.capacity
-            if copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16:
-                self.loop = None
-        return 0 if self.loop is None else steps
-
-    def _go_on_in_loop(self, steps: int) -> None:
-        """Goes on in transformers' own loop, until a row ends or something would be drafted."""
-        assert self.loop is not None
-        begun, text, target, prompt = perf_counter(), self.text, self.target, self.inputs.prompt
-        cache = DynamicCache(config=target.model.config.get_text_config(decoder=True))
-        added = text.lengths[0] - text.prompt_width
-        hand_back(target.cache, cache, prompt, text.prompt_width, [added] * text.batch_size)
-        target.cache.let_go()
-        target.let_go()
-        self.loop.run(text.ids[:, : text.lengths[0]], cache, steps, self._take)
-        if self.output.is_finished and not self.keeps_rows:
-            self.stats.verify_seconds += perf_counter() - begun
-            return
-        length, roots, active = cache.get_seq_length(), list(text.last_slots()), target.active_rows
-        places = prompt.slots(length, [length] * text.batch_size)
-        if active is not None:  # the other rows have left
-            roots = active.of_list(roots)
-            cache.batch_select_indices(torch.tensor(active.kept, device="cpu"))  # for layers on any device
-            places = None if places is None else places[active.kept]
-        if places is not None:  # from the slot of each column to the columns in the order of slots
-            places = places.masked_fill(places < 0, length).argsort(dim=1, stable=True)[:, : max(roots)]
-        target.cache.seek(roots, 1)  # room
-        take_in(target.cache, cache, places, [])
-        target.cache.put_back = None
-        seconds = perf_counter() - begun
-        self.stats.verify_seconds += seconds
-        self.draft.came_back(seconds - self.loop.seconds)
-
-    def _take(self, ids: torch.Tensor, ended: list[torch.Tensor], seconds: list[float]) -> int:
-        """Takes over what transformers' own loop has added to ``ids``, see :data:`~.loop.Watch`."""
-        verdicts = []
-        new = ids[:, self.text.lengths[0] :].tolist()
-        for tokens, ends in zip(new, torch.stack(ended, dim=1).tolist(), strict=True):
-            count = ends.index(True) + 1 if True in ends else len(tokens)
-            verdicts.append(Verdict(tokens[:count], [-1] * count, True in ends, [0] * count))
-        counts = [len(verdict.tokens) for verdict in verdicts]
-        self.output.streamed += len(ended)
-        self.stats.verify_passes += len(ended)
-        self.stats.rounds += sum(counts)
-        self.stats.accepted_lengths[0] += sum(counts) - len(counts)  # `_commit` counts one more for each row
-        self.stats.round_sizes += [(0, sum(count > step for count in counts)) for step in range(len(ended))]
-        self._commit(verdicts, Logits(ids[:, :0]))
-        steps = 0
-        with self._surviving():
-            steps = self.draft.follow(self.text, verdicts, self._max_new(), seconds)
-        return 0 if any(self.output.done) else steps
 
     def _verify_pass(self, draft: Draft) -> Logits:
         """The full model's logits at each row's last token and at each drafted one."""

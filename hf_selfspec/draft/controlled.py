@@ -97,23 +97,6 @@ class ControlledDrafter(BaseDrafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
-    def loop_steps(self, text: Text, left: int, has_loop: bool = True) -> int:
-        self.controller.has_loop = has_loop
-        steps = 0 if self._asked is not None else self.controller.loop_steps(left)
-        return steps if steps and all(drafter.miss(text) for drafter in self.others.values()) else 0
-
-    def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
-        self.controller.record_loop(sum(len(verdict.tokens) for verdict in verdicts), seconds)
-        self.free.learn(text, verdicts, None)
-        rows = sum(count > 0 for count in max_new)
-        self.controller.begin(rows, text.batch_size, max(text.lengths))
-        promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
-        self._asked = self._free_arm(max_new) or self.controller.choose(promised)
-        return self.loop_steps(text, min(max_new))
-
-    def came_back(self, seconds: float) -> None:
-        self.controller.curve.switch = seconds
-
     def look(self, logits: Logits) -> Tops | None:
         self._tops = Tops(logits) if self._is_free_awake else None
         return self._tops

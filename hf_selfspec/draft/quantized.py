@@ -1,4 +1,4 @@
-"""Drafting with the model itself in fewer bits (ML-SpecQD, arXiv:2503.13565; QuantSpec, arXiv:2502.10424)."""
+"""Drafting with the model itself in four bits (ML-SpecQD, arXiv:2503.13565; QuantSpec, arXiv:2502.10424)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.head import output_head
 from ..model.linear import linear_layers
-from ..model.packing import GROUP_SIZES, Form, Rounded, Wanted, fits, packed, rounded, shapes, why_not
+from ..model.packing import Rounded, Wanted, fits, packed, rounded, shapes, why_not
 from ..model.plan import LayerPlan
 from ..stop.rules import ProductThreshold
 from .early_exit import EarlyExit
@@ -33,20 +33,17 @@ from .source import Drafter, DraftSource, Session
 @register("draft")
 @dataclass(frozen=True)
 class Quantized(DraftSource):
-    """Drafts with the model's own layers, whose weights are multiplied in fewer bits while they draft.
+    """Drafts with the model's own layers and head, whose weights are multiplied in four bits while they draft.
 
     Nothing is trained, and the model's own weights stay as they are. Packed ones are made at the first call, once for
     each model, shared by threads and by all its ``SelfSpec`` objects, and freed with the model; when the model's
-    weights have changed, they are made again. ``SelfSpec.save_pretrained`` saves them. In four bits they take a third
-    of a 16-bit model's memory.
+    weights have changed, they are made again. ``SelfSpec.save_pretrained`` saves them. They take a third of a 16-bit
+    model's memory.
 
-    Models are in bfloat16, on a CPU or on a GPU from compute capability 8.0 on, where torch has a kernel for four bits
-    alone. Linear layers that no kernel takes, and a head of eight bits on a GPU, stay as they are.
+    Models are in bfloat16, on a CPU or on a GPU from compute capability 8.0 on. Linear layers that no kernel takes stay
+    as they are: rows have to be multiples of 16, columns of 32.
 
     Args:
-        bits: bits of the layers' weights: 4, rounded in groups, or 8, rounded by rows.
-        group_size: number of weights with one scale in four bits: 32, 64, 128 or 256.
-        head: bits of the output head's weights: 4, 8, or 16 for the head as it is.
         layers: the layers that draft, as ``EarlyExit(layer)`` or ``SkipLayers(attention=[...], mlp=[...])``; ``None``
             for all.
 
@@ -54,30 +51,23 @@ class Quantized(DraftSource):
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    bits: int = 4
-    group_size: int = 32
-    head: int = 8
     layers: EarlyExit | SkipLayers | None = None
 
     def __post_init__(self) -> None:
-        allowed = {"bits": (4, 8), "group_size": GROUP_SIZES, "head": (4, 8, 16)}
-        for name, values in allowed.items():
-            if (value := getattr(self, name)) not in values:
-                raise SettingError(f"Quantized({name}) must be one of {', '.join(map(repr, values))}, got {value!r}.")
         layers = self.layers
         if layers is not None and not isinstance(layers, (EarlyExit, SkipLayers)):
             raise SettingTypeError(f"Quantized(layers) must be EarlyExit, SkipLayers or None, got {layers!r}.")
         if (isinstance(layers, EarlyExit) and layers.layer is None) or getattr(layers, "search", None) is not None:
             raise SettingError(
-                f"Quantized(layers={layers!r}): nothing looks for layers that draft in fewer bits. Name them, for "
+                f"Quantized(layers={layers!r}): nothing looks for layers that draft in four bits. Name them, for "
                 "example EarlyExit(8) or SkipLayers(mlp=[3, 5])."
             )
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         if self.layers is not None:
             self.layers.check(anatomy, max_new)
-        if why := why_not(anatomy, self._layers(anatomy), self.form):
-            raise UnsupportedModelError(f"{anatomy.model_name} cannot draft in {self.bits} bits: {why}")
+        if why := why_not(anatomy, self._layers(anatomy)):
+            raise UnsupportedModelError(f"{anatomy.model_name} cannot draft in four bits: {why}")
 
     def start(self, session: Session) -> Drafter:
         model, anatomy, folder = session.target.model, session.anatomy, session.knowledge.folder
@@ -89,27 +79,21 @@ class Quantized(DraftSource):
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
         tensors = {}
-        for name, pair in self.wanted(Anatomy.of(model), model).items():
-            tensors[f"{name}.numbers"], tensors[f"{name}.scales"] = rounded(*pair)
+        for name, module in self.wanted(Anatomy.of(model), model).items():
+            tensors[f"{name}.numbers"], tensors[f"{name}.scales"] = rounded(module)
         if tensors:  # none where this device has no kernel
             with written_whole(self._path(folder)) as beside:
                 save_file(tensors, beside, _about(model))
 
     def wanted(
-        self, anatomy: Anatomy, model: PreTrainedModel, fits: Callable[[torch.nn.Module, Form], bool] = fits
+        self, anatomy: Anatomy, model: PreTrainedModel, fits: Callable[[torch.nn.Module], bool] = fits
     ) -> Wanted:
-        """The layers that are packed, by their names, and how."""
-        linears = linear_layers(self._layers(anatomy))
-        wanted = {name: (module, self.form) for name, module in linears if fits(module, self.form)}
-        head, form = output_head(model), self.form._replace(bits=self.head)
-        if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head, form):
-            wanted["head"] = head, form
+        """The layers that are packed, by their names."""
+        wanted = {name: module for name, module in linear_layers(self._layers(anatomy)) if fits(module)}
+        head = output_head(model)
+        if type(head) is torch.nn.Linear and getattr(self.layers, "head", None) is None and fits(head):
+            wanted["head"] = head
         return wanted
-
-    @property
-    def form(self) -> Form:
-        """How the weights of layers are rounded."""
-        return Form(self.bits, self.group_size)
 
     def _plan(self, anatomy: Anatomy) -> LayerPlan:
         plan = None if self.layers is None else self.layers.plan(anatomy)
@@ -133,10 +117,10 @@ class Quantized(DraftSource):
             with safe_open(path, "pt") as file:
                 # A file from a device with fewer kernels has fewer layers.
                 names = set(file.keys()) if file.metadata() == _about(model) else ()
-                for name, pair in wanted.items():
+                for name, module in wanted.items():
                     if f"{name}.numbers" in names:
                         weights = file.get_tensor(f"{name}.numbers"), file.get_tensor(f"{name}.scales")
-                        if tuple(tuple(tensor.shape) for tensor in weights) != shapes(*pair):
+                        if tuple(tuple(tensor.shape) for tensor in weights) != shapes(module):
                             raise ValueError(f"{name} has other shapes")
                         yield name, weights
         except (SafetensorError, OSError, ValueError) as error:

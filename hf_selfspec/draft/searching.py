@@ -86,17 +86,6 @@ class SearchingDraft(LookingDraft):
             return
         self._learn(text, verdicts, logits, None if self._others_drafted else Draft.none(text))
 
-    def miss(self, text: Text) -> bool:
-        """See :meth:`BaseDrafter.miss`; a search with time for a trial needs rounds."""
-        search = self.search
-        if search.choice.drafts or not (search.is_idle or (self._budget.share < 1.0 and not self._has_time(_LEAST))):
-            return False
-        search.generated += sum(text.lengths) - sum(self._lengths or text.lengths)
-        self._lengths, self._behind = list(text.lengths), 0
-        self._begun, self._waited, self._others_drafted = self.target.clock(), 0, False
-        self._last_logits.forget()
-        return True
-
     @property
     def _rests(self) -> bool:
         """Whether nothing drafts, and logits are not needed yet, since there is no time to try a set for a while."""

@@ -100,22 +100,6 @@ class BaseDrafter(Drafter):
         """Drafts nothing."""
         return Draft.none(text)
 
-    def miss(self, text: Text) -> bool:
-        """Whether it needs no rounds after ``text`` while transformers' own loop adds tokens: by default if it observes
-        none."""
-        return self.observe is None
-
-    def loop_steps(self, text: Text, left: int, has_loop: bool = True) -> int:
-        """How many of ``left`` tokens transformers' own loop should add now, 0 for a round; see the controller."""
-        return 0
-
-    def follow(self, text: Text, verdicts: list[Verdict], max_new: list[int], seconds: list[float]) -> int:
-        """Learns what that loop has added in so many seconds a step; returns how many steps it should go on for."""
-        return 0
-
-    def came_back(self, seconds: float) -> None:
-        """Learns how many seconds it took to enter that loop and to come back, without its steps."""
-
 
 class _Completed(BaseDrafter):
     """A drafter of a class that does not derive from ours, with the defaults for what it lacks."""
@@ -245,7 +229,7 @@ class DraftSource:
     only this interface. ``hf_selfspec.register("draft")`` lets a source be saved by its name.
 
     Attributes:
-        lossless: whether the output is the model's own. If not, a saved config must not choose the source.
+        lossless: whether the output is the model's own.
         takes_forwards: whether all drafts take forwards of the model, or of parts of it.
     """
 

@@ -2,21 +2,18 @@
 
 import gc
 import inspect
-import json
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from types import FrameType, MethodType
+from collections.abc import Mapping
+from types import CodeType, MethodType
 from typing import Any, Literal
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
+from ..errors import SettingTypeError, UnsupportedOptionError, brief, warn_once
 from ..forks import new_lock
-from ..learned import saving
 from ..model.anatomy import causal_lm
-from ..selfspec import CONFIG_KEY, SelfSpec
+from ..selfspec import SelfSpec
 from .seams import is_wrapped
 
 # Options of a call or generation config that choose another way of decoding, and so override a SelfSpec set elsewhere.
@@ -24,8 +21,6 @@ _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens",
 _ALLOWED = "a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), or False for none"
 # Where a generation config may hold a SelfSpec, as in a call.
 CONFIG_NAMES = ("custom_generate", "assistant")
-# How many SelfSpecs of saved configs are kept in memory.
-_RESTORED = 64
 
 _specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
 _lock = new_lock()
@@ -51,16 +46,20 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
     in_passed = _in_config(passed)
-    models = [(each, f"this {type(each).__name__}") for each in (model, *_around(model))]
-    configured = [(_in_config_of(each), f"in the generation config of {name}") for each, name in models]
+    # Behind the wrapper and its seam is perhaps the generate of a model around this one, whose config then counts, too.
+    caller = sys._getframe(3)
+    outer = caller.f_locals.get("self") if caller.f_code.co_name == "generate" else None
+    models = [model, outer] if isinstance(outer, PreTrainedModel) and _calls_others(caller.f_code) else [model]
+    configs = [(getattr(each, "generation_config", None), type(each).__name__) for each in models]
+    configured = [(_in_config(config), f"in the generation config of this {name}") for config, name in configs]
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
         default_of = next((default_of for spec, default_of in configured if spec == in_passed), "")
         return (in_passed, default_of) if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
-    attached = [(_attached(each), f"attached to {name}") for each, name in models]
-    spec, default_of = next((default for default in configured + attached if default[0] is not None), (None, ""))
+    defaults = [*configured, (_attached(model), f"attached to this {type(model).__name__}")]
+    spec, default_of = next((default for default in defaults if default[0] is not None), (None, ""))
     return (spec, default_of) if spec else None
 
 
@@ -81,22 +80,6 @@ def _checked(assistant: Any, custom: Any, call: Mapping[str, Any]) -> SelfSpec:
     return assistant
 
 
-def _around(model: Any) -> Iterator[PreTrainedModel]:
-    """The model whose own ``generate`` calls that of ``model``, a language model inside of it (as in BLIP-2). Only the
-    stack of callers shows it. Empty where the outer model decodes itself, and the inner one is a part of each step."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        outer = frame.f_locals.get("self") if frame.f_code.co_name == "generate" else None
-        if isinstance(outer, PreTrainedModel) and outer is not model:
-            decodes = (
-                frame.f_globals.get("__name__") == GenerationMixin.__module__ or "__class__" in frame.f_code.co_freevars
-            )
-            if not decodes and any(module is model for module in outer.modules()):
-                yield outer
-            return
-        frame = frame.f_back
-
-
 def _has_other_way(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) not in (None, False) for name in _OTHER_WAYS)
 
@@ -106,42 +89,30 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
     custom, assistant = (getattr(config, name, None) for name in CONFIG_NAMES)
     if assistant is None and isinstance(custom, SelfSpec):
         return custom
-    if isinstance(assistant, Mapping) and CONFIG_KEY in assistant:
-        # The object replaces the settings read from the file, so that its statistics can be seen.
-        config.assistant = assistant = _restored(json.dumps(assistant[CONFIG_KEY], sort_keys=True))
     if assistant is None or assistant is False or isinstance(assistant, SelfSpec):
         return assistant
-    raise SettingTypeError(f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {assistant!r}.")
+    why = f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {brief(repr(assistant))}."
+    if not isinstance(assistant, (dict, list, str, int, float)):
+        raise SettingTypeError(why)
+    warn_once(f"the assistant of a generation config is left out: {why}")  # as files hold it, which others wrote
+    return None
 
 
-def _in_config_of(model: Any) -> SelfSpec | Literal[False] | None:
-    """The same for a model's own config, where a value that is not allowed leads to a warning."""
-    try:
-        return _in_config(getattr(model, "generation_config", None))
-    except (SettingError, SettingTypeError) as error:  # not raised, since the caller did not write the model's config
-        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
-        return None
+def _own_generate(model: Any) -> CodeType | None:
+    """The code of ``generate`` where a model, or its class, has one of its own."""
+    generate = vars(model).get("generate", getattr(type(model), "generate", GenerationMixin.generate))
+    return None if generate is GenerationMixin.generate else getattr(inspect.unwrap(generate), "__code__", None)
 
 
-@lru_cache(maxsize=_RESTORED)
-def _restored(settings: str) -> SelfSpec:
-    """The ``SelfSpec`` of a saved config. Equal settings (JSON of ``to_dict``) share it, so that it keeps learning."""
-    encoded = json.loads(settings)
-    if isinstance(encoded, str):
-        raise SettingError(
-            f"the generation config was saved with {encoded}, which holds a function or generator of your own that "
-            "cannot be saved. Set `assistant` again."
-        )
-    try:
-        spec = SelfSpec(**saving.decode_settings(encoded, only_here=True))
-        if not getattr(spec.draft, "lossless", True):
-            raise SettingError(f"{spec.draft!r} changes the output, which a file must not choose")
-        return spec
-    except (SelfSpecError, KeyError, TypeError, AttributeError) as error:
-        raise SettingError(
-            f"the generation config was saved with an assistant that this version of hf_selfspec cannot use ({error}): "
-            f"{settings}. Set `assistant` again."
-        ) from error
+def _calls_others(code: CodeType | None) -> bool:
+    """Whether a ``generate`` leaves decoding to models inside; one with ``super()`` decodes itself (as in Moshi)."""
+    return code is not None and "generate" in code.co_names and "__class__" not in code.co_freevars
+
+
+def _reached(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """What is attached to with a model: also the models inside that decode in its place."""
+    parts = model.modules() if _calls_others(_own_generate(model)) else ()
+    return [model, *(part for part in parts if isinstance(part, GenerationMixin) and part is not model)]
 
 
 class Attachment:
@@ -152,17 +123,17 @@ class Attachment:
     """
 
     def __init__(self, model: PreTrainedModel, spec: SelfSpec) -> None:
-        self.spec = spec
-        self._model = model
-        self._before = _replace(model, spec)
+        self.spec, self._models = spec, _reached(model)
+        self._before = [_replace(each, spec) for each in self._models]
 
     def __enter__(self) -> SelfSpec:
-        if _attached(self._model) is not self.spec:
-            self._before = _replace(self._model, self.spec)
+        if any(_attached(each) is not self.spec for each in self._models):
+            self._before = [_replace(each, self.spec) for each in self._models]
         return self.spec
 
     def __exit__(self, *error: object) -> None:
-        _replace(self._model, self._before)
+        for each, before in zip(self._models, self._before, strict=True):
+            _replace(each, before)
 
 
 def attach(model: Any, spec: SelfSpec) -> Attachment:
@@ -172,8 +143,8 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
     an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``
-    calls that of a language model inside (BLIP-2, Kosmos-2), that one is served. ``generate_batch`` is not reached, nor
-    is a ``generate`` that does not call transformers' own as it is now, of which a warning tells.
+    calls that of a language model inside (BLIP-2, Kosmos-2), it is attached to that one, too. ``generate_batch`` is not
+    reached, nor is a ``generate`` that does not call transformers' own as it is now, of which a warning tells.
 
     The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
     of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
@@ -219,8 +190,7 @@ def _is_reached(model: PreTrainedModel) -> bool:
         methods = [referrer.__func__ for referrer in gc.get_referrers(model) if isinstance(referrer, MethodType)]
         if taken := [method for method in methods if inspect.unwrap(method) is inspect.unwrap(usual)]:
             return any(method is usual or is_wrapped(method) for method in taken)
-    code = getattr(inspect.unwrap(generate), "__code__", None)
-    return generate is GenerationMixin.generate or code is None or "generate" in code.co_names
+    return (code := _own_generate(model)) is None or "generate" in code.co_names
 
 
 def detach(model: Any) -> None:
@@ -232,7 +202,8 @@ def detach(model: Any) -> None:
     Raises:
         SettingTypeError: ``model`` is neither a model of transformers nor a PEFT model around one.
     """
-    _replace(causal_lm(model, "detach"), None)
+    for each in _reached(causal_lm(model, "detach")):
+        _replace(each, None)
 
 
 def _attached(model: PreTrainedModel) -> SelfSpec | None:

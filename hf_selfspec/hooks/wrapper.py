@@ -120,47 +120,26 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     check_inputs(model, named.get("inputs"))
     if effective.cache_implementation == "static":
         named |= {"compile_config": effective.compile_config or CompileConfig()}
-    # Where a callable decodes, transformers has no tokenizer for either of these options.
-    tokenizer, strings, heals = named.get("tokenizer"), effective.stop_strings, bool(effective.token_healing)
-    if tokenizer is None and (strings is not None or heals):
-        option = "token_healing=True" if strings is None else f"stop_strings={strings!r}"
-        raise UnsupportedOptionError(f"{option} needs the tokenizer: pass generate(tokenizer=tokenizer).")
-    if strings is not None:
+    if (strings := effective.stop_strings) is not None:
+        # Where a callable decodes, transformers has no tokenizer for this option.
+        if (tokenizer := named.get("tokenizer")) is None:
+            raise UnsupportedOptionError(
+                f"stop_strings={strings!r} needs the tokenizer: pass generate(tokenizer=tokenizer)."
+            )
         criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
         criteria = StoppingCriteriaList([*(named.get("stopping_criteria") or ()), criterion])
         named |= {"stopping_criteria": criteria, "stop_strings": None}
     streamer, synced_gpus = named.get("streamer"), _is_synced(model, named.get("synced_gpus"))
-    if heals:
-        _check_healing(named, tokenizer)
-        named |= {"token_healing": False, "streamer": None}
 
     def decode(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
     ) -> Any:
-        if heals:
-            input_ids = model.heal_tokens(input_ids, tokenizer)
-            if streamer is not None:
-                streamer.put(input_ids.cpu())
         prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
         with listing_once():
             return serve(Call(*prepared, synced_gpus, streamer, inputs), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE
     return named | {"custom_generate": decode}
-
-
-def _check_healing(named: dict[str, Any], tokenizer: Any) -> None:
-    """Checks that token healing, which tokenizes the prompts' texts again, does not change their length: masks and
-    positions have been prepared for it."""
-    ids = named.get("inputs") if named.get("input_ids") is None else named["input_ids"]
-    if ids is None or ids.shape[1] == 0:
-        return
-    texts = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
-    if (width := len(tokenizer(texts, padding=True).input_ids[0])) != ids.shape[1]:
-        raise UnsupportedOptionError(
-            f"token_healing=True makes {width} tokens of a prompt that has {ids.shape[1]} and as many positions. Leave "
-            "out spaces at its ends and special tokens, or call generate without `assistant`."
-        )
 
 
 class _Options:

@@ -118,15 +118,15 @@ def encode(value: Any, name: str) -> Any:
     )
 
 
-def decode_settings(settings: Any, only_here: bool = False) -> dict[str, Any]:
-    """Returns the arguments of ``SelfSpec`` from a file's settings, ``only_here`` if they must not start a download."""
+def decode_settings(settings: Any) -> dict[str, Any]:
+    """Returns the arguments of ``SelfSpec`` from a file's settings."""
     if not isinstance(settings, dict):
         raise TypeError(f"its settings are {settings!r}")
     _check_names("", settings, _SETTINGS)
-    return {name: decode(value, name, only_here) for name, value in settings.items()}
+    return {name: decode(value, name) for name, value in settings.items()}
 
 
-def decode(value: Any, name: str, only_here: bool = False) -> Any:
+def decode(value: Any, name: str) -> Any:
     """The inverse of :func:`encode`; ``name`` contains the names of the settings around it, e.g. ``draft.search``."""
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
@@ -138,11 +138,10 @@ def decode(value: Any, name: str, only_here: bool = False) -> Any:
             )
         fields = {field: content for field, content in value.items() if field != "class"}
         _check_names(f"{name}.", fields, [field.name for field in dataclasses.fields(cls)])
-        return cls(**{field: decode(content, f"{name}.{field}", only_here) for field, content in fields.items()})
-    is_place = setting in PARTS and not isinstance(value, int)  # the bits of a head are no place
-    if is_place and not (value is None and PARTS[setting]):
-        _check_place(name, value, only_here)
-    return tuple(decode(item, name, only_here) for item in value) if isinstance(value, list) else value
+        return cls(**{field: decode(content, f"{name}.{field}") for field, content in fields.items()})
+    if setting in PARTS and not (value is None and PARTS[setting]):
+        _check_place(name, value)
+    return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 
 
 def _check_names(where: str, names: Iterable[str], allowed: Sequence[str]) -> None:
@@ -150,15 +149,13 @@ def _check_names(where: str, names: Iterable[str], allowed: Sequence[str]) -> No
         raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot set. It may set {', '.join(allowed)}.")
 
 
-def _check_place(name: str, value: Any, only_here: bool) -> None:
+def _check_place(name: str, value: Any) -> None:
     """Checks for an absolute path or a Hub repository; Windows would log in to the machine that ``//name`` names."""
     is_usual = isinstance(value, str) and not re.match(r"[\\/]{2}", value)
     if not is_usual or not (Path(value).is_absolute() or is_name(value)):
         raise SettingError(
             f"{name} is {value!r}, which is neither the whole path of a folder nor the name of a repository on the Hub."
         )
-    if only_here and not Path(value).is_dir():
-        raise SettingError(f"{name} is {value!r}, and there is no such folder")
 
 
 def write(saved: Saved) -> None:

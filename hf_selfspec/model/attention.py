@@ -30,7 +30,6 @@ from .internals import registered
 from .layout import Feed
 from .module_tools import libraries_of
 from .patching import InstanceForwards, PerThread, SharedChange, shared_change
-from .prompt import Holes
 from .split_attention import ALIGNED, attention_in_parts, masks_of_parts, parts_for, takes_lines
 from .transfer import RowNumbers
 from .window import Window
@@ -69,37 +68,31 @@ class MaskSpec:
     grouped: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # layouts for query heads
 
     @classmethod
-    def of(
-        cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, window: Window | None, is_exact: bool = False
-    ) -> MaskSpec:
+    def of(cls, feed: Feed, positions: torch.Tensor, window: Window | None, is_exact: bool = False) -> MaskSpec:
         """The spec of a forward's tokens at positions ``[b, s]``, which may be nodes of a tree."""
-        spec = cls._read(feed, positions, holes, max(feed.starts) + positions.shape[1], None)
+        spec = cls._read(feed, positions, max(feed.starts) + positions.shape[1], None)
         if window is not None:
-            spec.window = cls._read(feed, positions, holes, window.length, window.firsts)
+            spec.window = cls._read(feed, positions, window.length, window.firsts)
             spec.window.offset, spec.window.limit = window.offset, window.size
         if is_exact:
             spec.alone = (spec.window or spec).alone = feed
         return spec
 
     @classmethod
-    def _read(
-        cls, feed: Feed, positions: torch.Tensor, holes: Holes | None, length: int, firsts: RowNumbers | None
-    ) -> MaskSpec:
+    def _read(cls, feed: Feed, positions: torch.Tensor, length: int, firsts: RowNumbers | None) -> MaskSpec:
         """The spec for layers whose attention reads ``length`` slots from each row's first on (``None``: from 0)."""
         device, cursors, nodes = positions.device, feed.starts, feed.nodes
-        spec = cls(positions, length, is_even=cursors.are_equal and holes is None)
+        spec = cls(positions, length, is_even=cursors.are_equal)
         if nodes is not None:
             # The slots of the tree: from each row's first node on, one per node, in order.
             starts = cursors if firsts is None else cursors.minus(firsts)
             slots = starts.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
             spec.key_positions, spec.visible = nodes.keys(slots.expand(len(cursors), -1), length, feed.first_node)
-        elif holes is not None or not (firsts is None or firsts.are_equal):
+        elif not (firsts is None or firsts.are_equal):
             spec.key_positions = torch.arange(length, device=device)[None]
         if firsts is not None:
             spec.is_even &= firsts.are_equal
             spec.begin_at(firsts.on(device), min(firsts) < 0)
-        if holes is not None and spec.key_positions is not None:
-            spec.query_positions, spec.key_positions = holes.at(positions), holes.at(spec.key_positions)
         return spec
 
     def begin_at(self, firsts: torch.Tensor, is_before: bool = True) -> None:
@@ -131,7 +124,7 @@ class MaskSpec:
             )
         (b, s), n = self.query_positions.shape, self.length
         is_last = s == 1 and (b == 1 or self.is_even) and self.visible is None
-        # A chunk may begin between slots that a window of its size covers, which masked columns make narrower.
+        # A chunk may begin between slots that a window of its size covers.
         is_chunk = local_size == getattr(config, "attention_chunk_size", None)
         is_cut = (self.offset > 0 and is_chunk) or self.key_positions is not None
         sees_all = is_last and (local_size is None or (n <= local_size and not is_cut))

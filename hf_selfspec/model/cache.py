@@ -6,7 +6,7 @@ a forward writes at a cursor of each row, and what lies beyond the cursor is sim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ class SpeculativeCache(Cache, Extent):
         self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states
         # Whether code runs beside the model that the tests do not have: it gets all rows, but no keys and values.
         self.has_unknown_readers = False
-        self.put_back: Callable[[], None] | None = None  # undoes that keys and values were moved here
+        self.was_given = False  # whether a cache of the user's lacks what is here
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -123,10 +123,7 @@ class SpeculativeCache(Cache, Extent):
         self._buffers = None, []
 
     def let_go(self) -> None:
-        """Frees the memory; what was taken from another cache and not handed back is put back."""
-        put_back, self.put_back = self.put_back, None
-        if put_back is not None:
-            put_back()
+        """Frees the memory."""
         self.layers.clear()
         self.recurrent.clear()
         self._banks.clear()

@@ -4,14 +4,11 @@ Keys and values are moved, one tensor at a time, so that they are there once.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..errors import only_warned, warn_once
 from .cache import SpeculativeCache, window_of
 from .prompt import Prompt
 from .target import Target
@@ -21,8 +18,8 @@ _MOVED = DynamicLayer, DynamicSlidingWindowLayer
 
 
 def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
-    """Moves what an earlier ``generate`` returned, until an error puts it back: its ``columns`` ``[b, m]`` (``None``:
-    all) go to slots ``0..m-1``, of which each row has ``slots``. The cursors do not change."""
+    """Moves what an earlier ``generate`` returned: its ``columns`` ``[b, m]`` (``None``: all) go to slots ``0..m-1``,
+    of which each row has ``slots``. The cursors do not change."""
     length = past.get_seq_length()
     cache.round_up()
     for recurrent in cache.recurrent:
@@ -30,7 +27,7 @@ def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, 
     if cache.window is not None:
         held = [source.keys.shape[2] for source in past.layers if window_of(source) and source.is_initialized]
         cache.window.begin(slots, min(held, default=length), cache.capacity)
-    cache.put_back = partial(_put_back, cache, past, columns, length, cache.window and cache.window.bases)
+    cache.was_given = True
     for index, source in enumerate(past.layers):
         if getattr(source, "keys", None) is None:
             continue
@@ -73,7 +70,7 @@ def hand_back(cache: SpeculativeCache, past: Cache, prompt: Prompt, columns: int
     length = prompt.width + new - 1
     places = prompt.slots(length, [new] * len(generated) if cache.recurrent else generated)
     slots = [base + columns + new - 1 for base in prompt.base]
-    cache.put_back = None
+    cache.was_given = False
     empty(past)
     if past.layer_class_to_replicate is not None:  # one that was made without a config
         past.layers += [past.layer_class_to_replicate() for _ in cache.layers[len(past.layers) :]]
@@ -82,30 +79,14 @@ def hand_back(cache: SpeculativeCache, past: Cache, prompt: Prompt, columns: int
     _fill(cache, past, places, length)
 
 
-def _put_back(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, length: int, bases: Any) -> None:
-    """Undoes :func:`take_in`, unless windows, which began at ``bases``, have moved on."""
-    moved = [layer for layer, source in zip(cache.layers, past.layers, strict=False) if type(source) in _MOVED]
-    if any(bank.bases not in (None, bases) for layer in moved for bank in layer.banks.values()):
-        empty(past)
-        warn_once("the cache that was given is empty now, since an error came after its windows had moved on.")
-    else:
-        with only_warned("putting back a cache, which is empty now,", partial(empty, past)):
-            _fill(cache, past, columns if columns is None else columns.argsort(1), length, only_moved=True)
-
-
-def _fill(
-    cache: SpeculativeCache, past: Cache, places: torch.Tensor | None, length: int, only_moved: bool = False
-) -> None:
-    """Moves what is in slots ``places`` ``[b, length]`` (-1: zeros; ``None``: the first ones) to an empty cache, or to
-    where it was moved from."""
+def _fill(cache: SpeculativeCache, past: Cache, places: torch.Tensor | None, length: int) -> None:
+    """Moves what is in slots ``places`` ``[b, length]`` (-1: zeros; ``None``: the first ones) to an empty cache."""
     for layer, target in zip(cache.layers, past.layers, strict=False):
         is_moved, copies = type(target) in _MOVED, dict[str, torch.Tensor]()
         if is_moved and layer.is_initialized and not target.is_initialized:
             target.lazy_initialization(*layer.buffers())
             target.keys = target.values = None
         for name in list(layer.banks):
-            if only_moved and not (is_moved and getattr(target, name) is None):
-                continue
             buffer, bases, window = layer.buffer(name), layer.banks[name].bases, window_of(target)
             slots = torch.arange(length, device=buffer.device)[None] if places is None else places.to(buffer.device)
             slots = within_buffer = slots.expand(len(buffer), -1)

@@ -173,12 +173,6 @@ class Inputs:
         extra = extra_arguments(model, arguments)
         cached, length = tokens_in(given_cache(arguments)), mask_length(config)
         prompt = Prompt.of(input_ids, arguments, cached, length, anatomy.ragged)
-        if anatomy.is_recurrent and prompt.holes is not None:
-            raise UnsupportedOptionError(
-                f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
-                "padding between the turns of a batched chat, for example. Pass prompts that are padded only on the "
-                "left, or call generate without `assistant`."
-            )
         if takes_text_only(model) and not has_tensors(extra):
             return cls(input_ids, arguments, config, anatomy, prompt, DecodeInputs(extra=extra))
         following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())

@@ -76,13 +76,6 @@ def mask_length(config: Any) -> int | None:
     return length
 
 
-def set_mask_length(config: Any, length: int) -> bool:
-    """Sets :func:`mask_length`, and returns whether this version has it."""
-    if has_it := hasattr(config, "_mask_length"):
-        config._mask_length = length
-    return has_it
-
-
 def compiles_on_cpu(config: Any) -> bool:
     """Returns whether a ``CompileConfig`` is meant for CPUs, too, where transformers does not compile by itself."""
     return bool(config._compile_all_devices)

@@ -1,8 +1,8 @@
-"""Linear layers in four or eight bits: how their weights are rounded and packed, and what multiplies with them.
+"""Linear layers in four bits: how their weights are rounded and packed, and what multiplies with them.
 
-One thread of an AMD EPYC (AVX-512 BF16), bfloat16, torch 2.13, one token: a 4096 x 4096 layer takes 2.94 ms, 1.24 in
-eight bits and 0.89 in four; 2.76, 1.93 and 1.59 for four tokens. In float16 and float32 torch's kernels of a CPU are
-references, which take 7 to 20 times as long as the layer itself.
+One thread of an AMD EPYC (AVX-512 BF16), bfloat16, torch 2.13, one token: a 4096 x 4096 layer takes 2.94 ms, and 0.89
+in four bits; 2.76 and 1.59 for four tokens. A head of 49,152 tokens and width 576: 7.0 and 1.8; 8.1 and 3.0. In float16
+and float32 torch's kernels of a CPU are references, which take 7 to 20 times as long as the layer itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from psutil import virtual_memory
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -29,8 +28,8 @@ from .linear import linear_layers
 from .module_tools import all_modules
 from .plan import Substitutes
 
-# Rounded weights. In four bits: numbers from 0 to 15, two in a byte [n, k / 2], and for each group its scale and the
-# value of its number 8 [k / group_size, n, 2]. In eight: numbers from -127 to 127 [n, k], and their scales [n].
+# Rounded weights: numbers from 0 to 15, two in a byte [n, k / 2], and for each group its scale and the value of its
+# number 8 [k / GROUP_SIZE, n, 2].
 Rounded = tuple[torch.Tensor, torch.Tensor]
 # How many numbers are rounded at once, so that large layers take no more memory for it than small ones.
 _PIECE = 2**20
@@ -38,19 +37,12 @@ _PIECE = 2**20
 # and six turns SmolLM2 agrees with itself less (0.730 of 8,192 tokens of WikiText-2 for 0.740, weights dithered as in
 # RESULTS), with 1.0, 0.9 and 0.8 no more (0.739).
 _CLIPS, _TURNS = (1.0, 0.85), 3
-# The groups that kernels take.
-GROUP_SIZES = (32, 64, 128, 256)
+# Values of a row with one scale, which kernels take from 32 on; see RESULTS for 64.
+GROUP_SIZE = 32
 # The smallest share of the numbers in layers that is packed: with less, drafts are hardly faster than the model.
 _LEAST = 0.5
 
 _logger = logging.getLogger(__name__)
-
-
-class Form(NamedTuple):
-    """How a weight is rounded."""
-
-    bits: int  # 4 or 8
-    group_size: int  # values of a row with one scale, in four bits
 
 
 class Kernel(NamedTuple):
@@ -72,23 +64,13 @@ def one_a_byte(numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack([numbers >> 4, numbers & 15], dim=-1).flatten(1)
 
 
-def _with_end(numbers: torch.Tensor) -> torch.Tensor:
-    """Rows with zeros behind them, since torch's kernel of eight bits reads past the end of an odd number of rows."""
-    return pad(numbers.contiguous(), (0, 0, 0, 16))[: len(numbers)]
-
-
 _KERNELS = {
-    ("cpu", 4): Kernel(
+    "cpu": Kernel(
         lambda numbers: torch._convert_weight_to_int4pack_for_cpu(one_a_byte(numbers).int(), 1),
         torch._weight_int4pack_mm_for_cpu,
         most=8,
     ),
-    ("cpu", 8): Kernel(
-        _with_end,
-        lambda input, packed, group_size, scales: torch._weight_int8pack_mm(input, packed, scales),
-        most=4,
-    ),
-    ("cuda", 4): Kernel(_tiles, torch._weight_int4pack_mm, most=16),
+    "cuda": Kernel(_tiles, torch._weight_int4pack_mm, most=16),
 }
 
 
@@ -96,10 +78,10 @@ _KERNELS = {
 _CDNA = "gfx90a", "gfx940", "gfx941", "gfx942"
 
 
-def kernel_for(bits: int, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """Returns what multiplies with packed weights on a device, ``None`` where nothing is faster than the layer."""
     is_served = device.type != "cuda" or _has_tensor_cores(device)
-    return _KERNELS.get((device.type, bits)) if dtype is torch.bfloat16 and is_served else None
+    return _KERNELS.get(device.type) if dtype is torch.bfloat16 and is_served else None
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
@@ -110,29 +92,27 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0] in _CDNA
 
 
-def fits(module: nn.Module, form: Form) -> bool:
+def fits(module: nn.Module) -> bool:
     """Returns whether the weight of a linear layer can be packed, and is multiplied faster then."""
     weight: Any = module.weight
     is_plain = type(weight) is nn.Parameter and weight.dim() == 2
-    return is_plain and kernel_for(form.bits, weight.device, weight.dtype) is not None and has_widths(module, form)
+    return is_plain and kernel_for(weight.device, weight.dtype) is not None and has_widths(module)
 
 
-def has_widths(module: nn.Module, form: Form) -> bool:
+def has_widths(module: nn.Module) -> bool:
     """Returns whether kernels take a linear layer's rows and columns."""
     rows, width = _weight(module).shape
-    return width % (form.group_size if form.bits == 4 else 32) == 0 and (rows % 16 == 0 or form.bits == 8)
+    return width % GROUP_SIZE == 0 and rows % 16 == 0
 
 
-def why_not(
-    anatomy: Anatomy, layers: Mapping[int, nn.Module], form: Form, fits: Callable[[nn.Module, Form], bool] = fits
-) -> str:
+def why_not(anatomy: Anatomy, layers: Mapping[int, nn.Module], fits: Callable[[nn.Module], bool] = fits) -> str:
     """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
     if (config := getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)) is not None:
         method = (config if isinstance(config, dict) else config.to_dict()).get("quant_method")
         return f"its weights are quantised already ({getattr(method, 'value', method)}). Load it in bfloat16."
     unpacked = {weight for layer in layers.values() for weight in layer.parameters()}
     total = sum(weight.numel() for weight in unpacked)
-    unpacked -= {module.weight for _, module in linear_layers(layers) if fits(module, form)}
+    unpacked -= {module.weight for _, module in linear_layers(layers) if fits(module)}
     if sum(weight.numel() for weight in unpacked) <= (1 - _LEAST) * total:
         return ""
     weight = max(unpacked, key=torch.Tensor.numel)
@@ -140,9 +120,9 @@ def why_not(
         return "its weights are spread over processes or offloaded. Load it on one device of one process."
     if type(weight) is not nn.Parameter or weight.element_size() < 2:
         return "its weights are quantised already. Load it in bfloat16."
-    if kernel_for(form.bits, weight.device, weight.dtype) is None:
+    if kernel_for(weight.device, weight.dtype) is None:
         return (
-            f"torch has no kernel for {form.bits} bits that is faster than its layers in {weight.dtype} on this "
+            f"torch has no kernel for four bits that is faster than its layers in {weight.dtype} on this "
             f"{weight.device.type}. Load it in bfloat16, on a CPU or a GPU of compute capability 8.0 or more."
         )
     return (
@@ -151,15 +131,15 @@ def why_not(
     )
 
 
-def shapes(module: nn.Module, form: Form) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of the rounded numbers and scales of a linear layer."""
     rows, width = _weight(module).shape
-    return ((rows, width // 2), (width // form.group_size, rows, 2)) if form.bits == 4 else ((rows, width), (rows,))
+    return (rows, width // 2), (width // GROUP_SIZE, rows, 2)
 
 
-def packed_bytes(module: nn.Module, form: Form) -> int:
+def packed_bytes(module: nn.Module) -> int:
     """Returns the memory that the packed weight of a linear layer takes."""
-    numbers, scales = shapes(module, form)
+    numbers, scales = shapes(module)
     return prod(numbers) + 2 * prod(scales)
 
 
@@ -169,10 +149,10 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return weight.detach().t() if isinstance(module, Conv1D) else weight.detach()
 
 
-def _by_groups(weight: torch.Tensor, group_size: int) -> Rounded:
+def _by_groups(weight: torch.Tensor) -> Rounded:
     """16 evenly spaced values for each group, by least squares: numbers and the line through them in turn, from
     several first lines."""
-    values = weight.float().unflatten(1, (-1, group_size))  # [n, k / group_size, group_size]
+    values = weight.float().unflatten(1, (-1, GROUP_SIZE))  # [n, k / GROUP_SIZE, GROUP_SIZE]
     low, high = values.aminmax(dim=-1, keepdim=True)
     least, best = torch.full_like(low, torch.inf), [torch.empty_like(values), low, low]
     for clip in _CLIPS:
@@ -194,37 +174,30 @@ def _by_groups(weight: torch.Tensor, group_size: int) -> Rounded:
     return numbers[:, ::2] << 4 | numbers[:, 1::2], scales.transpose(0, 1).to(weight.dtype)
 
 
-def _by_rows(weight: torch.Tensor, group_size: int) -> Rounded:
-    """Evenly spaced values around 0 for each row."""
-    scales = (weight.float().abs().amax(1) / 127).clamp(min=1e-8).to(weight.dtype)
-    return (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
-
-
-def rounded(module: nn.Module, form: Form) -> Rounded:
+def rounded(module: nn.Module) -> Rounded:
     """Rounds the weight of a linear layer."""
-    weight, by = _weight(module), _by_groups if form.bits == 4 else _by_rows
-    pieces = weight.split(max(1, _PIECE // weight.shape[1]))
-    numbers, scales = zip(*(by(piece, form.group_size) for piece in pieces), strict=True)
-    return torch.cat(numbers), torch.cat(scales, dim=1 if form.bits == 4 else 0)
+    weight = _weight(module)
+    numbers, scales = zip(*map(_by_groups, weight.split(max(1, _PIECE // weight.shape[1]))), strict=True)
+    return torch.cat(numbers), torch.cat(scales, dim=1)
 
 
 class PackedLinear:
     """A linear layer with a packed weight, as a :class:`~.plan.Substitutes` has it."""
 
-    def __init__(self, module: nn.Module, form: Form, from_file: Rounded | None = None) -> None:
+    def __init__(self, module: nn.Module, from_file: Rounded | None = None) -> None:
         weight: Any = module.weight
-        kernel = kernel_for(form.bits, weight.device, weight.dtype)
+        kernel = kernel_for(weight.device, weight.dtype)
         assert kernel is not None
         self.state = _states([module])[0]
-        self._parameters, self._group_size, self._kernel = module._parameters, form.group_size, kernel
-        numbers, scales = rounded(module, form) if from_file is None else from_file
+        self._parameters, self._kernel = module._parameters, kernel
+        numbers, scales = rounded(module) if from_file is None else from_file
         self.weight, self.scales = kernel.pack(numbers.to(weight.device)), scales.to(weight, copy=True)
 
     def __call__(self, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         rows = input.reshape(-1, input.shape[-1]).contiguous()
         if len(rows) > self._kernel.most or rows.dtype is not self.scales.dtype:  # as in autocast
             return forward(input)
-        product = self._kernel.multiply(rows, self.weight, self._group_size, self.scales)
+        product = self._kernel.multiply(rows, self.weight, GROUP_SIZE, self.scales)
         product = product.view(*input.shape[:-1], product.shape[-1])
         bias = self._parameters["bias"]
         return product if bias is None else product + bias
@@ -236,8 +209,8 @@ class PackedLinear:
         self.state = state
 
 
-# Layers of a model by their names, and how each is rounded.
-Wanted = Mapping[str, tuple[nn.Module, Form]]
+# Layers of a model that are packed, by their names.
+Wanted = Mapping[str, nn.Module]
 # Shape, device and dtype of a weight, and what changes with its values.
 State = tuple[object, ...]
 
@@ -261,7 +234,7 @@ def _layout(weight: Any) -> tuple[object, ...]:
 class _PackedModel:
     """What was packed of one model."""
 
-    layers: dict[tuple[nn.Module, Form], PackedLinear] = field(default_factory=dict)
+    layers: dict[nn.Module, PackedLinear] = field(default_factory=dict)
     substitutes: dict[Hashable, Substitutes] = field(default_factory=dict)
 
 
@@ -277,20 +250,20 @@ def packed(
     with _lock, torch.inference_mode(False), torch.no_grad():  # other calls could not write to inference tensors
         of_model, present = _models.setdefault(model, _PackedModel()), set(all_modules(model))
         layers = of_model.layers
-        for (module, form), layer in list(layers.items()):
+        for module, layer in list(layers.items()):
             if module not in present or layer.state[:3] != _layout(module.weight):
-                del layers[module, form]
+                del layers[module]
                 of_model.substitutes.clear()
-        if missing := {name: pair for name, pair in wanted.items() if pair not in layers}:
+        if missing := {name: module for name, module in wanted.items() if module not in layers}:
             _check_room(model, missing)
             for name, numbers in read(missing):
-                layers[missing[name]] = PackedLinear(*missing[name], numbers)
-        for pair, state in zip(wanted.values(), _states(module for module, _ in wanted.values()), strict=True):
-            if pair not in layers:
-                layers[pair] = PackedLinear(*pair)
-            elif layers[pair].state != state:
-                layers[pair].follow(rounded(*pair), state)
-        of = {module: layers[module, form] for module, form in wanted.values()}
+                layers[missing[name]] = PackedLinear(missing[name], numbers)
+        for module, state in zip(wanted.values(), _states(wanted.values()), strict=True):
+            if module not in layers:
+                layers[module] = PackedLinear(module)
+            elif layers[module].state != state:
+                layers[module].follow(rounded(module), state)
+        of = {module: layers[module] for module in wanted.values()}
         return of_model.substitutes.setdefault(frozenset(of.values()), Substitutes(of, first_layer=0, is_lasting=True))
 
 
@@ -303,7 +276,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _check_room(model: PreTrainedModel, wanted: Wanted) -> None:
-    size, device = sum(packed_bytes(module, form) for module, form in wanted.values()), model.device
+    size, device = sum(map(packed_bytes, wanted.values())), model.device
     free = _free_bytes(device)
     what = f"{size / 2**20:,.0f} MiB, {size / model.get_memory_footprint():.0%} of {type(model).__name__},"
     if size > free:

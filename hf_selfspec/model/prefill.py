@@ -74,7 +74,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
             "the model's current processor makes it, or call generate without `assistant`."
         )
     take_in(target.cache, past, prompt.past_columns(prompt.width), prompt.ends())
-    target.cache.put_back = None  # it was a copy
+    target.cache.was_given = False  # it was a copy
     if observer is not None:
         assert run.captured is not None
         observer(prompt.aligned(run.captured), prompt.cursors, prompt.lengths)

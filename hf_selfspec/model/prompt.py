@@ -33,31 +33,6 @@ _ROLLS_BACK = (
 )
 
 
-@dataclass(frozen=True)
-class Holes:
-    """Masked columns between tokens, which count for sliding windows, as in ``generate``."""
-
-    coordinates: torch.Tensor  # [b, n] column of the token in each slot of the prompt, counted from the row's first
-    counts: torch.Tensor  # [b, 1] number of tokens of each row's prompt
-    masked: torch.Tensor  # [b, 1] number of masked columns of each row after its first token
-
-    @classmethod
-    def of(cls, valid: torch.Tensor) -> Holes | None:
-        """The holes of a mask ``[b, m]``, ``None`` if the tokens of each row are contiguous at its end."""
-        counts = valid.sum(1, keepdim=True)
-        first = valid.int().argmax(1, keepdim=True)
-        masked = valid.shape[1] - first - counts
-        if not masked.any():
-            return None
-        return cls(_front(valid) - first, counts, masked)
-
-    def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Coordinates ``[b, s]`` of ``slots`` ``[b or 1, s]``."""
-        slots = slots.expand(self.counts.shape[0], -1)
-        prompt = self.coordinates.gather(1, slots.clamp(max=self.coordinates.shape[1] - 1))
-        return torch.where(slots < self.counts, prompt, slots + self.masked)
-
-
 @dataclass
 class Prompt:
     """The prompts of a batch, aligned left."""
@@ -69,7 +44,6 @@ class Prompt:
     width: int  # number of columns of the prompt in the attention mask, including an earlier cache
     valid: torch.Tensor | None  # [b, width] which columns hold tokens, None for all
     padding: torch.Tensor | None  # the mask, where rows must stay left-padded (see :class:`Target`)
-    holes: Holes | None = None  # masked columns between tokens, None for none
     has_positions: bool = False  # whether position_ids of several dimensions differ from 0, 1, 2, ... in any
 
     @classmethod
@@ -112,16 +86,17 @@ class Prompt:
                 f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
                 "columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
             )
+        if has_gaps(mask):
+            raise SettingError(
+                "the prompts are padded on the right, or have masked columns between their tokens. Generation goes on "
+                "after the last column: set the tokenizer's padding_side='left', and mask no columns behind a row's "
+                "first token."
+            )
         stays_padded = not ragged and b > 1
         if attention_mask is None or stays_padded:
             padding = mask.long().expand(b, -1) if stays_padded else None
             base = [width - columns] * b
             return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions=has_positions)
-        if not valid[:, -1].all():
-            raise SettingError(
-                f"the prompt of row {int(valid[:, -1].int().argmin())} is padded on the right: its attention mask ends "
-                "with 0. Generation continues after the last column, so set the tokenizer's padding_side='left'."
-            )
         total = valid.sum(1).tolist()
         order = _front(valid[:, past_tokens:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
@@ -133,7 +108,6 @@ class Prompt:
             width=width,
             valid=valid,
             padding=None,
-            holes=Holes.of(valid),
             has_positions=has_positions,
         )
 
@@ -172,10 +146,10 @@ def _front(valid: torch.Tensor) -> torch.Tensor:
     return (~valid).int().argsort(dim=1, stable=True)
 
 
-def is_right_padded(attention_mask: torch.Tensor) -> bool:
-    """Returns whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; empty rows do not count."""
+def has_gaps(attention_mask: torch.Tensor) -> bool:
+    """Returns whether a row of a mask ``[b, m]`` has masked columns after its first token."""
     valid = attention_mask.bool()
-    return bool((valid.any(1) & ~valid[:, -1:].any(1)).any())
+    return bool((valid[:, :-1] & ~valid[:, 1:]).any())
 
 
 def _are_unusual(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:

@@ -55,7 +55,7 @@ class GraphRunner:
         (a ``config``), that warns."""
         why = why_no_graphs(target.model, target.anatomy)
         if not target.takes_any_rows or target.following.offsets is not None:
-            why = why or "its prompts have masked columns, images or other inputs that forwards need"
+            why = why or "its prompts have padding, images or other inputs that forwards need"
         if why:
             if config is not None:
                 warn_once(

@@ -27,7 +27,7 @@ from .linear import few_token_linears
 from .module_tools import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
-from .prompt import Holes, cache_name
+from .prompt import cache_name
 from .recurrences.kernels import turns
 from .transfer import RowNumbers
 
@@ -50,7 +50,6 @@ class Target:
     anatomy: Anatomy
     cache: SpeculativeCache
     padding: torch.Tensor | None = None  # [b, m] mask of prompts that stay left-padded (not `anatomy.ragged`)
-    holes: Holes | None = None
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
     plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
@@ -124,7 +123,7 @@ class Target:
     def takes_any_rows(self) -> bool:
         """Whether a forward depends only on the tokens and their positions."""
         following = self.following
-        return self.padding is None and self.holes is None and not following.extra and not following.marks
+        return self.padding is None and not following.extra and not following.marks
 
     @cached_property
     def _can_leave(self) -> bool:
@@ -190,7 +189,7 @@ class Target:
     def needs_no_mask(self, cursors: Sequence[int], lengths: Sequence[int]) -> bool:
         """Whether prompts from these slots on take the masks of ``generate`` without padding, often none at all."""
         is_causal = self.anatomy.causal or min(lengths) == max(lengths)
-        return max(cursors) == 0 and self.holes is None and is_causal
+        return max(cursors) == 0 and is_causal
 
     def module_of(self, run: ForwardPass) -> nn.Module:
         """What runs; only the whole model gets the user's own arguments."""
@@ -261,7 +260,7 @@ class Target:
         if self.padding is None:
             positions = feed.positions()
             if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
-                spec = MaskSpec.of(feed, positions, self.holes, self.cache.window, run.is_exact)
+                spec = MaskSpec.of(feed, positions, self.cache.window, run.is_exact)
         else:
             # The mask of the left-padded prompts, and all tokens after them.
             mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)

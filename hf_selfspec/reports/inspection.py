@@ -275,10 +275,9 @@ def _held_bytes(config: Any, tokens: int | None, dtype: torch.dtype) -> tuple[in
 
 
 def _packed_bytes(model: PreTrainedModel, anatomy: Anatomy) -> int | None:
-    draft = Quantized()
-    if why_not(anatomy, dict(enumerate(anatomy.layers)), draft.form, has_widths):
+    if why_not(anatomy, dict(enumerate(anatomy.layers)), has_widths):
         return None
-    return sum(packed_bytes(*pair) for pair in draft.wanted(anatomy, model, has_widths).values())
+    return sum(map(packed_bytes, Quantized().wanted(anatomy, model, has_widths).values()))
 
 
 def _ranges(numbers: list[int]) -> str:

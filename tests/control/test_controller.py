@@ -134,34 +134,6 @@ def test_promises_are_believed_until_tried() -> None:
     assert World(one=(0.1, 4.0)).play(60, one=0.5)["one"] == World(one=(0.1, 4.0)).play(60, one=0.0)["one"] == 0
 
 
-def test_the_faster_loop_serves_and_is_compared_again() -> None:
-    controller = Controller(Measurements(), "cpu", on_cpu=True)
-    controller.has_loop = True
-
-    def steps(left: int = 100, rounds: int = 0) -> int:
-        for _ in range(rounds + 1):
-            controller.begin(rows=1, running=1, context=100)
-            if rounds:
-                controller.record(None, 0, 1, 1.0)
-        return controller.loop_steps(left)
-
-    assert steps() == 0, "rounds of ours come first"
-    assert steps(rounds=3) == 5
-    controller.record_loop(1, [])  # it ended with the first step, which prepares the loop
-    assert steps() == 5
-    controller.record_loop(5, [0.8] * 5)
-    assert controller.plain == pytest.approx(0.8)
-    assert (steps(), steps(9)) == (16, 0)
-    controller.has_loop = False
-    assert (controller.plain, steps()) == (1.0, 0)
-    controller.has_loop = True
-    controller.record_loop(128, [1.5] * 128)
-    assert steps() == 0, "where steps have become slower, rounds come before the next comparison"
-    assert steps(rounds=2) == 5
-    controller.record_loop(5, [1.5] * 5)
-    assert steps() == 0
-
-
 def test_sources_that_change_are_found_out() -> None:
     """What loses is looked at again for a small share of the time, and what is new weighs as much as what was."""
     world = World(one=(1.2, 3.0))

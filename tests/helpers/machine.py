@@ -62,15 +62,11 @@ class Machine:
         self._set(Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
 
     def packed_float32_is_fast(self) -> None:
-        """Layers in float32 have a kernel for weights in fewer bits, as those in bfloat16 have."""
-        kernels = {4: Kernel(one_a_byte, _in_four_bits, most=8), 8: Kernel(torch.clone, _in_eight_bits, most=8)}
-        self._set(packing, "kernel_for", lambda bits, device, dtype: kernels.get(bits))
+        """Layers in float32 have a kernel for weights in four bits, as those in bfloat16 have."""
+        kernel = Kernel(one_a_byte, _in_four_bits, most=8)
+        self._set(packing, "kernel_for", lambda device, dtype: kernel)
 
 
 def _in_four_bits(input: torch.Tensor, numbers: torch.Tensor, group_size: int, scales: torch.Tensor) -> torch.Tensor:
     scale, middle = scales.repeat_interleave(group_size, dim=0).unbind(-1)  # [k, n]
     return input @ ((numbers.t() - 8.0) * scale + middle)
-
-
-def _in_eight_bits(input: torch.Tensor, numbers: torch.Tensor, _: int, scales: torch.Tensor) -> torch.Tensor:
-    return input @ (numbers.t() * scales)

@@ -149,7 +149,6 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
 
     counts.reset("round")
     with (
-        patch.object(CostCurve, "wants_loop", property(lambda curve: False)),  # these are not steps of transformers'
         patch.object(Decoder, "_round", counted),
         patch.object(PartialDraft, "propose", proposed),
         pretended(),

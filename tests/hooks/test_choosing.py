@@ -20,7 +20,7 @@ from transformers import (
 import hf_selfspec
 from helpers.calls import assert_used, calls
 from helpers.models import ROW, tiny_llama
-from hf_selfspec import SelfSpec, UnsupportedOptionError, attach
+from hf_selfspec import SelfSpec, UnsupportedOptionError, attach, detach
 
 pytestmark = pytest.mark.usefixtures("no_warnings_yet")
 
@@ -42,6 +42,8 @@ def test_a_language_model_inside(spec: SelfSpec) -> None:
     model, inputs = Wrapping(), ROW
     with attach(model, spec):
         assert_used(model, spec, inputs)
+    attach(model, spec)
+    detach(model)
     plain = model.generate(**inputs, max_new_tokens=12)
     model.generation_config.assistant = spec
     assert_used(model, spec, inputs)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import BarkSemanticConfig, PreTrainedModel, StaticCache, StoppingCriteria
+from transformers import BarkSemanticConfig, LogitsProcessor, PreTrainedModel, StaticCache, StoppingCriteria
 from transformers.models.bark.modeling_bark import BarkCausalModel
 
 from helpers import architectures, multimodal
 from helpers.calls import PAST, Counting
 from helpers.models import ragged_batch
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, attach
 
 Prompt = dict[str, torch.Tensor]
 # One of each kind of layer, of each way to be given a prompt, and of each that keeps its rows together.
@@ -249,35 +250,38 @@ def test_states_follow_their_row() -> None:
     assert torch.equal(ours, plain)
 
 
-@pytest.mark.every_run("row-window|ragged-(window, late|states)")
-@pytest.mark.parametrize("kind", ["dynamic", "window", "window, late", "indexed", "states", "states and windows, late"])
-@pytest.mark.parametrize("rows", ["row", "ragged"])
-def test_an_error_leaves_a_cache_whole_or_empty(rows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is moved in; a window that has moved on cannot be put back, and then nothing is."""
-    kind, late = kind.removesuffix(", late"), kind.endswith(", late")
-    prompt, model = prompt_of(kind, (12,) if rows == "row" else (7, 12, 9)), model_of(kind)
+class FailsOnce(LogitsProcessor):
+    """Raises an error after so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.tokens -= 1
+        if self.tokens == -1:
+            raise RuntimeError("stopped")
+        return scores
+
+
+@pytest.mark.every_run("dynamic|window-prompt-attached")
+@pytest.mark.parametrize("is_attached", [False, True], ids=["passed", "attached"])
+@pytest.mark.parametrize("tokens", [0, 5], ids=["prompt", "later"])
+@pytest.mark.parametrize("kind", ["dynamic", "window", "states"])
+def test_an_error_empties_a_cache(kind: str, tokens: int, is_attached: bool, no_warnings_yet: None) -> None:
+    """What was moved in is lost; then no other way to decode may go on with the cache."""
+    prompt, model, spec = prompt_of(kind, (7, 12, 9)), model_of(kind), SPECS["exit"]()
     begun = generate(kind, prompt, None, max_new_tokens=9)
-    past, longer = begun.past_key_values, following(prompt, begun)
-    before, left, head = (
-        copy.deepcopy(past),
-        [40 if late else 1 if kind == "window" else 12],
-        type(model.get_output_embeddings()),
+    past, before, longer = begun.past_key_values, copy.deepcopy(begun.past_key_values), following(prompt, begun)
+    options = {PAST: past, "logits_processor": [FailsOnce(tokens)], "max_new_tokens": 9}
+    with (
+        attach(model, spec) if is_attached else nullcontext(),
+        pytest.warns(UserWarning, match="given is empty now"),
+        pytest.raises(RuntimeError, match="stopped"),
+    ):
+        model.generate(**longer, **OPTIONS | options, assistant=None if is_attached else spec)
+    assert past.get_seq_length() == 0
+    assert all(getattr(layer, "keys", None) is None for layer in past.layers)
+    expected, found = (
+        generate(kind, longer, None, max_new_tokens=5, **{PAST: given}).sequences for given in (before, past)
     )
-    forward = head.forward
-
-    def failing(module: Any, *args: Any) -> Any:
-        if module is model.get_output_embeddings():
-            left[0] -= 1
-            assert left[0] >= 0, "stopped"
-        return forward(module, *args)
-
-    monkeypatch.setattr(head, "forward", failing)
-    with pytest.raises(AssertionError, match="stopped"):
-        generate(kind, longer, SPECS["exit"](), max_new_tokens=80, **{PAST: past})
-    monkeypatch.undo()
-    if late:
-        assert past.get_seq_length() == 0
-        assert all(getattr(layer, "keys", None) is None for layer in past.layers)
-        return
-    assert_alike(past, before, longer["attention_mask"][:, :-4])
-    assert_goes_on(kind, "exit", past, before, longer)
+    assert torch.equal(found, expected)

@@ -206,18 +206,15 @@ def modeling(name: str) -> Any:
 
 def test_what_is_refused() -> None:
     """And functions of the model are put back then, as after other errors and after a call."""
-    model, mask, none = _model("qwen3_next"), torch.ones_like(ROW["input_ids"]), _model("mamba")
+    model, none = _model("qwen3_next"), _model("mamba")
     module, cache = modeling("qwen3_next"), DynamicCache(config=none.config)
     before, options = vars(module).copy(), {"max_new_tokens": 4, "assistant": SPEC}
-    mask[0, 3:5] = 0
     model.generate(**ROW, **options)
     states = {"cache" if PAST == "cache" else "cache_params": cache}
     none.generate(**ROW, **options, **states)
     assert all(layer.has_previous_state[0] for layer in cache.layers)
-    masked, again = {"attention_mask": mask, **options}, {**states, **options}
+    again = {**states, **options}
     for call, error, words in (
-        # Masked columns would go into recurrent states, and into the inputs of convolutions, as zeros.
-        (lambda: model.generate(ROW["input_ids"], **masked), UnsupportedOptionError, "masked columns inside a prompt"),
         (lambda: model.generate(**ROW, **options, logits_processor=[lambda *_: 1 / 0]), ZeroDivisionError, "division"),
         (lambda: none.generate(**ROW, **again), UnsupportedOptionError, "does not know how many tokens it holds"),
     ):

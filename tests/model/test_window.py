@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.architectures import STATEFUL, build
+from helpers.architectures import build
 from helpers.calls import PAST, random_skip_set
 from helpers.compiled import QUICK
 from helpers.fitted import mtp_of
@@ -75,19 +75,6 @@ def test_texts_many_windows_long(rows: str, kind: str, name: str) -> None:
         pytest.skip("not of this type of model")
     model, options = model_of(kind), {"prefill_chunk_size": 13} if name == "chunks" else {}
     assert torch.equal(ids(model, rows, SPECS[name](model), **options), plain(kind, rows))
-
-
-@pytest.mark.every_run("(mistral|gemma3_text)-row")
-@pytest.mark.parametrize("rows", [1, 2], ids=["row", "two rows"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STATEFUL])
-def test_masked_columns_make_windows_narrower(kind: str, rows: int) -> None:
-    """As in ``generate``, whose windows are of columns: some see fewer tokens than a buffer holds."""
-    model, text = model_of(kind), ragged_batch((30, 30), seed=11)
-    text["attention_mask"][0, -6:-3] = 0
-    options = {name: values[:rows] for name, values in text.items()} | {"max_new_tokens": 12, "pad_token_id": 0}
-    expected = model.generate(**options)
-    for spec in (SPECS["tree"](model), SelfSpec.lookup()):
-        assert torch.equal(model.generate(**options, assistant=spec), expected)
 
 
 @pytest.mark.every_run("ragged-gemma3_text-line")
