@@ -19,7 +19,7 @@ from ..model.handover import hand_back, run_out, take_in
 from ..model.inputs import Inputs
 from ..model.layout import TreeLayout
 from ..model.logits import Logits, Tops
-from ..model.module_tools import is_tensor_parallel
+from ..model.module_tools import is_tensor_parallel, switches_of
 from ..model.prefill import prefill
 from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between
@@ -65,6 +65,9 @@ class Decoder:
             self.loop = None if stays else self.loop
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
+        self._ids: torch.Tensor | None = None  # the text with new tokens, where processors and criteria may write
+        # What they, and streamers, may change of the model between two tokens.
+        self._switches = switches_of(self.target.model) if self.output.in_step else ([], "")
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
@@ -119,9 +122,26 @@ class Decoder:
             if not (self.output.is_finished or can_go_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
-            self.draft = BaseDrafter()
-            self.draft.reads_logits = False
+            self._draft_no_more()
             self.target.cache.stay()
+
+    def _draft_no_more(self) -> None:
+        self.draft = BaseDrafter()
+        self.draft.reads_logits = False
+
+    def _is_model_as_before(self) -> bool:
+        """Whether no processor, criterion or streamer has changed the model since this was asked last."""
+        if not self.output.in_step:
+            return True
+        before, self._switches = self._switches, switches_of(self.target.model)
+        if before[0] != self._switches[0]:  # what runs now may not treat several tokens as it treats one
+            self._draft_no_more()
+            self.target.graphs, self.target.cache.has_unknown_readers = None, True
+        return before == self._switches
+
+    def _show(self, tokens: list[int], from_draft: list[bool]) -> bool:
+        self.output.put(tokens, from_draft)
+        return self._is_model_as_before()
 
     def _is_needed(self) -> bool:
         """Whether there is another forward, for this process or for others that are unfinished."""
@@ -171,9 +191,11 @@ class Decoder:
         is_level = min(lengths) == max(lengths) and not any(self.output.done)
         steps = self.draft.loop_steps(self.text, min(max_new) if is_level else 0, self.loop is not None)
         if steps and self.loop is not None:  # what is copied should be small beside the model
-            reserved = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers())
+            reserved = sum(buffer.nbytes for layer in cache.written for buffer in layer.buffers())
             copied = reserved * lengths[0] // cache.capacity
-            if copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16:
+            is_much = copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16
+            # A cache of transformers takes its length from the first layer.
+            if is_much or not cache.layers[0].is_initialized:
                 self.loop = None
         return 0 if self.loop is None else steps
 
@@ -218,8 +240,9 @@ class Decoder:
         self.stats.rounds += sum(counts)
         self.stats.accepted_lengths[0] += sum(counts) - len(counts)  # `_commit` counts one more for each row
         self.stats.round_sizes += [(0, sum(count > step for count in counts)) for step in range(len(ended))]
+        self._ids, steps = ids, 0
         self._commit(verdicts, Logits(ids[:, :0]))
-        steps = 0
+        self._is_model_as_before()
         with self._surviving():
             steps = self.draft.follow(self.text, verdicts, self._max_new(), seconds)
         return 0 if any(self.output.done) else steps
@@ -266,7 +289,9 @@ class Decoder:
         if self.output.in_step:
             if whose is not None:
                 check_highest(logits.of_all.amax(-1).flatten().tolist(), whose)
-            return verify_in_step(self.text, draft, logits.of_all, *common, self.output.steps, self.output.pad_token)
+            of_output = self.output.steps, self.output.pad_token
+            verdicts, self._ids = verify_in_step(self.text, draft, logits.of_all, *common, *of_output, self._show)
+            return verdicts
         return verify(self.text, draft, logits, *common, self.output.scores, whose, tops)
 
     def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
@@ -288,6 +313,8 @@ class Decoder:
                     moves.append((row, roots[row] + node, roots[row] + depth))
             new[row] = self.output.take(row, verdict, count, logits)
         self.output.append(new)
+        if self._ids is not None:
+            self.text.ids[:, : self._ids.shape[1]], self._ids = self._ids, None
         self.target.commit(self.text.last_slots(), moves)
         self.output.stream()
         if not (self.keeps_rows or self.output.in_step or self.draft.needs_ended_rows):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import ROW
@@ -150,6 +150,26 @@ def test_a_model_that_takes_no_mask(llama: LlamaForCausalLM, runs: list[Any]) ->
     model, ids = Unmasked(llama.config).eval(), ROW["input_ids"]
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(ids, **options, assistant=SelfSpec.lookup()), model.generate(ids, **options))
+
+
+class PassesOn(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_layer_without_keys(llama: LlamaForCausalLM, runs: list[Any], place: int) -> None:
+    """As of a pruned model; of the first one transformers' loop would take the length of the text."""
+
+    class Pruned(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model.layers[place] = PassesOn()
+
+    model, options = Pruned(llama.config).eval(), {"max_new_tokens": 28, "do_sample": False}
+    plain = model.generate(**ROW, **options)
+    assert torch.equal(model.generate(**ROW, **options, assistant=SelfSpec.lookup()), plain)
+    assert bool(runs) == (place > 0)
 
 
 @pytest.mark.parametrize(
