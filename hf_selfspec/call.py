@@ -49,6 +49,7 @@ from .stats import GenerationStats, generated
 from .verify.probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
 from .verify.scoring import Scorer
 from .verify.siblings import Tree
+from .verify.stateless import stateful
 from .verify.stopping import Stopper
 
 # Initial cache slots where the final length of the text is not known.
@@ -207,7 +208,9 @@ def _lay_out(
     on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         GraphRunner.install(target, compile_config, compares=bool(unseen))
-    stateful = (*scorer.stateful, *stopper.stateful)
+    # Others' streamers may change the model between two tokens.
+    streamers = [] if call.streamer is None or not source.lossless else [call.streamer]
+    functions = (*scorer.stateful, *stopper.stateful, *stateful(streamers))
     session = Session(
         target=target,
         scorer=scorer.for_drafts,
@@ -217,17 +220,17 @@ def _lay_out(
         eos_tokens=stopper.eos_tokens,
         new_tokens=new_tokens,
         max_new=call.max_new,
-        stateful=(*stateful, *(grammar.name for grammar in scorer.grammars)),
+        stateful=(*functions, *(grammar.name for grammar in scorer.grammars)),
         knowledge=knowledge,
         is_synced=call.synced_gpus,
         constraint=constraint,
     )
     text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed)
-    stats = GenerationStats(together_for=", ".join(stateful) if batch_size > 1 else "")
+    stats = GenerationStats(together_for=", ".join(functions) if batch_size > 1 else "")
     return Decoder(
         target=target,
         inputs=inputs,
-        output=Output(text, stopper, config, pad_token(config) or 0, call.streamer, stats, in_step=bool(stateful)),
+        output=Output(text, stopper, config, pad_token(config) or 0, call.streamer, stats, in_step=bool(functions)),
         draft=controlled(source.start(session), session, repr(source)),
         scorer=scorer,
         vocabulary=session.vocabulary,

@@ -74,6 +74,7 @@ class MarkedStreamer(BaseStreamer):
             return
         self._tokens += value.flatten().tolist()
         self._drafted += self.from_draft or [False]
+        self.from_draft = []
         self._write_new(ended=False)
 
     def end(self) -> None:

@@ -243,12 +243,22 @@ def looped() -> PreTrainedModel:
     return model
 
 
+def twice(part: str) -> PreTrainedModel:
+    """With layer 2, or its attention, in the place of layer 3 as well."""
+    model = tiny_llama()
+    owner = model.model.layers if part.isdigit() else model.model.layers[3]
+    setattr(owner, part, model.model.layers[2] if part.isdigit() else model.model.layers[2].self_attn)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
         (tiny_rwkv, ("RwkvForCausalLM is stateful", "(rwkv)", "rolled back", "without `assistant`")),
         (looped, ("LlamaForCausalLM runs layers several times", "loop_num_passes=2", "without `assistant`")),
+        (lambda: twice("3"), ("runs one layer, or attention block, several times", "without `assistant`")),
+        (lambda: twice("self_attn"), ("runs one layer, or attention block, several times", "without `assistant`")),
         (without_a_list, ("GPT2LMHeadModel", "0 module lists", "register_architecture(")),
     ],
 )

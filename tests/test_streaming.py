@@ -38,6 +38,15 @@ def test_plain_generate_has_no_marks(llama: LlamaForCausalLM) -> None:
     inputs["attention_mask"][0, -2:] = 0  # left to generate
     assert not any(piece.from_draft for piece in streamed(llama, inputs, spec))
     assert spec.stats.left_to_generate
+    pieces, inputs, ends = list[Piece](), ragged_batch((8,), seed=3), set[bool]()
+    streamer, options = MarkedStreamer(character_tokenizer(), pieces.append), {"max_new_tokens": 12, "do_sample": False}
+    for end in llama.generate(**inputs, **options)[0, 10:].tolist():
+        llama.generate(**inputs, **options, eos_token_id=end, assistant=spec, streamer=streamer)
+        ends.add(spec.stats.from_draft[0][-1])
+        pieces.clear()
+        llama.generate(**inputs, **options, assistant=False, streamer=streamer)
+        assert not any(piece.from_draft for piece in pieces)
+    assert True in ends, "an earlier call has to end with a drafted token"
 
 
 def test_several_rows_are_refused(llama: LlamaForCausalLM) -> None:

@@ -18,7 +18,7 @@ from ..model.handover import hand_back, run_out
 from ..model.inputs import Inputs
 from ..model.layout import TreeLayout
 from ..model.logits import Logits, Tops
-from ..model.module_tools import is_tensor_parallel
+from ..model.module_tools import is_tensor_parallel, switches_of
 from ..model.prefill import prefill
 from ..model.target import Target
 from ..model.transfer import is_out_of_memory, moment, seconds_between
@@ -57,6 +57,9 @@ class Decoder:
         self._together = self.output.in_step or self.target.padding is not None or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
+        self._ids: torch.Tensor | None = None  # the text with new tokens, where processors and criteria may write
+        # What they, and streamers, may change of the model between two tokens.
+        self._switches = switches_of(self.target.model) if self.output.in_step else ([], "")
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
@@ -111,9 +114,26 @@ class Decoder:
             if not (self.output.is_finished or can_go_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)
-            self.draft = BaseDrafter()
-            self.draft.reads_logits = False
+            self._draft_no_more()
             self.target.cache.stay()
+
+    def _draft_no_more(self) -> None:
+        self.draft = BaseDrafter()
+        self.draft.reads_logits = False
+
+    def _is_model_as_before(self) -> bool:
+        """Whether no processor, criterion or streamer has changed the model since this was asked last."""
+        if not self.output.in_step:
+            return True
+        before, self._switches = self._switches, switches_of(self.target.model)
+        if before[0] != self._switches[0]:  # what runs now may not treat several tokens as it treats one
+            self._draft_no_more()
+            self.target.graphs, self.target.cache.has_unknown_readers = None, True
+        return before == self._switches
+
+    def _show(self, tokens: list[int], from_draft: list[bool]) -> bool:
+        self.output.put(tokens, from_draft)
+        return self._is_model_as_before()
 
     def _is_needed(self) -> bool:
         """Whether there is another forward, for this process or for others that are unfinished."""
@@ -195,7 +215,9 @@ class Decoder:
         if self.output.in_step:
             if whose is not None:
                 check_highest(logits.of_all.amax(-1).flatten().tolist(), whose)
-            return verify_in_step(self.text, draft, logits.of_all, *common, self.output.steps, self.output.pad_token)
+            of_output = self.output.steps, self.output.pad_token
+            verdicts, self._ids = verify_in_step(self.text, draft, logits.of_all, *common, *of_output, self._show)
+            return verdicts
         return verify(self.text, draft, logits, *common, self.output.scores, whose, tops)
 
     def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
@@ -217,6 +239,8 @@ class Decoder:
                     moves.append((row, roots[row] + node, roots[row] + depth))
             new[row] = self.output.take(row, verdict, count, logits)
         self.output.append(new)
+        if self._ids is not None:
+            self.text.ids[:, : self._ids.shape[1]], self._ids = self._ids, None
         self.target.commit(self.text.last_slots(), moves)
         self.output.stream()
         if not (self.keeps_rows or self.output.in_step or self.draft.needs_ended_rows):

@@ -88,18 +88,23 @@ class Output:
         open_rows = [length - width for length, done in zip(self.text.lengths, self.done, strict=True) if not done]
         ready = min(open_rows) if open_rows else max(counts)
         while (step := self.streamed) < ready:
-            if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
-                self.streamer.from_draft = [any(drafted[step : step + 1]) for drafted in self.stats.from_draft]
             rows = zip(self.text.new, counts, strict=True)
             tokens = [row[step] if step < count else self.pad_token for row, count in rows]
+            self.put(tokens, [any(drafted[step : step + 1]) for drafted in self.stats.from_draft])
+
+    def put(self, tokens: list[int], from_draft: list[bool]) -> None:
+        """Shows the next token of each row."""
+        self.streamed += 1
+        if self.streamer is not None:
+            if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
+                self.streamer.from_draft = from_draft
             self.streamer.put(torch.tensor(tokens, device="cpu"))
-            self.streamed += 1
 
     def ids(self) -> torch.Tensor:
         """``[b, s]`` as ``generate`` returns them."""
         text, counts = self.text, self.counts()
         ids = text.ids[:, : text.prompt_width + max(counts)].clone()
-        for row, count in enumerate(counts):
+        for row, count in enumerate([] if self.in_step else counts):  # else rows that have ended were padded already
             ids[row, text.prompt_width + count :] = self.pad_token
         return ids
 

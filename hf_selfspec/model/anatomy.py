@@ -168,10 +168,12 @@ class Anatomy:
                 f"{name} is an encoder: its tokens attend to later ones, so each would change with the draft after it. "
                 "Load it with is_decoder=True, or call generate without `assistant`."
             )
-        if len(set(layers)) < len(layers):
+        names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
+        attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
+        if len({*layers}) < len(layers) or len({*attention} - {None}) < len(layers) - attention.count(None):
             raise UnsupportedModelError(
-                f"{name} runs one layer several times, whose keys and values would overwrite each other. Call "
-                "generate without `assistant`."
+                f"{name} runs one layer, or attention block, several times, whose keys and values would overwrite each "
+                "other. Call generate without `assistant`."
             )
         for field, why in _REFUSED.items():
             if value := getattr(text_config, field, None):
@@ -199,8 +201,6 @@ class Anatomy:
         takes_positions = "position_ids" in forward_parameters(model)
         # Without attention there are no positions.
         has_places = alibi or architecture.tree is False or takes_positions or kernels is not None
-        names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
-        attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
         names = _MLP_NAMES if architecture.mlp is None else [architecture.mlp]
         return cls(
             model_name=name,

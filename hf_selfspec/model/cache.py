@@ -155,7 +155,7 @@ class SpeculativeCache(Cache, Extent):
         if self.window is not None or self._buffers[0] != key:
             for bank in self._banks:
                 bank.fill(self.capacity)
-            self._buffers = key, [buffer for layer in self._written for buffer in layer.buffers()]
+            self._buffers = key, [buffer for layer in self.written for buffer in layer.buffers()]
         return self._buffers[1]
 
     def addresses(self) -> tuple[int, ...]:
@@ -165,10 +165,11 @@ class SpeculativeCache(Cache, Extent):
     @property
     def is_filled(self) -> bool:
         """Whether any layer keeps something of the text."""
-        return bool(self._written) or not all(log.is_empty for log in self._logs)
+        return bool(self.written) or not all(log.is_empty for log in self._logs)
 
     @property
-    def _written(self) -> list[Any]:
+    def written(self) -> list[Any]:
+        """The layers that keep something; some models have others, too."""
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
@@ -179,14 +180,14 @@ class SpeculativeCache(Cache, Extent):
         if self.window is not None:
             self.window.fixed_slots = slots - bases
         try:
-            for index, layer in enumerate(self._written):
+            for index, layer in enumerate(self.written):
                 layer.buffers_of_graphs = tuple(buffers[2 * index : 2 * index + 2])
             yield
         finally:
             self.fixed_slots = None
             if self.window is not None:
                 self.window.fixed_slots = None
-            for layer in self._written:
+            for layer in self.written:
                 layer.buffers_of_graphs = None
 
     def update(

@@ -80,6 +80,7 @@ class ForwardPass:
     is_exact: bool = field(init=False, default=False)  # whether each token's results are those of it alone
     num_exact: int = field(init=False, default=0)  # of how many attention blocks they are by their calls
     passed: frozenset[int] = field(init=False)
+    layer: int = field(init=False, default=-1)  # the layer that runs: a block may be in several
     _kept: list[torch.Tensor] = field(init=False, default_factory=list)  # of the layers so far
 
     def __post_init__(self) -> None:
@@ -154,12 +155,10 @@ def _install(anatomy: Anatomy, model: nn.Module, forwards: InstanceForwards) -> 
     for index, layer in enumerate(anatomy.layers):
         is_last = index == anatomy.num_layers - 1
         forwards.replace(layer, _layer_forward(layer, index, arity, is_last, anatomy.streams))
-        attention, mlp = anatomy.attention[index], anatomy.mlp[index]
-        if attention is not None:
-            forwards.replace(attention, _block_forward(attention, index, arity, "skipped_attention", silent=True))
-        for module in mlp:
-            silent = module is mlp[-1]
-            forwards.replace(module, _block_forward(module, index, arity, "skipped_mlp", silent))
+    blocks = {block: ("skipped_attention", True) for block in anatomy.attention if block is not None}
+    blocks |= {module: ("skipped_mlp", module is mlp[-1]) for mlp in anatomy.mlp for module in mlp}
+    for module, of_block in blocks.items():
+        forwards.replace(module, _block_forward(module, arity, *of_block))
 
 
 def _stack_forward(stack: nn.Module) -> Forward:
@@ -205,6 +204,7 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, s
         if index in current.passed:
             output = with_arity(hidden, arity.get(layer_class))
         else:
+            current.layer = index
             output = original(*args, **kwargs)
             arity[layer_class] = len(output) if isinstance(output, tuple) else None
         if current.after_layer is not None:
@@ -224,13 +224,13 @@ def _rows(states: torch.Tensor, streams: bool) -> torch.Tensor:
     return states.flatten(2) if streams else states
 
 
-def _block_forward(module: nn.Module, index: int, arity: _Arity, skipped: str, silent: bool) -> Forward:
+def _block_forward(module: nn.Module, arity: _Arity, skipped: str, silent: bool) -> Forward:
     """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
     original, block_class = module.forward, type(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         current = _current.now
-        if current is None or index not in getattr(current.plan, skipped):
+        if current is None or current.layer not in getattr(current.plan, skipped):
             output = original(*args, **kwargs)
             if current is not None:
                 arity[block_class] = len(output) if isinstance(output, tuple) else None

@@ -24,6 +24,7 @@ STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_gener
 LOOP_METHODS = (*STEP_METHODS, "_sample")
 # The attribute that all modules with PEFT adapters have, further ones that choose among these, and accelerate's hook.
 ADAPTED, ACTIVE_ADAPTER, ACCELERATE_HOOK = "_disable_adapters", "_active_adapter", "_hf_hook"
+ADAPTER_SETTINGS = (ADAPTED, ACTIVE_ADAPTER, "scaling", "merged_adapters")
 # What a pipeline calls with its own arguments and those of a call.
 SANITIZE = "_sanitize_parameters"
 EXPERTS, CHECKPOINTING = "_experts_implementation_internal", "_gradient_checkpointing_func"

@@ -16,7 +16,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .internals import ACCELERATE_HOOK, device_mesh, tensor_parallel_size
+from .internals import ACCELERATE_HOOK, ADAPTED, ADAPTER_SETTINGS, device_mesh, tensor_parallel_size
 
 # Libraries whose hooks treat the rows of a batch alike.
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
@@ -99,6 +99,17 @@ def global_hooks() -> list[Any]:
     """Returns the hooks around the forwards of all modules."""
     of = nn.modules.module
     return [*of._global_forward_pre_hooks.values(), *of._global_forward_hooks.values()]
+
+
+def switches_of(model: nn.Module) -> tuple[list[Any], str]:
+    """What code that runs between two forwards may change of a model: what runs, and which adapters of PEFT and how."""
+    runs, adapters = global_hooks(), list[Any]()
+    for module in all_modules(model):
+        runs += module, module.training, forward_of_others(module)
+        runs += (*module._forward_pre_hooks, *module._forward_hooks)
+        if ADAPTED in module.__dict__:
+            adapters += map(module.__dict__.get, ADAPTER_SETTINGS)
+    return runs, str(adapters)
 
 
 def forward_of_others(module: nn.Module) -> Any:

@@ -98,7 +98,7 @@ def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
         if not isinstance(ignored, torch.Tensor) or len(ignored) != batch_size:
             return processor
         return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
-    if batch_size == 1 or not isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
+    if batch_size == 1 or type(processor) is not lp.PrefixConstrainedLogitsProcessor:
         return processor
     # A prefix function must not be called for copies in other rows.
     allowed = prefix_function(processor)

@@ -9,6 +9,7 @@ tokens that are never emitted. So all but those known to be stateless are called
 from collections.abc import Iterable
 from typing import Any
 
+from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria
 
@@ -42,6 +43,7 @@ PREFIX_FREE = _processors(_PREFIX_FREE)
 ROW_BLIND = PREFIX_FREE | _processors(_ROW_BLIND) | {lp.PrefixConstrainedLogitsProcessor}
 _registered: set[type] = {getattr(stopping_criteria, name) for name in _CRITERIA}
 _registered |= _processors(_PREFIX_FREE + _ROW_BLIND + _OTHERS)
+_registered |= {TextStreamer, TextIteratorStreamer, AsyncTextIteratorStreamer}
 
 
 def register_stateless(kind: type) -> None:

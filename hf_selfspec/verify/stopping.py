@@ -11,13 +11,14 @@ class Stopper:
     """Tells whether a row ends with its last token."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
+        # Exact types: a class that derives from them may end rows elsewhere.
         self.max_length: int | None = min(
-            (criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)), default=None
+            (criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria), default=None
         )
         self.eos_tokens: frozenset[int] = frozenset(
             int(token)
             for criterion in criteria
-            if isinstance(criterion, EosTokenCriteria)
+            if type(criterion) is EosTokenCriteria
             for token in criterion.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)

@@ -141,32 +141,51 @@ def verify_in_step(
     done: list[bool],
     steps: list[torch.Tensor] | None,
     pad_token: int,
-) -> list[Verdict]:
-    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
-    processors and criteria are called for the whole batch as by plain ``generate``."""
+    show: Callable[[list[int], list[bool]], bool],
+) -> tuple[list[Verdict], torch.Tensor]:
+    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens.
+
+    Processors and criteria are called for the whole batch as by plain ``generate``. What they write to the ids is the
+    text from then on: where a criterion replaces the last token, the draft after it is dropped.
+
+    Args:
+        show: called with the new token of each row and whether it was drafted, after the criteria; returns whether the
+            next token can come from the same forward.
+
+    Returns:
+        A verdict for each row, and the text with the new tokens ``[b, s]``.
+    """
     pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
         return pick(scores[row], candidates, *draft.candidates(row, node, children))
 
     drafted, nodes = draft.tokens.tolist(), [0 for _ in done]
-    verdicts = [Verdict([], [], False, []) for _ in done]
-    for ahead in range(draft.size + 1):
+    verdicts, ids = [Verdict([], [], False, []) for _ in done], text.with_draft(0).clone()
+    for _ in range(draft.size + 1):
         at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
-        scores = scorer.processors(text.with_draft(ahead).clone(), at_nodes)
+        scores = scorer.processors(ids, at_nodes)
         if steps is not None:
             steps.append(scores)
         for row, verdict in enumerate(verdicts):
             if not done[row]:
                 nodes[row] = _step(draft, drafted, row, nodes[row], choose, verdict)
-            text.put_one(row, ahead, pad_token if done[row] else verdict.tokens[-1])
-        scores_so_far = None if steps is None else tuple(steps)
-        ends = stopper.criteria(text.with_draft(ahead + 1).clone(), scores_so_far).tolist()
-        for verdict, ended, ends_here in zip(verdicts, done, ends, strict=True):
-            verdict.stopped = ends_here and not ended
-        if min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
+        tokens = [pad_token if ended else verdict.tokens[-1] for verdict, ended in zip(verdicts, done, strict=True)]
+        ids = torch.cat([ids, upload(tokens, ids.device)[:, None]], dim=1)
+        ends, written = read(stopper.criteria(ids, None if steps is None else tuple(steps)), ids[:, -1])
+        from_draft = [False for _ in done]
+        for row, verdict in enumerate(verdicts):
+            if not done[row]:
+                verdict.stopped = bool(ends[row])
+                if written[row] != tokens[row]:
+                    nodes[row] = verdict.nodes[-1] = -1
+                from_draft[row] = verdict.nodes[-1] >= 0
+        goes_on = show(tokens, from_draft)
+        if not goes_on or min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
             break
-    return verdicts
+    for verdict, ended, chosen in zip(verdicts, done, ids[:, max(text.lengths) :].tolist(), strict=True):
+        verdict.tokens = [] if ended else chosen
+    return verdicts, ids
 
 
 def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:

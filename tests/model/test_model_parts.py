@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from helpers.calls import new_spec
+from helpers.calls import check_lossless, new_spec
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, register_architecture
 from hf_selfspec.errors import SettingError, UnsupportedModelError
@@ -55,6 +55,14 @@ def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama:
     with torch.no_grad(), partial_forwards(llama, Anatomy.of(llama)), obeying(ForwardPass(plan)):
         logits = llama(ids).logits
     torch.testing.assert_close(logits, silent(ids).logits)
+
+
+@pytest.mark.parametrize("draft", [EarlyExit(3), SkipLayers([2], [4])])
+def test_an_mlp_that_stands_in_several_layers(fresh_llama: LlamaForCausalLM, draft: EarlyExit | SkipLayers) -> None:
+    """It is skipped where the plan says so, and nowhere else."""
+    fresh_llama.model.layers[4].mlp = fresh_llama.model.layers[2].mlp
+    for tree in (None, TopKTree(((0.999, 3), (1.0, 1)))):
+        check_lossless(fresh_llama, SelfSpec(draft, FixedLength(4), tree))
 
 
 @pytest.mark.parametrize("tree", [None, TopKTree(((0.999, 3), (1.0, 1)))])

@@ -651,6 +651,30 @@ def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
     assert left == [True, False, False]
 
 
+class PassesOn(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class Pruned(LlamaForCausalLM):
+    """With layers that have no keys and values."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0] = self.model.layers[2] = PassesOn()
+
+
+@pytest.mark.parametrize("rows", [ROW, BATCH], ids=["row", "batch"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_layers_without_keys_are_served(quiet: None, spec: str, rows: Any) -> None:
+    torch.manual_seed(0)
+    model, assistant = Pruned(LLAMA().config).eval(), SPECS[spec]()
+    expected = model.generate(**rows, **OPTIONS)
+    assert torch.equal(model.generate(**rows, **OPTIONS, assistant=assistant), expected)
+    assert assistant.stats is not None
+    assert not assistant.stats.left_to_generate
+
+
 class MaxScaled(nn.Parameter):
     """Rounds what is multiplied with it by the largest number of all tokens."""
 

@@ -1,10 +1,12 @@
 """Logits processors and stopping criteria that keep a state are called exactly as plain ``generate`` calls them."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -13,11 +15,13 @@ from transformers import (
     StoppingCriteria,
 )
 from transformers.generation import logits_process as lp
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_selfspec
 from helpers.calls import Counting
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.processes import peft_calls_old_name
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
@@ -162,6 +166,129 @@ def test_only_what_is_known_is_stateless() -> None:
     assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made
     assert made - known == others & made
     assert not is_stateless(lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16))
+
+
+# What others' functions do to the ids, or the model, between two tokens.
+Change = Callable[[Any, torch.Tensor], object]
+
+
+def writes(ids: torch.Tensor, column: int) -> None:
+    """Into the first row, and where the ids are padding."""
+    if ids.dim() > 1 and ids.shape[1] % 5 == 0:
+        ids[:1, column] = 9
+        ids[ids[:, -1] == 0, -1] = 12
+
+
+def hooks(model: Any, ids: torch.Tensor) -> None:
+    """Adds a hook where there is none, and removes it again."""
+    mlp = model.get_base_model().model.layers[2].mlp
+    if ids.flatten()[-1] % 4 == 0:
+        hook = mlp._forward_hooks and mlp._forward_hooks.popitem()
+        assert hook or mlp.register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+CHANGES: dict[str, Change] = {
+    "writes a token": lambda model, ids: writes(ids, -1),
+    "writes earlier tokens": lambda model, ids: writes(ids, -3),
+    "hooks": hooks,
+    "adapter": lambda model, ids: model.set_adapter("other" if ids.flatten()[-1] % 3 == 0 else "default"),
+    "scale": lambda model, ids: scale(model, 8.0 if ids.flatten()[-1] % 3 == 0 else 2.0),
+}
+
+
+def scale(model: Any, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            module.scaling["default"] = factor
+
+
+class Between:
+    """A processor, criterion or streamer that changes something, and keeps what it is called with."""
+
+    def __init__(self, model: Any, change: Change) -> None:
+        self.model, self.change, self.seen = model, change, list[Any]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.tolist())
+        self.change(self.model, value)
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+class BetweenScores(Between):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.put(input_ids)
+        return scores
+
+
+class BetweenTokens(Between):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.put(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+WHERE = {"logits_processor": BetweenScores, "stopping_criteria": BetweenTokens, "streamer": Between}
+
+
+@peft_calls_old_name
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("where", WHERE)
+def test_what_changes_between_two_tokens(where: str, change: str) -> None:
+    """Has its effect on the next token, as in plain ``generate``."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    for inputs, name in itertools.product((ROW, BATCH), SPECS):
+        found = []
+        for assistant in (None, SPECS[name]()):
+            torch.manual_seed(0)
+            model = peft.get_peft_model(tiny_llama(4, factor=0.5), config).eval()
+            model.add_adapter("other", config)
+            watching = WHERE[where](model, CHANGES[change])
+            function = watching if where == "streamer" else [watching]
+            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [END, 20], where: function}
+            ids = model.generate(
+                **{name: each.clone() for name, each in inputs.items()}, **options, assistant=assistant
+            )
+            found.append((ids.tolist(), watching.seen))
+        assert found[0] == found[1]
+        assert assistant.stats.accepted > 0
+
+
+class SoftLimit(MaxLengthCriteria):
+    """Ends rows at an even token behind the limit."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return (input_ids[:, -1] % 2 == 0) & (input_ids.shape[1] > self.max_length)
+
+
+class LateEnd(EosTokenCriteria):
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return super().__call__(input_ids, scores, **kwargs) & (input_ids.shape[1] > 20)
+
+
+class Shifted(lp.PrefixConstrainedLogitsProcessor):
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input_ids, scores).roll(1, -1)
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["row", "batch"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stopping_criteria": [SoftLimit(16)]},
+        {"stopping_criteria": [LateEnd(list(range(2, 40)))]},
+        {"logits_processor": [Shifted(lambda row, ids: list(range(2 + row, VOCABULARY, 3)), 1)]},
+    ],
+    ids=["limit", "end", "prefix function"],
+)
+def test_classes_that_derive_from_those_of_transformers(inputs: Any, options: Any) -> None:
+    options = {"max_new_tokens": 24, "logits_processor": []} | options
+    plain, ours = (texts(spec, inputs, **options)[0] for spec in (None, SPECS["exit"]()))
+    assert torch.equal(ours, plain)
 
 
 class Tightening(LogitsProcessor):
