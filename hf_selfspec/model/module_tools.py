@@ -22,6 +22,8 @@ from .internals import ACCELERATE_HOOK, ADAPTED, ADAPTER_SETTINGS, device_mesh, 
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
 # Libraries whose functions modelling files of transformers import.
 _IMPORTED = {"numpy", "safetensors", "einops", "kernels", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "triton"}
+# Objects of torch that run functions of others.
+_OPERATORS = {"CustomOpDef", "OpOverload", "OpOverloadPacket", "ScriptFunction", "ScriptMethod"}
 _TRUSTED = ROW_BLIND | _IMPORTED | sys.stdlib_module_names | {"", "None", "builtins", "peft"}
 
 
@@ -131,13 +133,21 @@ def is_trusted(library: str) -> bool:
     return library in _TRUSTED
 
 
-def libraries_of(function: object) -> Iterator[str]:
-    """The libraries of a function, and of what it wraps, whose name it may have (``functools.wraps``)."""
+def libraries_of(function: object, but: object = None) -> Iterator[str]:
+    """The libraries of a function, of what it belongs to, and of what it wraps, whose name it may have
+    (``functools.wraps``); not that of the function ``but``."""
     waiting, visited = [function], set[int]()
     while waiting and len(visited) < 64:
         inner = waiting.pop()
+        owner = getattr(inner, "__self__", None)
+        if isinstance(owner, type):
+            yield library_of(owner)
+        elif isinstance(owner, nn.Module):
+            yield from {
+                library_of(type(module)) for module in (owner.modules() if library_of(owner) == "torch" else ())
+            }
         inner = getattr(inner, "__func__", inner)
-        if id(inner) in visited:
+        if id(inner) in visited or inner is but:
             continue
         visited.add(id(inner))
         if isinstance(inner, FunctionType) and hasattr(inner, "__wrapped__"):  # whose names are those of what it wraps
@@ -145,7 +155,7 @@ def libraries_of(function: object) -> Iterator[str]:
         elif isinstance(inner, functools.partial):
             waiting.append(inner.func)
         else:
-            yield library_of(inner)
+            yield "unknown" if type(inner).__name__ in _OPERATORS else library_of(inner)
         # What code around a function sets, not attributes of an object that happens to have them.
         around = getattr(inner, "__dict__", {})
         waiting += [around.get(name) for name in ("__wrapped__", "_torchdynamo_orig_callable")]

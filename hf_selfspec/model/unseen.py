@@ -8,7 +8,6 @@ forwards, or record what it sees, and is left to plain ``generate``.
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 import weakref
@@ -124,17 +123,19 @@ class Unseen:
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
             library = library_of(type(module))
             if not (is_quantized and library in _PARTS and _treats_rows_alone(model, module)):
-                note(f"modules of class {type(module).__name__}", library in libraries, module)
+                holder = () if library in _PARTS else (module,)  # those keep nothing
+                note(f"modules of class {type(module).__name__}", library in libraries, *holder)
         weights: dict[type, Any] = {}
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes = module.__dict__
-            if parameters := attributes.get("_parameters"):
-                weights |= {type(weight): weight for weight in parameters.values()}
+            for weight in (attributes.get("_parameters") or {}).values():
+                weights[type(weight)] = weight
             type_: Any = type(module)
             if not attributes.keys().isdisjoint(methods := _methods_of(type_)):
                 for name in methods & attributes.keys():
                     method = forward_of_others(module) if name == "forward" else attributes[name]
-                    if method is not None and not _METHODS_OF.issuperset(of := set(libraries_of(method))):
+                    of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}
+                    if not of <= _METHODS_OF:
                         note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method, module)
         for weight_class in weights.keys() - _PLAIN_WEIGHTS:
             if not _treats_rows_alone(model, weights[weight_class]):
@@ -146,7 +147,8 @@ class Unseen:
         if _is_of_models(decoder) and not _is_seen(decoder):
             note(f"its decoder's class {decoder.__name__}", True)
         bases = {base for each in classes for base in each.__mro__} - {object}
-        for place in (*(sys.modules[name] for name in (*_PLACES, *files)), torch.Tensor, *bases, *_CACHES):
+        named = [sys.modules[name] for name in (*_PLACES, *files) if name in sys.modules]
+        for place in (*named, torch.Tensor, *(bases - {GenerationMixin}), *_CACHES):
             for function in _foreign_functions(place):
                 is_own = all(library in _PARTS or is_trusted(library) for library in libraries_of(function))
                 users = [module for module in modules if isinstance(place, type) and isinstance(module, place)]
@@ -164,8 +166,11 @@ class Unseen:
         return cls(tuple(own), tuple(attached), tuple(holders))
 
 
-# Methods that others may replace, since they run before forwards or after them.
-_NOT_IN_FORWARDS = {"__init__", "eval", "from_pretrained", "generate", "push_to_hub", "save_pretrained", "to", "train"}
+# Names that code of forwards does not use, so that others may replace them: public ones, and what prints. Nor does it
+# use those that were added to torch's and transformers' own classes since this was imported.
+_PUBLIC = {name for kind in (nn.Module, PreTrainedModel, GenerationMixin) for name in dir(kind) if name[0] != "_"}
+_NOT_IN_FORWARDS = _PUBLIC - {"forward"} | {"__init__", "__repr__", "__str__", "__format__", "__dir__"}
+_AT_FIRST: dict[Any, set[str]] = {kind: set(vars(kind)) for kind in (torch.Tensor, nn.Module, PreTrainedModel)}
 # Libraries whose hooks modules may have, and whose functions may be set on them.
 _HOOKS_OF = ROW_BLIND
 _METHODS_OF = ROW_BLIND | {"peft", "builtins", "functools"}
@@ -180,16 +185,17 @@ def _foreign_functions(place: Any) -> list[Any]:
     """What can be called in a module of Python, or a class of a library, and is from libraries that are not trusted."""
     if isinstance(place, type) and not is_trusted(library_of(place)):
         return []
-    values = list(vars(place).values())
-    before = _functions.get(place)
-    if before is None or len(before[0]) != len(values) or not all(map(operator.is_, before[0], values)):
+    values, before = list(vars(place).values()), _functions.get(place)
+    try:
+        is_as_before = before is not None and before[0] == values  # of the same objects, in most cases
+    except Exception:  # of objects that cannot be compared
+        is_as_before = False
+    if before is None or not is_as_before:
         names = operations_of_torch() if place is torch else vars(place).keys() - _NOT_IN_FORWARDS
-        candidates = [value for name, value in list(vars(place).items()) if name in names and callable(value)]
-        functions = [value for value in candidates if not isinstance(value, type)]
-        _functions[place] = before = (
-            values,
-            [each for each in functions if not all(map(is_trusted, libraries_of(each)))],
-        )
+        names = names & _AT_FIRST.get(place, names)
+        functions = [value for name, value in list(vars(place).items()) if name in names and callable(value)]
+        theirs = [each for each in functions if not all(map(is_trusted, libraries_of(each)))]
+        _functions[place] = before = values, [each for each in theirs if not isinstance(each, type)]
     return before[1]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -103,30 +105,36 @@ def on_probation(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     outcomes = _outcomes.setdefault(call.model, _Outcomes())
     arguments = {name: value for name, value in call.model_kwargs.items() if name not in CACHE_NAMES}
     tensors = {name for name, value in arguments.items() if has_tensors(value)}
-    reasons, before = (unseen.own, unseen.attached), Contents(unseen.holders)
+    reasons = unseen.own, unseen.attached
     key = (
         reasons,
-        before.key,
+        Contents(unseen.holders).key,
         len(call.input_ids) > 1,
         call.input_ids.shape[1].bit_length(),
         frozenset(tensors),
         Contents([{name: value for name, value in arguments.items() if name not in tensors}]).key,
         _is_used(given_cache(call.model_kwargs)),
-        (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.model.device.type)),
+        (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.input_ids.device.type)),
         (call.model.training, attention_implementation(call.model.config.get_text_config(decoder=True))),
     )
     with outcomes.lock:
         for known in (reasons, key):
             if known in outcomes:
                 return outcomes[known]
-        before.keep()
+        # Code of others may also write to modules that were seen.
+        before = Contents([*unseen.holders, *all_modules(call.model)])
+        states = random.getstate(), np.random.get_state()
         try:
+            before.keep()
             outcome = _compared(call, decode, before)
         except PlainError:  # the model stays as plain generate leaves it
             raise
         except BaseException:  # interrupts, too
             before.restore()
             raise
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
         before.restore()
         # What keeps something in each forward has other contents in each call.
         tried = reasons if outcome is _KEEPS else key
@@ -149,8 +157,8 @@ def _is_used(cache: Any) -> bool:
 
 def _compared(call: Any, decode: Decode, before: Contents) -> Outcome:
     device = call.input_ids.device
-    if before.is_opaque:
-        return Outcome("it holds an iterator, which a comparison would use up, or more than can be looked at")
+    if before.why_opaque:
+        return Outcome(before.why_opaque)
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
         try:
             count = TOKENS if len(call.input_ids) == 1 else _TOKENS_OF_ROWS

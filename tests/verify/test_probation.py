@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import logging
+import operator
+import random
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationMixin,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
     OpenAIGPTConfig,
@@ -523,7 +527,24 @@ COUNTERS: dict[str, Callable[[Any, Any], int]] = {
     "array": lambda counts, module: int(np.add(counts.array, 1, out=counts.array)[0]),
     "tensor": lambda counts, module: int(counts.tensor.add_(1)),
     "iterator": lambda counts, module: next(counts.iterator),
+    "far in a list": lambda counts, module: (
+        operator.setitem(counts.long, 700, counts.long[700] + 1) or counts.long[700]
+    ),
+    "base class": lambda counts, module: setattr(Counted, "of_base", Counted.of_base + 1) or Counted.of_base,
+    "function in a function": lambda counts, module: (lambda: globals().update(_INNER=_INNER + 1) or _INNER)(),
+    "static method": lambda counts, module: _Counts.static(),
+    "bytes": lambda counts, module: operator.setitem(counts.bytes, 0, counts.bytes[0] + 1) or counts.bytes[0],
+    "a module that was seen": lambda counts, module: _counted_on(next(module.children())),
+    "generator": lambda counts, module: int(torch.randint(0, 20, (), generator=counts.generator)),
 }
+_INNER = _STATIC = 0
+
+
+def _counted_on(module: Any) -> int:
+    module.count = getattr(module, "count", 0) + 1
+    return module.count
+
+
 _FORWARDS = 0
 
 
@@ -539,7 +560,17 @@ class _Counts:
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
         return output + 3 * _DIRECTION if self.counted(self, module) > 8 else output
 
+    @staticmethod
+    def static() -> int:
+        global _STATIC
+        _STATIC += 1
+        return _STATIC
+
     def begin(self, module: Any) -> None:
+        globals().update(_INNER=0, _STATIC=0)
+        Counted.of_base, self.long, self.bytes = 0, [0] * 1000, bytearray(1)
+        self.generator = torch.Generator().manual_seed(0)
+        next(module.children()).count = 0
         self.number = _Counts.of_class = module.count = 0
         _Counts.by_name.clear()
         globals().update(_FORWARDS=0)
@@ -553,12 +584,17 @@ class Counted(LlamaForCausalLM):
     """A class of one's own, whose forward counts."""
 
     counts: Any
+    of_base = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         if self.counts.counted(self.counts, self) > 8:
             output.logits = output.logits.roll(5, -1)
         return output
+
+
+class Derived(Counted):
+    pass
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
@@ -570,7 +606,7 @@ def test_counts_of_forwards(quiet: None, where: str, is_attached: bool) -> None:
         owner = (model := LLAMA()).model.layers[2]
         owner.register_forward_hook(counts)
     else:
-        model = owner = of_class(Counted)
+        model = owner = of_class(Derived)
         model.counts = counts
     texts, held, spec = [], [], SelfSpec.lookup()
     spec = replace(spec, trust=is_attached)
@@ -578,6 +614,7 @@ def test_counts_of_forwards(quiet: None, where: str, is_attached: bool) -> None:
         counts.begin(owner)
         texts.append(model.generate(**ROW, **OPTIONS, assistant=assistant))
         numbers = (counts.number, _Counts.of_class, dict(_Counts.by_name), _FORWARDS, owner.count, len(counts.items))
+        numbers += (_INNER, _STATIC, Counted.of_base, counts.long[700], counts.bytes[0], next(owner.children()).count)
         held.append((*numbers, len(counts.last), len(counts.different), counts.array.item(), counts.tensor.item()))
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
@@ -626,6 +663,93 @@ def test_own_code_that_is_switched_is_compared_again(quiet: None, where: str) ->
     assert left == [False, True, False, True]
 
 
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return -args[-1]
+
+
+def with_a_forward(make: Callable[[Any], Any]) -> LlamaForCausalLM:
+    model = LLAMA()
+    norm = model.model.norm
+    norm.forward = make(norm)
+    return model
+
+
+def with_a_hook() -> LlamaForCausalLM:
+    (model := LLAMA()).model.norm.register_forward_hook(Negated.apply)
+    return model
+
+
+@torch.library.custom_op("hf_selfspec_tests::negated", mutates_args=())
+def negated(states: torch.Tensor) -> torch.Tensor:
+    return -states
+
+
+# What is of others though torch runs it, and what is nobody's concern.
+FOREIGN: dict[str, Callable[[], LlamaForCausalLM]] = {
+    "a method of torch's of layers of others": lambda: with_a_forward(
+        lambda norm: nn.Sequential(norm, PassesOn()).forward
+    ),
+    "a function with gradients of its own": with_a_hook,
+    "an operator": lambda: with_a_forward(lambda norm: negated),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_torch_runs_for_others_is_attached(kind: str) -> None:
+    assert Unseen.of(FOREIGN[kind]()).attached
+
+
+class Logging(LlamaForCausalLM):
+    """Names a logger with a handler, has a buffer with NaN, and is wrapped by accelerate."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("unused", torch.full((2,), torch.nan), persistent=False)
+        self.sparse = torch.eye(2).to_sparse()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _LOGGER.debug("a forward")
+        return super().forward(*args, **kwargs)
+
+
+_LOGGER = logging.getLogger("hf_selfspec tests")
+_LOGGER.addHandler(logging.StreamHandler())
+
+
+def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "number_of_weights", lambda module: 0, raising=False)
+    monkeypatch.setattr(torch.Tensor, "summary", lambda tensor: "", raising=False)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor: "a tensor")
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", GenerationMixin._get_logits_processor)
+    model = LLAMA()
+    model.state_dict = lambda *args, **kwargs: {}
+    assert not Unseen.of(model)
+    model = of_class(Logging)
+    add_hook_to_module(model, ModelHook())
+    assert not Unseen.of(model).attached
+    assert not why_plain(model, SelfSpec.lookup())
+
+
+def test_random_numbers_are_put_back(quiet: None) -> None:
+    """Those of Python and numpy, too."""
+
+    class Random(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.roll(random.randrange(3) + int(np.random.randint(3)), -1)
+            return output
+
+    model = of_class(Random)
+    texts = []
+    for spec in (None, SelfSpec.lookup()):
+        random.seed(1)
+        np.random.seed(1)
+        texts.append(model.generate(**ROW, **OPTIONS, assistant=spec))
+    assert torch.equal(*texts)
+
+
 class Lazy(LlamaForCausalLM):
     """Makes a table in its first forward, as many models of the Hub do."""
 
@@ -661,7 +785,7 @@ class Pruned(LlamaForCausalLM):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model.layers[0] = self.model.layers[2] = PassesOn()
+        self.model.layers[1], self.model.layers[2] = PassesOn(), PassesOn()
 
 
 @pytest.mark.parametrize("rows", [ROW, BATCH], ids=["row", "batch"])
