@@ -180,11 +180,15 @@ def writes(ids: torch.Tensor, column: int) -> None:
 
 
 def hooks(model: Any, ids: torch.Tensor) -> None:
-    """Adds a hook where there is none, and removes it again."""
-    mlp = model.get_base_model().model.layers[2].mlp
+    """Adds a hook that steers the last token where there is none, and removes it again."""
+    layer = model.get_base_model().model.layers[1]
     if ids.flatten()[-1] % 4 == 0:
-        hook = mlp._forward_hooks and mlp._forward_hooks.popitem()
-        assert hook or mlp.register_forward_hook(lambda module, args, output: output.flip(-1))
+        hook = layer._forward_hooks and layer._forward_hooks.popitem()
+        assert hook or layer.register_forward_hook(steered)
+
+
+def steered(layer: Any, args: Any, states: torch.Tensor) -> torch.Tensor:
+    return torch.cat([states[:, :-1], states[:, -1:].flip(-1)], dim=1)
 
 
 CHANGES: dict[str, Change] = {
