@@ -49,6 +49,11 @@ class NumericalError(SelfSpecError, RuntimeError):
     """The model returned NaN or infinite logits, so no token can be chosen."""
 
 
+def unsupported(why: str, instead: str = "") -> UnsupportedModelError:
+    """Returns the error for a model that drafts cannot serve: why, and what to do ``instead`` of plain ``generate``."""
+    return UnsupportedModelError(f"{why}. {f'{instead}, or call' if instead else 'Call'} generate without `assistant`.")
+
+
 def brief(error: object) -> str:
     """Returns a library's error, or a wrong value, as one short line."""
     line = " ".join(str(error).split()) or type(error).__name__

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from .errors import SettingError, UnsupportedOptionError, unsupported
 from .model.anatomy import Anatomy
 from .model.attention import served_attention
 from .model.exact import reduced_precision
@@ -122,10 +122,10 @@ def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None)
         if edge is None or (last is not None and last <= edge):
             continue
         if rope == "dynamic" or (rope == "longrope" and first <= edge):
-            raise UnsupportedModelError(
+            raise unsupported(
                 f"{name} changes its rotary frequencies ({rope}) beyond {edge} tokens, and this call may reach "
-                f"{'any length' if last is None else last}. Keep the text within {edge} tokens with max_new_tokens, or "
-                "call generate without `assistant`."
+                f"{'any length' if last is None else last}",
+                f"Keep the text within {edge} tokens with max_new_tokens",
             )
 
 

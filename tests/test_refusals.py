@@ -143,9 +143,9 @@ def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
     assert torch.equal(llama.generate(**ROW, max_new_tokens=8, position_ids=positions, assistant=SelfSpec()), plain)
 
 
-def masked(row: int, column: int) -> dict[str, torch.Tensor]:
+def masked(row: int, *columns: int | None) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(BATCH["input_ids"])
-    mask[row, column:] = 0
+    mask[row, slice(*columns)] = 0
     return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
 
 
@@ -154,9 +154,15 @@ def masked(row: int, column: int) -> dict[str, torch.Tensor]:
     [
         ({"input_ids": torch.zeros(1, 0).long()}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
         ({"inputs_embeds": torch.zeros(1, 0, 64)}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
-        (masked(1, 0), SelfSpec(), SettingError, ("the prompt of row 1 is empty", "at least one token")),
+        (masked(1, None), SelfSpec(), SettingError, ("the prompt of row 1 is empty", "at least one token")),
         # Other calls are left to transformers' loop, which decodes with the whole model.
-        (masked(2, -2), SelfSpec.early_exit_only(3), SettingError, ("row 2 is padded on", "padding_side='left'")),
+        (
+            masked(2, -2, None),
+            SelfSpec.early_exit_only(3),
+            SettingError,
+            ("padded on the right", "padding_side='left'"),
+        ),
+        (masked(2, 3, 5), SelfSpec.early_exit_only(3), SettingError, ("masked columns between", "padding_side='left'")),
         (
             BATCH | {"position_ids": torch.arange(9)[None] + 3},
             SelfSpec(),

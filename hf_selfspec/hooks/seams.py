@@ -76,20 +76,15 @@ class _Watch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _GENERATION:
             return None
-        finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path) if finder is not self)
-        specs = (find(name, path, target) for find in finders if find is not None)
-        spec = next((spec for spec in specs if spec is not None), None)
-        loader: Any = getattr(spec, "loader", None)
-        if run := getattr(loader, "exec_module", None):
+        others: list[Any] = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        if spec := next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None):
+            run = spec.loader.exec_module
 
             def run_and_wrap(module: Any) -> None:
-                loader.exec_module = run
                 run(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)  # type: ignore[arg-type]  # finds what a finder finds
                 _add_generate(module)
 
-            loader.exec_module = run_and_wrap
+            spec.loader.exec_module = run_and_wrap
         return spec
 
 

@@ -15,7 +15,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError, unsupported
 from .internals import is_stateful
 from .module_tools import forward_parameters
 from .recurrences.kernels import RECURRENCES, Kernels
@@ -164,31 +164,27 @@ class Anatomy:
         architecture = _ARCHITECTURES.get(config.model_type, usual)
         layers = _find_layers(model, architecture)
         if getattr(layers[0], "is_decoder", True) is False:
-            raise UnsupportedModelError(
-                f"{name} is an encoder: its tokens attend to later ones, so each would change with the draft after it. "
-                "Load it with is_decoder=True, or call generate without `assistant`."
+            raise unsupported(
+                f"{name} is an encoder: its tokens attend to later ones, so each would change with the draft after it",
+                "Load it with is_decoder=True",
             )
         names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
         attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
         if len({*layers}) < len(layers) or len({*attention} - {None}) < len(layers) - attention.count(None):
-            raise UnsupportedModelError(
+            raise unsupported(
                 f"{name} runs one layer, or attention block, several times, whose keys and values would overwrite each "
-                "other. Call generate without `assistant`."
+                "other"
             )
         for field, why in _REFUSED.items():
             if value := getattr(text_config, field, None):
-                raise UnsupportedModelError(
-                    f"{name} {why} ({field}={value!r}), which is not supported with self-speculative decoding. Call "
-                    "generate without `assistant`."
-                )
+                raise unsupported(f"{name} {why} ({field}={value!r}), which drafts do not support")
         kernels = Kernels.of(layers)
         if is_stateful(model) and (kernels is None or kernels.recurrence is None):
             types = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
-            raise UnsupportedModelError(
+            raise unsupported(
                 f"{name} is stateful ({', '.join(types)}), and its states cannot be rolled back when a draft is "
                 "rejected: no file of its layers, or more than one, has causal_conv1d_fn and one of the functions for "
-                f"which that is known, with their parameters ({', '.join(family.kernel for family in RECURRENCES)}). "
-                "Call generate without `assistant`."
+                f"which that is known, with their parameters ({', '.join(family.kernel for family in RECURRENCES)})"
             )
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         path = next(name for name, module in model.named_modules() if module is layers[0])

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import UnsupportedModelError
+from ..errors import unsupported
 from .exact import View, attention_of_each, views_of
 from .internals import registered
 from .layout import Feed
@@ -118,9 +118,9 @@ class MaskSpec:
     ) -> torch.Tensor | None:
         """Expands a function of positions to the mask ``[b, 1, s, n]``, ``None`` where every token sees everything."""
         if unknown := sorted(others.keys() - _IMPLIED):
-            raise UnsupportedModelError(
-                f"the model has masks made with {', '.join(unknown)}, which this version of hf_selfspec does not know. "
-                "Call generate without `assistant`, or with another version of transformers."
+            raise unsupported(
+                f"the model has masks made with {', '.join(unknown)}, which this version of hf_selfspec does not know",
+                "Take another version of transformers",
             )
         (b, s), n = self.query_positions.shape, self.length
         is_last = s == 1 and (b == 1 or self.is_even) and self.visible is None

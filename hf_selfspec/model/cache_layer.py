@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..errors import UnsupportedModelError
+from ..errors import unsupported
 from ..forks import cached_property
 from .recurrences.states import StateLayer
 from .traceable import ChangingNumber
@@ -16,18 +16,15 @@ def _private(name: str) -> Any:
 
     def read(layer: "SpeculativeLayer") -> torch.Tensor | None:
         if layer._cache.has_unknown_readers:
-            raise UnsupportedModelError(
-                f"code beside the model reads the {name} in the cache, which are drafts' as well. Call generate "
-                "without `assistant`."
-            )
+            raise unsupported(f"code beside the model reads the {name} in the cache, which are drafts' as well")
         bank = layer.banks.get(name)
         return None if bank is None else bank.latest(layer.index)
 
     def replace(layer: "SpeculativeLayer", states: torch.Tensor | None) -> None:
         if states is not None:
-            raise UnsupportedModelError(
+            raise unsupported(
                 "code beside the model, such as a hook that compresses the cache, replaces its keys or values, which "
-                "hold drafts, too. Call generate without `assistant`."
+                "hold drafts, too"
             )
 
     return property(read, replace)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..errors import UnsupportedModelError, UnsupportedOptionError
+from ..errors import UnsupportedOptionError, unsupported
 from .anatomy import Anatomy
 from .internals import mask_length, next_arguments
 from .prompt import CACHE_NAMES, Prompt, given_cache, tokens_in
@@ -114,9 +114,9 @@ class DecodeInputs:
             elif not has_tensors(value) or _is_same(value, arguments.get(name)):
                 extra[name] = value
             else:
-                raise UnsupportedModelError(
+                raise unsupported(
                     f"{type(model).__name__} takes a `{name}` of its own with every generated token, so that tokens "
-                    "cannot be drafted after such a prompt. Call generate without `assistant`."
+                    "cannot be drafted after such a prompt"
                 )
         positions, offsets = prepared.get("position_ids"), None
         if positions is not None:

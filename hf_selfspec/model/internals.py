@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel, __version__
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import UnsupportedModelError
+from ..errors import unsupported
 
 # What the loop of transformers consists of: models that have others are left to it.
 STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
@@ -133,9 +133,10 @@ def tensor_parallel_size(model: PreTrainedModel) -> int:
         UnsupportedModelError: this version does not tell.
     """
     if missing := [name for name in ("_tp_size", "_device_mesh") if not hasattr(model, name)]:
-        raise UnsupportedModelError(
+        raise unsupported(
             f"{type(model).__name__} has no {' and no '.join(missing)}, so that it cannot be told whether its layers "
-            "are spread over processes. Call generate without `assistant`, or with another version of transformers."
+            "are spread over processes",
+            "Take another version of transformers",
         )
     return model._tp_size or 1
 

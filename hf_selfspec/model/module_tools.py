@@ -15,7 +15,7 @@ import torch.distributed
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ..errors import unsupported
 from .internals import ACCELERATE_HOOK, ADAPTED, ADAPTER_SETTINGS, device_mesh, tensor_parallel_size
 
 # Libraries whose hooks treat the rows of a batch alike.
@@ -182,9 +182,9 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
         return perf_counter
     mesh = device_mesh(model)
     if mesh is None:
-        raise UnsupportedModelError(
-            f"the layers of {type(model).__name__} are spread over processes, but it does not name them "
-            "(_device_mesh). Load it with transformers' tp_plan, or call generate without `assistant`."
+        raise unsupported(
+            f"the layers of {type(model).__name__} are spread over processes, but it does not name them (_device_mesh)",
+            "Load it with transformers' tp_plan",
         )
     group = mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
     first, reading = torch.distributed.get_global_rank(group, 0), (-1, 0.0)

@@ -5,7 +5,7 @@ from time import perf_counter
 
 import torch
 
-from ..errors import UnsupportedModelError, UnsupportedOptionError
+from ..errors import UnsupportedOptionError, unsupported
 from .attention import at_positions
 from .forward_pass import ForwardPass, obeying
 from .handover import take_in
@@ -22,9 +22,9 @@ def prefill(target: Target, inputs: Inputs) -> torch.Tensor:
     """Runs the whole model over the prompts, and returns the logits ``[b, v]`` of each row's last token."""
     logits = _prefill_text(target, inputs) if inputs.is_text else _prefill_by_model(target, inputs)
     if not target.cache.is_filled:
-        raise UnsupportedModelError(
+        raise unsupported(
             f"{target.anatomy.model_name} does not write to the cache that it gets, so each forward would have to run "
-            "over the whole text. Call generate without `assistant`."
+            "over the whole text"
         )
     return logits
 

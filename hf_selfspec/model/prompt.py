@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from ..errors import SettingError, UnsupportedOptionError, unsupported
 from .anatomy import Anatomy
 from .module_tools import forward_parameters
 
@@ -196,10 +196,7 @@ def tokens_in(cache: Cache) -> int:
 def check_cache(cache: Any, anatomy: Anatomy) -> None:
     """Checks that the tokens of ``cache`` can be rolled back."""
     if cache is None:
-        raise UnsupportedModelError(
-            f"{anatomy.model_name} makes a cache of its own, whose tokens cannot be rolled back when a draft is "
-            "rejected. Call generate without `assistant`."
-        )
+        raise unsupported(f"{anatomy.model_name} makes a cache of its own, whose tokens cannot be rolled back")
     if type(cache) is not DynamicCache or cache.offloading:  # subclasses may keep more, which models ask them for
         offloaded = "offloaded " if getattr(cache, "offloading", False) else ""
         raise UnsupportedOptionError(
@@ -215,7 +212,5 @@ def check_cache(cache: Any, anatomy: Anatomy) -> None:
     for layer in cache.layers:
         rolls_back = anatomy.is_recurrent and isinstance(layer, LinearAttentionCacheLayerMixin)
         if type(layer) not in _ROLLS_BACK and not rolls_back:
-            raise UnsupportedModelError(
-                f"{anatomy.model_name} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
-                "back when a draft is rejected. Call generate without `assistant`."
-            )
+            kind = type(layer).__name__
+            raise unsupported(f"{anatomy.model_name} keeps a {kind} in its cache, whose state cannot be rolled back")

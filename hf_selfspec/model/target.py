@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError, UnsupportedOptionError, warn_once
+from ..errors import UnsupportedOptionError, unsupported, warn_once
 from ..forks import cached_property
 from .active import ActiveRows
 from .anatomy import Anatomy
@@ -283,10 +283,8 @@ class Target:
             logits = self.run_module(run, spec, **kwargs)
         self.forward_seconds += perf_counter() - begun
         if logits is not None and logits.shape[1] < (expected := run.keep or s):
-            raise UnsupportedModelError(
-                f"{self.anatomy.model_name} returns logits of {logits.shape[1]} of {expected} tokens, but each of "
-                "a draft needs its own. Call generate without `assistant`."
-            )
+            name, count = self.anatomy.model_name, logits.shape[1]
+            raise unsupported(f"{name} returns logits of {count} of {expected} tokens, of which each needs its own")
         run.num_exact = 0 if spec is None else len(spec.served)
         return logits
 

@@ -70,7 +70,7 @@ def test_a_mask_argument_that_is_not_known_is_refused(llama: LlamaForCausalLM, m
     """In ours; plain ``generate`` goes on beside it."""
     expected = llama.generate(**ragged(), **OPTIONS)
     monkeypatch.setattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", Telling())
-    with pytest.raises(UnsupportedModelError, match=r"masks made with is_packed, .* Call generate without `assistant`"):
+    with pytest.raises(UnsupportedModelError, match=r"masks made with is_packed, .* call generate without `assistant`"):
         llama.generate(**ragged(), **OPTIONS, assistant=SelfSpec())
     assert torch.equal(llama.generate(**ragged(), **OPTIONS), expected)
 

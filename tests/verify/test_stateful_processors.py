@@ -330,8 +330,6 @@ def test_lossy_heads_are_refused() -> None:
         texts(spec, ROW)
     with pytest.raises(UnsupportedOptionError, match=r"AfterCalls.*without the whole model"):
         MODEL.generate(**ROW, max_new_tokens=8, stopping_criteria=[AfterCalls([9])], assistant=spec)
-    right, inside = ({name: value.flip(1) for name, value in ragged_batch((4, 9)).items()}, ragged_batch((9, 9)))
-    inside["attention_mask"][1, 3] = 0
-    for masked in (right, inside):
-        with pytest.raises(SettingError, match="padded on the right, or have masked columns between"):
-            MODEL.generate(**masked, max_new_tokens=8, assistant=spec)
+    right = {name: value.flip(1) for name, value in ragged_batch((4, 9)).items()}
+    with pytest.raises(SettingError, match="padded on the right"):
+        MODEL.generate(**right, max_new_tokens=8, assistant=spec)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from ...errors import UnsupportedModelError
+from ...errors import unsupported
 from ..patching import InstanceForwards, PerThread, shared_change
 from .linear_attention import GatedDelta, KimiDelta, StateSpace
 from .recurrence import Recurrence, SelectiveScan
@@ -40,9 +40,9 @@ class Turn:
 
     def check(self) -> None:
         if self.convolution is not None:
-            raise UnsupportedModelError(
+            raise unsupported(
                 "the model computes a convolution in a way that is not known here, such as a kernel of its own, so "
-                "drafted siblings cannot be told apart. Call generate without `assistant`."
+                "drafted siblings cannot be told apart"
             )
 
 

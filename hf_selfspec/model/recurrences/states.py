@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ...errors import UnsupportedModelError
+from ...errors import unsupported
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, Uploads
 from .kernels import current_turn
@@ -248,10 +248,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self._recurrence is not None:
             turn.recurrence, self._calls = partial(self._run, state_idx), 0
         if not width:
-            raise UnsupportedModelError(
-                f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be rolled back. "
-                "Call generate without `assistant`."
-            )
+            raise unsupported(f"{self._model_name} keeps inputs of convolutions whose number is not known")
         if state_idx not in self._convolutions:
             convolution = Convolution(width)
             self._convolutions[state_idx] = convolution, StateLog(convolution.advance, self._cache.uploads)
@@ -280,9 +277,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         states, turn = self._recurrent.get(state_idx, []), current_turn()
         turn.recurrence = None
         if not states or self._calls != len(states):
-            raise UnsupportedModelError(
+            raise unsupported(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
-                "of its own, so they cannot be rolled back. Call generate without `assistant`."
+                "of its own, so they cannot be rolled back"
             )
         self._has_parts = recurrent_states.dim() > states[0][1].root.state.dim()
         return recurrent_states
