@@ -1,8 +1,9 @@
 """A plugin of pytest: tests of transformers get what a ``SelfSpec`` generates, wherever they call ``generate``.
 
-Assisted decoding and prompt lookup are replaced by it, batches that are padded on the right are turned round, tests
-that skip models with recurrent states run, and greedy ids are compared with plain ``generate``'s. The counts go into
-the file that ``SELFSPEC_COUNTS`` names.
+``SELFSPEC_AS=attached`` attaches one to each model, and puts others in the place of assisted decoding and prompt
+lookup; tests that skip models with recurrent states run, and greedy ids are compared with plain ``generate``'s.
+``SELFSPEC_AS=nothing`` tells which tests fail without. Both pad prompts on the left and generate more tokens. The
+counts go into the file that ``SELFSPEC_COUNTS`` names.
 """
 
 import copy
@@ -11,6 +12,7 @@ import json
 import os
 import unittest
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,49 @@ import hf_selfspec
 from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, SelfSpecError
 
 ASSISTED = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "assistant_tokenizer")
-CACHES = ("past_key_values", "cache")
+CACHES = ("past_key_values", "cache", "cache_params")
+# Of a test case: what gives the inputs to generate from.
+PREPARE = "prepare_config_and_inputs_for_generate"
+# What drafted tokens do not have: tests that ask for it get the rest.
+NOT_RETURNED = ("output_attentions", "output_hidden_states")
+CHECKS_OF_IT = ("_check_attentions_for_generate", "_check_hidden_states_for_generate")
+# Enough to draft and to reject; transformers' tests generate three.
+NEW_TOKENS = 12
 
 counts: Counter[str] = Counter()
 different: list[str] = []
 
 
-def turned_round(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs with padding on the left: a batch that is padded on the right, with the tokens of each row reversed."""
-    mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
-    if mask is None or ids is None or mask.shape != ids.shape or bool(mask[:, -1].all()):
-        return inputs
-    return inputs | {"attention_mask": mask.flip(1), "input_ids": ids.flip(1)}
+def with_left_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Moves the masked tokens of what a test case generates from to the left; each row has at least one other."""
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **options: Any) -> Any:
+        config, inputs = original(self, *args, **options)
+        mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
+        if mask is None or ids is None or mask.shape != ids.shape:
+            return config, inputs
+        order = mask.argsort(dim=1, stable=True)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.shape == ids.shape:
+                inputs[name] = value.gather(1, order)
+        inputs["attention_mask"][:, -1] = 1
+        return config, inputs
+
+    return prepare
+
+
+def unless_left_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def check(self: Any, *args: Any, **options: Any) -> None:
+        if all(each is not None for each in (*args, options.get("attentions", 0), options.get("hidden_states", 0))):
+            original(self, *args, **options)
+
+    return check
+
+
+def is_assisted(name: str) -> bool:
+    return name.startswith("test_") and ("assisted" in name or "prompt_lookup" in name)
 
 
 def is_greedy(model: Any, options: dict[str, Any]) -> bool:
@@ -45,35 +78,66 @@ def sequences_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
-def under_selfspec(original: Any) -> Any:
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def drafting() -> SelfSpec:
+    return SelfSpec(Cascade([Lookup(), EarlyExit(1)]), FixedLength(3))
+
+
+def specs(assisted: set[str]) -> Iterator[SelfSpec]:
+    if assisted:
+        yield SelfSpec.lookup() if "prompt_lookup_num_tokens" in assisted else SelfSpec()
+    yield drafting()
+
+
+def under_selfspec(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+        # While the call runs, transformers has its own methods: a model with others' would be compared first.
+        GenerationMixin.generate = original
+        try:
+            return generate(self, *args, **options)
+        finally:
+            GenerationMixin.generate = wrapper
+
     def generate(self: Any, *args: Any, **options: Any) -> Any:
-        was_assisted = any(options.pop(name, None) is not None for name in ASSISTED)
-        options = turned_round(options)
-        spec = SelfSpec(Cascade([Lookup(), EarlyExit(1)]), FixedLength(3))
+        assisted = {name for name in ASSISTED if options.pop(name, None) is not None}
+        asked = {name: options.pop(name) for name in NOT_RETURNED if options.get(name)}
         plain = None
         if is_greedy(self, options) and not args and not any(options.get(name) is not None for name in CACHES):
-            plain = {name: value if name == "streamer" else copy.deepcopy(value) for name, value in options.items()}
-        try:
-            attached = hf_selfspec.attach(self, spec)
-        except SelfSpecError:
-            return original(self, *args, **options)
-        with attached:
-            output = original(self, *args, **options)
-        if spec.stats is None or spec.stats.left_to_generate:
-            counts["left to plain"] += 1
-            return output
-        counts["assisted" if was_assisted else "served"] += 1
-        if plain is not None and "streamer" not in plain:
-            counts["compared"] += 1
-            if not torch.equal(sequences_of(original(self, **plain, assistant=False)), sequences_of(output)):
-                different.append(os.environ.get("PYTEST_CURRENT_TEST", ""))
+            plain = {name: copied(value) for name, value in options.items() if name != "streamer"}
+        for spec in specs(assisted):
+            given = {name: value if name == "streamer" else copied(value) for name, value in (plain or options).items()}
+            try:
+                if assisted:
+                    output = original(self, *args, **given, assistant=spec)
+                else:
+                    with hf_selfspec.attach(self, spec):
+                        output = original(self, *args, **given)
+            except SelfSpecError as error:
+                counts[f"refused: {error}"] += 1
+                return original(self, *args, **options, **asked)
+            if spec.stats is None or spec.stats.left_to_generate:
+                counts[f"left to plain: {spec.stats and spec.stats.left_to_generate}"] += 1
+                return original(self, *args, **options, **asked)
+            counts["assisted" if assisted else "served"] += 1
+            counts["drafted"] += spec.stats.drafted
+            counts["accepted"] += spec.stats.accepted
+            if plain is not None:
+                counts["compared"] += 1
+                ids = sequences_of(original(self, **{name: copied(plain[name]) for name in plain}, assistant=False))
+                if not torch.equal(ids, sequences_of(output)):
+                    different.append(os.environ.get("PYTEST_CURRENT_TEST", ""))
         return output
 
-    return generate
+    return wrapper
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ["SELFSPEC_AS"] != "attached":
+        return
     skip = unittest.TestCase.skipTest
 
     def unless_stateful(self: unittest.TestCase, reason: str) -> None:
@@ -84,6 +148,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
     unittest.TestCase.skipTest = unless_stateful  # type: ignore[method-assign]  # tests skip themselves by it
     GenerationMixin.generate = under_selfspec(GenerationMixin.generate)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(obj: Any) -> None:
+    """Changes each class of test cases before its tests are looked up."""
+    if not (isinstance(obj, type) and hasattr(obj, PREPARE)):
+        return
+    for name, wrapper in ({PREPARE: with_left_padding} | dict.fromkeys(CHECKS_OF_IT, unless_left_out)).items():
+        setattr(obj, name, wrapper(getattr(obj, name)))
+    obj.max_new_tokens = NEW_TOKENS  # type: ignore[attr-defined]
+    if os.environ["SELFSPEC_AS"] == "attached":
+        for name in filter(is_assisted, dir(obj)):
+            # Types that assisted decoding does not serve skip what the mixin has, the last of the bases with it.
+            setattr(obj, name, next(vars(base)[name] for base in reversed(obj.__mro__) if name in vars(base)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
