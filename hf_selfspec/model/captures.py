@@ -8,7 +8,7 @@ warm-ups run on the caller's stream and captures on one where nothing else runs,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _WARM_UPS = 2
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
+# Held while numbers are drawn, and while a device's generator is another one, see :func:`_with_own_generator`.
+drawing = new_lock()
 # Streams on which something was captured. Torch gives out 32 of a priority in turn.
 _taken = set[int]()
 
@@ -56,23 +58,21 @@ class Captured:
             self._inputs = [value.clone() for value in changing]
             for _ in range(_WARM_UPS):
                 function(*self._inputs, *buffers)
-            try:
-                with self._capture(self._graph, shared.pool):
-                    self._results = function(*self._inputs, *buffers)
-            except Exception:  # whatever it is, it goes on to the caller
-                # One that is completed, since torch's generator of random numbers waits for the end of the other.
-                with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
-                    self._inputs[0].clone()
-                raise
+            with self._capture():
+                self._results = function(*self._inputs, *buffers)
 
     @contextmanager
-    def _capture(self, graph: Any, pool: Any) -> Iterator[None]:
+    def _capture(self) -> Iterator[None]:
         """In which work of other threads goes on, and is no part of it."""
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # to which torch does not return after an error
-            torch.cuda.graph(graph, pool=pool, stream=self._shared.captures, capture_error_mode="thread_local"),
-        ):
-            yield
+        torch.cuda.synchronize(self._device)  # as ``torch.cuda.graph`` does, so that memory is free for the graph
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._shared.captures):
+            with _with_own_generator(self._device):
+                self._graph.capture_begin(self._shared.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                self._graph.capture_end()
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         with self._shared.alone(self._device):
@@ -80,6 +80,22 @@ class Captured:
                 memory.copy_(value)
             self._graph.replay()
             return [value.clone() for value in self._results]
+
+
+@contextmanager
+def _with_own_generator(device: torch.device) -> Iterator[None]:
+    """Begins a capture, of which torch (2.11; 2.13 no longer) makes the device's generator of random numbers a part,
+    with another one. Else draws and replays of all other threads would raise an error until it ends, and those of all
+    threads after a capture that failed. Draws that are not ours can meet that one now, for some microseconds."""
+    default = torch.cuda.default_generators[device.index]
+    usual, own = default.graphsafe_get_state(), default.clone_state()
+    own.seed()
+    with drawing:
+        default.graphsafe_set_state(own)
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(usual)
 
 
 def reserved_bytes(device: torch.device) -> int:

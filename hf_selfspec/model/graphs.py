@@ -45,10 +45,11 @@ _COUNTED = 512
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
 _LOST, _ASKED = 2, 17
-# How often results are compared: in the first run numbers that became constants are still right.
-COMPARISONS = 3
+# How often results are compared, after the first run: for that one's inputs numbers that became constants are right,
+# and so is what kernels have left that were missed.
+COMPARISONS = 2
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
-_PLACES = 2
+PLACES = 4
 # Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 # What all modules have, such as hooks, with which there are no graphs, and weights, which are looked at by themselves.
@@ -78,7 +79,7 @@ class Graph(FasterWay):
 
     run: Run = field(kw_only=True)  # maps the inputs to the results
     name: str = field(kw_only=True)  # what it is a graph of, for messages
-    compared: int = field(default=0, kw_only=True)  # how often its results turned out to be those of the model's code
+    compared: int = field(default=-1, kw_only=True)  # how often its results were those of the model's code, -1: not run
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Graphs:
     refused: str = ""  # why no graphs are made or used
     slower: str = ""  # why no further graphs are made, empty if they are
     # The memory that no generation uses now, the last one that was left at the end.
-    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(_PLACES)])
+    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(PLACES)])
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _asked: int = 0  # forwards that have asked for a graph
@@ -293,8 +294,7 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig | None) -> Graphs:
 
 def _state_of(model: PreTrainedModel) -> Hashable:
     """What graphs depend on in a model: where its weights are, its settings, and plain values of its modules."""
-    values = itertools.chain(model.parameters(), model.buffers())
-    weights = tuple((id(value), value.data_ptr()) for value in values)
+    weights = tuple(map(_memory_of, itertools.chain(model.parameters(), model.buffers())))
     plain = tuple(
         (name, constant)
         for module in model.modules()
@@ -310,7 +310,15 @@ def _constant(value: Any) -> Hashable | None:
     if type(value) in _PLAIN:
         return (value,)
     if isinstance(value, torch.Tensor):
-        return id(value), value.data_ptr()
+        return _memory_of(value)
     if type(value) is dict:
         value = list(value.items())
     return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
+
+
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """Where a tensor is: one of packed weights (torchao's) has no memory, but tensors, of its own."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return id(tensor), tensor.data_ptr()
+    return id(tensor), *(_memory_of(getattr(tensor, name)) for name in flatten()[0])

@@ -21,19 +21,23 @@ from .captures import Run
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
 from .forward_pass import Best, ForwardPass
-from .graphs import COMPARISONS, Graph, Graphs, graphs_of
+from .graphs import COMPARISONS, PLACES, Graph, Graphs, graphs_of
 from .internals import has_peft_layers
 from .layout import Feed, TreeLayout
 from .module_tools import has_hooks, is_compiled, is_tensor_parallel
 from .patching import autocast_on
 from .target import Target
-from .traceable import NoGraphError, Place, size_for
+from .traceable import NoGraphError, Place, capturing, size_for
 from .transfer import read
 
-# The rounding of TF32, and how many roundings of the largest number results may be apart.
-_REDUCED, _ROUNDINGS = 2.0**-10, 32.0
-# The share of a GPU's memory up to which keys and values stay where graphs look for them; else a call makes new graphs.
-_KEPT = 1 / 16
+# The rounding of TF32; how many roundings results may be apart, as a share of their length, and how much of it at
+# most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
+_REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-7, 2.0**-3
+# Larger numbers do not count when results are compared, such as those that mask logits.
+_LARGEST = 1e4
+# The share of a GPU's memory up to which keys and values of generations that are over stay where graphs look for them;
+# else a call makes new graphs.
+_KEPT = 1 / 8
 
 
 # What a forward returns: tensors, and the likeliest tokens; ``None`` in place of what was not computed.
@@ -76,13 +80,13 @@ class GraphRunner:
         if _needs_addresses(self.target.model.device):
             try:
                 place = cache.place = graphs.places.pop()
+                place.take(self.target.model.device)
             except IndexError:
                 self.target.graphs = None
-                if graphs.config is not None:
-                    warn_once(
-                        f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same "
-                        "time. The output is the same."
-                    )
+                warn_once(
+                    f"{graphs.whose} runs without graphs in some calls, which takes several times as long, since they "
+                    f"serve {PLACES} at a time. The output is the same."
+                )
         try:
             yield
         finally:
@@ -90,9 +94,11 @@ class GraphRunner:
             if place is not None:
                 device = self.target.model.device
                 limit = _KEPT * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
-                if graphs.refused or (graphs.config is None and place.bytes > limit):  # captures are quick
+                kept = sum(other.bytes for other in (place, *graphs.places))
+                if graphs.refused or (graphs.config is None and kept > limit):  # captures are quick
                     graphs.forget(lambda key: key[0] is place)
                     cache.place, place = None, Place()
+                place.leave(device)
                 graphs.places.append(place)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
@@ -185,28 +191,57 @@ class GraphRunner:
             assert graph is not None
             return unpadded(graph.run(*inputs, *buffers))
 
+        def filled() -> Outcome:
+            with capturing.during(True):
+                return unpadded(forward(*inputs, *buffers))
+
         try:
             is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
             if is_new or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, count, by_graph, by_code)
+                return self._compared(graph, count, by_graph, by_code, filled)
             return graph.faster_of(count, by_graph, by_code)
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, key)
             return by_code()
 
     def _compared(
-        self, graph: Graph, count: int, by_graph: Callable[[], Outcome], by_code: Callable[[], Outcome]
+        self,
+        graph: Graph,
+        count: int,
+        by_graph: Callable[[], Outcome],
+        by_code: Callable[[], Outcome],
+        filled: Callable[[], Outcome],
     ) -> Outcome:
-        """The outcome of the model's own code; raises an error where that of its graph is another."""
+        """The outcome of the model's own code; raises an error where that of its graph is another: further from that of
+        the same forward without a graph, ``filled``, which mostly is the same bit for bit, than that is from the own
+        code's, or where this is more than rounding. So a chosen token can be another one only at a near tie."""
         self.target.unsettled += 1
+        if graph.compared < 0:
+            graph.compared = 0
+            return by_code()
+        of_filled = filled()
         of_graph, of_code = graph.results(count, by_graph, by_code)
-        pairs = zip(of_graph, of_code, strict=True)
-        differences = [_difference(*pair) for pair in pairs if pair[0] is not None and pair[1] is not None]
-        if max(read(torch.stack(differences))[0]) > 1:
+        excesses = list[torch.Tensor]()
+        for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
+            if replayed is not None and own is not None and expected is not None:
+                rounded, by_filling = self._rounded(expected), _apart(own, expected)
+                replayed_like = by_filling.clamp(min=min(rounded, _FILLED if self.graphs.config else _REPLAYED))
+                excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / replayed_like]
+        if isinstance(best := of_graph[-1], Best):
+            scores = of_graph[0].float()
+            chosen = scores.gather(-1, best.tokens[..., None])[..., 0]
+            excesses.append(2.0 * ((chosen != best.highest) | (chosen != scores.amax(-1))).any())
+        if max(read(torch.stack(excesses))[0]) > 1:
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
         return of_code
+
+    def _rounded(self, results: torch.Tensor) -> float:
+        """What rounding explains, as a share of the length."""
+        dtypes = torch.float32, results.dtype, *(self.target.autocast or ())[1:]
+        reduced = _REDUCED if reduced_precision(results.device) else 0.0
+        return _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
 
     def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
@@ -253,13 +288,11 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _difference(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The largest difference of numbers, as a share of what rounding explains."""
-    rounding = _REDUCED if reduced_precision(values.device) else torch.finfo(values.dtype).eps
+def _apart(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far results are apart, as a share of their length."""
     values, expected = values.float(), expected.float()
-    largest = torch.where(expected.isfinite(), expected.abs(), 0.0).amax()
-    difference = torch.where(values == expected, 0.0, (values - expected).abs()).nan_to_num(math.inf).amax()
-    return difference / (_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps) * largest).clamp(min=1e-30)
+    parts = (torch.where(expected.abs() < _LARGEST, part, 0.0).norm() for part in (values - expected, expected))
+    return next(parts).nan_to_num(math.inf) / next(parts).clamp(min=1e-30)
 
 
 def _needs_addresses(device: torch.device) -> bool:
