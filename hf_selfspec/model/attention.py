@@ -298,8 +298,9 @@ def grouped_attention(
     is_apart = not fits or kwargs.get("position_bias") is not None or dropout > 0.0
     group = heads // k
     if not is_apart and id(attention_mask) in spec.lines and takes_lines(query, key):
+        mask = causal_lower_right(s, key.shape[2])
         line = functional.scaled_dot_product_attention(
-            query, key, value, causal_lower_right(s, key.shape[2]), scale=scaling, enable_gqa=group > 1
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=group > 1
         )
         return line.transpose(1, 2).contiguous(), None
     # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask

@@ -55,10 +55,10 @@ class Captured:
         self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
         changing, buffers = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
         with shared.alone(self._device), capturing.during(True):
-            self._inputs = [value.clone() for value in changing]
             for _ in range(_WARM_UPS):
-                function(*self._inputs, *buffers)
+                function(*inputs)
             with self._capture():
+                self._inputs = [torch.empty_like(value) for value in changing]
                 self._results = function(*self._inputs, *buffers)
 
     @contextmanager

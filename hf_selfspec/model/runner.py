@@ -32,7 +32,7 @@ from .transfer import read
 
 # The rounding of TF32; how many roundings results may be apart, as a share of their length, and how much of it at
 # most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
-_REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-7, 2.0**-3
+_REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-9, 2.0**-3
 # Larger numbers do not count when results are compared, such as those that mask logits.
 _LARGEST = 1e4
 # The share of a GPU's memory up to which keys and values of generations that are over stay where graphs look for them;

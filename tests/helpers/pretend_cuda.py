@@ -183,7 +183,7 @@ class Graph:
         counts.launch("graph")
         _streams.current.launch()
         for func, args, kwargs, results in self._steps:
-            _streams.current.touch(func, args, kwargs, results)
+            _streams.current.touch((args, kwargs), [*_written(func, args, kwargs), *results])
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # values are a CPU's
             for func, args, kwargs, results in self._steps:
                 now = func(*args, **kwargs)
@@ -192,15 +192,25 @@ class Graph:
 
     @staticmethod
     def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation on raw tensors, of which a capture takes note."""
+        """The result of an operation on raw tensors; in a capture it is only noted, and what it finds is left as it was
+        (what would be new is there, with values that nobody may use)."""
+        if name in _VIEWS and "empty" not in name:
+            return func(*args, **kwargs)
+        graph, written = Graph.captured(), _written(func, args, kwargs)
+        before_all = [value.clone() for value in written if graph is not None]
         result = func(*args, **kwargs)
-        if (graph := Graph.captured()) is not None and name not in _VIEWS:
-            before = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
-            new = [value for value in _tensors(result) if value.untyped_storage().data_ptr() not in before]
+        for value, kept in zip(written, before_all, strict=False):
+            value.copy_(kept)
+        before = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
+        new = [value for value in _tensors(result) if value.untyped_storage().data_ptr() not in before]
+        _streams.current.own(new)
+        if name in _VIEWS:
+            return result if graph is None else result.zero_()  # which are tokens and slots
+        if graph is None:
+            _streams.current.touch((args, kwargs), [*written, *new])
+        else:
             assert not new or len(new) == len(_tensors(result))
             graph._steps.append((func, args, kwargs, new))
-        elif name not in _VIEWS:
-            _streams.current.touch(func, args, kwargs, result)
         return result
 
     @staticmethod
@@ -251,6 +261,15 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def _tensors(value: Any) -> list[torch.Tensor]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return [value] if isinstance(value, torch.Tensor) else [tensor for item in items for tensor in _tensors(item)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operation writes."""
+    schema, written = getattr(func, "_schema", None), list[torch.Tensor]()
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _raw(value: Any) -> Any:
@@ -430,24 +449,22 @@ class _Stream:
     def synchronize(self) -> None:
         counts.read("synchronize")
 
-    def touch(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def touch(self, inputs: Any, written: list[torch.Tensor]) -> None:
         """Raises where memory was last written by another stream, for which this one has not waited."""
-        schema = getattr(func, "_schema", None)
-        written = _tensors(results)
-        for place, argument in enumerate(schema.arguments if schema is not None else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
-        for tensor in _tensors((args, kwargs)):
+        for tensor in _tensors(inputs):
             memory = vars(tensor.untyped_storage())
             stream, launched = memory.get("written", (self, 0))
             if stream is not self and launched > max(self._waited.get(stream, 0), _finished.get(stream, 0)):
                 raise RuntimeError("memory is touched that another stream may still be writing")
-            if memory.get("owner", self) is not self and self not in memory.get("streams", ()):
+            if memory.get("owner") not in (None, self) and self not in memory.get("streams", ()):
                 raise RuntimeError("memory could be freed for its own stream while this one uses it")
         for tensor in written:
-            memory = vars(tensor.untyped_storage())
-            memory["written"] = self, self.launched
-            memory.setdefault("owner", self)
+            vars(tensor.untyped_storage())["written"] = self, self.launched
+
+    def own(self, tensors: list[torch.Tensor]) -> None:
+        """What is freed is for the stream that it was made on; those of captures leave that to whoever captures."""
+        for tensor in tensors:
+            vars(tensor.untyped_storage()).setdefault("owner", self if self is _streams.default else None)
 
     def launch(self) -> None:
         self.launched += 1
