@@ -264,8 +264,7 @@ def sdpa(
     """Torch's attention with an additive mask ``[b, 1, s, n]`` or none, where that would be cuDNN's by the next kernel:
     cuDNN builds a plan for each new shape (23 to 37 ms on an H100) and keeps all of them, and shapes change in every
     round. Torch's switches for it are those of all threads. Prompts go through the kernels of plain ``generate``."""
-    is_eligible = query.is_cuda and not torch.is_grad_enabled()
-    if is_eligible and torch._fused_sdp_choice(query, key, value, mask, scale=scale) == _CUDNN:
+    if query.is_cuda and not torch.is_grad_enabled() and torch._fused_sdp_choice(query, key, value, mask) == _CUDNN:
         kernels, aten = torch.backends.cuda, torch.ops.aten
         inputs = kernels.SDPAParams(query, key, value, mask, 0.0, False, False)
         if kernels.can_use_flash_attention(inputs):
@@ -295,27 +294,24 @@ def grouped_attention(
     if softcap is not None or sinks is not None:
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
-    is_apart = not fits or kwargs.get("position_bias") is not None or dropout > 0.0
+    if not fits or kwargs.get("position_bias") is not None or dropout > 0.0:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     group = heads // k
-    if not is_apart and id(attention_mask) in spec.lines and takes_lines(query, key):
-        mask = causal_lower_right(s, key.shape[2])
-        line = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=group > 1
-        )
+    if id(attention_mask) in spec.lines and takes_lines(query, key):
+        of_lines = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=group > 1)
+        line = of_lines(query, key, value, attn_mask=causal_lower_right(s, key.shape[2]))
         return line.transpose(1, 2).contiguous(), None
     # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask
     # would be as large again for each of them.
     together = group if s <= _FEW else 1
     queries = query.reshape(b, k, group // together, together * s, h)
-    is_split = spec.is_fixed and not is_apart and together == group
+    is_split = spec.is_fixed and together == group
     if is_split and attention_mask is not None and (parts := parts_for(queries[:, :, 0], key)) > 1:
         masks = spec.for_groups(attention_mask, group, query.dtype, k, parts)
         output = attention_in_parts(queries[:, :, 0], key, value, masks, scaling)
     else:
-        if attention_mask is not None and not is_apart:
+        if attention_mask is not None:
             attention_mask = spec.for_groups(attention_mask, together, query.dtype)
-        if is_apart:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         outputs = [sdpa(part, key, value, attention_mask, scaling) for part in queries.unbind(2)]
         output = outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=2)
     if s == 1:

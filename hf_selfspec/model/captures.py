@@ -21,7 +21,7 @@ _WARM_UPS = 2
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
-# Held while numbers are drawn, and while a device's generator is another one, see :func:`_with_own_generator`.
+# Held while numbers are drawn, and while a device has another generator of them.
 drawing = new_lock()
 # Streams on which something was captured. Torch gives out 32 of a priority in turn.
 _taken = set[int]()
@@ -53,26 +53,31 @@ class Captured:
 
     def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, shared: Shared) -> None:
         self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
-        changing, buffers = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
         with shared.alone(self._device), capturing.during(True):
             for _ in range(_WARM_UPS):
                 function(*inputs)
-            with self._capture():
-                self._inputs = [torch.empty_like(value) for value in changing]
-                self._results = function(*self._inputs, *buffers)
+            torch.cuda.empty_cache()  # which is not done while something is captured
+            with torch.cuda.stream(shared.captures):
+                self._begin()
+                try:
+                    self._inputs = [torch.empty_like(value) for value in inputs[: len(inputs) - fixed]]
+                    self._results = function(*self._inputs, *inputs[len(inputs) - fixed :])
+                finally:
+                    self._graph.capture_end()
 
-    @contextmanager
-    def _capture(self) -> Iterator[None]:
-        """In which work of other threads goes on, and is no part of it."""
-        torch.cuda.synchronize(self._device)  # as ``torch.cuda.graph`` does, so that memory is free for the graph
-        torch.cuda.empty_cache()
-        with torch.cuda.stream(self._shared.captures):
-            with _with_own_generator(self._device):
-                self._graph.capture_begin(self._shared.pool, capture_error_mode="thread_local")
+    def _begin(self) -> None:
+        """Begins a capture in which work of other threads goes on, and is no part of it. Torch (2.11; 2.13 no longer)
+        makes the device's generator of random numbers a part: until its end, or for good after an error, draws and
+        replays of others would raise. So that is another one here; what others than we draw right then meets it."""
+        device = torch.cuda.default_generators[self._device.index]
+        usual, own = device.graphsafe_get_state(), device.clone_state()
+        own.seed()
+        with drawing:
+            device.graphsafe_set_state(own)
             try:
-                yield
+                self._graph.capture_begin(self._shared.pool, capture_error_mode="thread_local")
             finally:
-                self._graph.capture_end()
+                device.graphsafe_set_state(usual)
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         with self._shared.alone(self._device):
@@ -80,24 +85,3 @@ class Captured:
                 memory.copy_(value)
             self._graph.replay()
             return [value.clone() for value in self._results]
-
-
-@contextmanager
-def _with_own_generator(device: torch.device) -> Iterator[None]:
-    """Begins a capture, of which torch (2.11; 2.13 no longer) makes the device's generator of random numbers a part,
-    with another one. Else draws and replays of all other threads would raise an error until it ends, and those of all
-    threads after a capture that failed. Draws that are not ours can meet that one now, for some microseconds."""
-    default = torch.cuda.default_generators[device.index]
-    usual, own = default.graphsafe_get_state(), default.clone_state()
-    own.seed()
-    with drawing:
-        default.graphsafe_set_state(own)
-        try:
-            yield
-        finally:
-            default.graphsafe_set_state(usual)
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """Returns what torch has taken of a GPU's memory, 0 elsewhere."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -22,7 +22,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, brief, muted, warn_once
 from ..forks import in_children, new_lock
-from .captures import Captured, Run, Shared, reserved_bytes
+from .captures import Captured, Run, Shared
 from .internals import attention_implementation
 from .module_tools import forward_of_others
 from .traceable import NoGraphError, Place, tracing
@@ -45,8 +45,7 @@ _COUNTED = 512
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
 _LOST, _ASKED = 2, 17
-# How often results are compared, after the first run: for that one's inputs numbers that became constants are right,
-# and so is what kernels have left that were missed.
+# How often results are compared, after a first run in which numbers and results that became constants are still right.
 COMPARISONS = 2
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 PLACES = 4
@@ -100,7 +99,6 @@ class Graphs:
     _last: dict[Hashable, int] = field(default_factory=dict)  # of these the last one for each graph
     _unasked: int = 0  # forwards that have not asked for a graph, since none is faster
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
-    _bytes: int = 0  # and of a GPU's memory
     _failures: int = 0
     _captured: Any = None  # what captures share
     _lock: Any = field(default_factory=new_lock)
@@ -167,10 +165,8 @@ class Graphs:
         with self._lock:
             if count := len(self._new):
                 graphs = "graph" if count == 1 else "graphs"
-                memory = f" and {self._bytes / 2**20:.0f} MiB" if self._bytes else ""
-                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s{memory}.")
+                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s.")
                 self._new.clear()
-                self._bytes = 0
             self._are_slower()
 
     def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, name: Callable[[], str]) -> Graph | None:
@@ -183,7 +179,6 @@ class Graphs:
         began = perf_counter()
         try:
             with _making:
-                reserved = reserved_bytes(device)
                 run = self._compiled(function, inputs) if self.config else function
                 if device.type == "cuda":
                     if self._captured is None or not self.count:  # torch closes the memory with the last graph
@@ -197,7 +192,6 @@ class Graphs:
             self.failed(error)
             return None
         self._new.append(perf_counter() - began)
-        self._bytes += max(reserved_bytes(device) - reserved, 0)
         graph = Graph(device_clock(device), run=run, name=name())
         _logger.info(f"{self.whose}: graph of {graph.name}: {self._new[-1]:.1f} s.")
         return graph
@@ -318,7 +312,5 @@ def _constant(value: Any) -> Hashable | None:
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:
     """Where a tensor is: one of packed weights (torchao's) has no memory, but tensors, of its own."""
-    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return id(tensor), tensor.data_ptr()
-    return id(tensor), *(_memory_of(getattr(tensor, name)) for name in flatten()[0])
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return id(tensor), tensor.data_ptr(), *(_memory_of(getattr(tensor, name)) for name in names)

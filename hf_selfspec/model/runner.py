@@ -33,10 +33,8 @@ from .transfer import read
 # The rounding of TF32; how many roundings results may be apart, as a share of their length, and how much of it at
 # most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
 _REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-9, 2.0**-3
-# Larger numbers do not count when results are compared, such as those that mask logits.
-_LARGEST = 1e4
-# The share of a GPU's memory up to which keys and values of generations that are over stay where graphs look for them;
-# else a call makes new graphs.
+_LARGEST = 1e4  # larger numbers do not count then: they mask logits
+# The share of a GPU's memory that keys and values of calls that are over may take; beyond it calls make new graphs.
 _KEPT = 1 / 8
 
 
@@ -187,61 +185,44 @@ class GraphRunner:
         if graph is None:
             return by_code()
 
-        def by_graph() -> Outcome:
-            assert graph is not None
-            return unpadded(graph.run(*inputs, *buffers))
-
-        def filled() -> Outcome:
-            with capturing.during(True):
-                return unpadded(forward(*inputs, *buffers))
-
+        run = graph.run
+        ways = lambda: unpadded(run(*inputs, *buffers)), by_code, lambda: unpadded(forward(*inputs, *buffers))
         try:
             is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
             if is_new or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, count, by_graph, by_code, filled)
-            return graph.faster_of(count, by_graph, by_code)
+                return self._compared(graph, count, *ways)
+            return graph.faster_of(count, *ways[:2])
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, key)
             return by_code()
 
-    def _compared(
-        self,
-        graph: Graph,
-        count: int,
-        by_graph: Callable[[], Outcome],
-        by_code: Callable[[], Outcome],
-        filled: Callable[[], Outcome],
-    ) -> Outcome:
-        """The outcome of the model's own code; raises an error where that of its graph is another: further from that of
-        the same forward without a graph, ``filled``, which mostly is the same bit for bit, than that is from the own
-        code's, or where this is more than rounding. So a chosen token can be another one only at a near tie."""
-        self.target.unsettled += 1
+    def _compared(self, graph: Graph, count: int, *ways: Callable[[], Outcome]) -> Outcome:
+        """The outcome of the model's own code, the second of three ``ways``; raises an error where that of the graph,
+        the first, is further from that of the same forward without it, the last (mostly it is the same bit for bit),
+        than this from the own code's, or where this is more than rounding. So only near ties choose other tokens."""
+        by_graph, by_code, filled = ways
         if graph.compared < 0:
             graph.compared = 0
             return by_code()
-        of_filled = filled()
-        of_graph, of_code = graph.results(count, by_graph, by_code)
-        excesses = list[torch.Tensor]()
+        self.target.unsettled += 1
+        with capturing.during(True):
+            of_filled = filled()
+        (of_graph, of_code), excesses = graph.results(count, by_graph, by_code), list[torch.Tensor]()
         for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
             if replayed is not None and own is not None and expected is not None:
-                rounded, by_filling = self._rounded(expected), _apart(own, expected)
-                replayed_like = by_filling.clamp(min=min(rounded, _FILLED if self.graphs.config else _REPLAYED))
-                excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / replayed_like]
+                dtypes = torch.float32, expected.dtype, *(self.target.autocast or ())[1:]
+                reduced = _REDUCED if reduced_precision(expected.device) else 0.0
+                rounded = _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
+                by_filling, least = _apart(own, expected), min(rounded, _FILLED if self.graphs.config else _REPLAYED)
+                excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / by_filling.clamp(min=least)]
         if isinstance(best := of_graph[-1], Best):
-            scores = of_graph[0].float()
-            chosen = scores.gather(-1, best.tokens[..., None])[..., 0]
-            excesses.append(2.0 * ((chosen != best.highest) | (chosen != scores.amax(-1))).any())
+            highest = (scores := of_graph[0].float()).gather(-1, best.tokens[..., None])[..., 0]
+            excesses.append(2.0 * (torch.stack([highest, best.highest]) != scores.amax(-1)).any())
         if max(read(torch.stack(excesses))[0]) > 1:
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
         return of_code
-
-    def _rounded(self, results: torch.Tensor) -> float:
-        """What rounding explains, as a share of the length."""
-        dtypes = torch.float32, results.dtype, *(self.target.autocast or ())[1:]
-        reduced = _REDUCED if reduced_precision(results.device) else 0.0
-        return _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
 
     def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""

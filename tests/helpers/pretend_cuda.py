@@ -475,7 +475,9 @@ class _Stream:
 
 class _Streams(threading.local):
     def __init__(self) -> None:
-        self.current = self.default = _Stream()
+        thread = threading.current_thread()
+        is_first = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)  # torch's, backward
+        self.current = self.default = _first if is_first else _Stream()
         self.used: set[_Stream] = set()
 
     @contextmanager
@@ -487,6 +489,7 @@ class _Streams(threading.local):
             self.current = before
 
 
+_first = _Stream()
 _streams = _Streams()
 
 
