@@ -71,7 +71,8 @@ class SelfSpec(Settings):
             shape comes for the eighth time (``fullgraph`` and ``dynamic`` make no difference: graphs are whole, with
             fixed shapes); that takes up to a minute for some graphs, once per process, and a call with
             ``cache_implementation="static"`` compiles as well. Results of captured kernels are compared with those of
-            the model's own code three times, all graphs are timed against it, and the faster way stays.
+            the model's own code twice, all graphs are timed against it, and the faster way stays. Up to four calls at a
+            time have captured graphs.
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
             ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
             whether this machine's kernels allow that; an error gives the reason, and names the part of the model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from timing import Table, medians, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.cache import cache_for
 from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
@@ -39,8 +39,8 @@ def forward_seconds(model: PreTrainedModel, context: int, repeats: int) -> dict[
     def ours(count: int) -> None:
         target.step(tokens[:, :count], [context])
 
-    # Each in its context, plain ones as plain ``generate`` runs them.
-    whose = {"transformers": (plain, without_cudnn_attention), "ours": (ours, target.prepared)}
+    # Each in its context.
+    whose: dict[str, Any] = {"transformers": (plain, nullcontext), "ours": (ours, target.prepared)}
     runs = {(name, count): partial(run, count) for name, (run, _) in whose.items() for count in COUNTS}
     return medians(runs, repeats, model.device, lambda name: whose[name[0]][1]())
 

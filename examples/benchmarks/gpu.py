@@ -32,7 +32,6 @@ from transformers import LlamaForCausalLM
 
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, __version__
 from hf_selfspec.bench.compare import machine
-from hf_selfspec.model.attention import without_cudnn_attention
 
 SHAPES = {
     "tiny": LlamaShape(64, 4, 128, 256, heads=4, key_heads=2),  # for trying the command
@@ -87,10 +86,9 @@ def generate(args: argparse.Namespace, done: Result, name: str, rows: str, promp
     figures: Result = {"ways": {}, "errors": {}, "bytes": bytes_read(model, int(rows), int(prompt))}
 
     def seconds_of(way: str, inputs: dict[str, torch.Tensor], tokens: int) -> float:
-        with without_cudnn_attention():
-            begun = now(device)
-            model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **ways[way])
-            return now(device) - begun
+        begun = now(device)
+        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **ways[way])
+        return now(device) - begun
 
     for turn in range(args.repeats + 1):
         # Another prompt in each turn, since texts of earlier calls are remembered.

@@ -21,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.bench.compare import machine
-from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.transfer import wait_for
 
 DEMO = str(Path(__file__).parent.parent / "demo_model")
@@ -126,8 +125,7 @@ class _Clock(BaseStreamer):
 def timed_generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Sample:
     """Calls ``generate`` once and times what follows the first token."""
     clock = _Clock(model.device)
-    with without_cudnn_attention():
-        ids = model.generate(**inputs, streamer=clock, **options)
+    ids = model.generate(**inputs, streamer=clock, **options)
     # The first call of `put` is for the prompt.
     spec = options.get("assistant")
     return Sample(now(model.device) - clock.times[1], len(clock.times) - 2, ids, spec.stats if spec else None)

@@ -21,7 +21,6 @@ from ..data.prompts import checked_texts
 from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..model.anatomy import causal_lm, max_positions
-from ..model.attention import without_cudnn_attention
 from ..model.patching import evaluating
 from ..reports.plots import saved
 from ..validation import StrPath, check_count
@@ -181,7 +180,7 @@ def measured(
     if (most := max(settings.batch_sizes)) > len(prompts):
         raise SettingError(f"batch_size={most}: there are fewer prompts than that. Give more, or smaller batches.")
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    with evaluating(model), without_cudnn_attention():
+    with evaluating(model):
         compared, left_out = fitting(model, methods, Batch.of(prompts[:1], pad, model.device))
         conditions = {**_about(model), "prompts": len(prompts), **(about or {})}
         tokens = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,7 +30,7 @@ from .exact import View, attention_of_each, views_of
 from .internals import registered
 from .layout import Feed
 from .module_tools import libraries_of
-from .patching import InstanceForwards, PerThread, SharedChange, shared_change
+from .patching import InstanceForwards, PerThread, SharedChange
 from .split_attention import ALIGNED, attention_in_parts, masks_of_parts, parts_for, takes_lines
 from .transfer import RowNumbers
 from .window import Window
@@ -38,6 +39,7 @@ from .window import Window
 _KEPT_MASKS = 8
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
+_CUDNN = SDPBackend.CUDNN_ATTENTION.value
 _ORIGINAL = "_hf_selfspec_original"  # the attribute of our functions that holds what each replaces
 # The arguments that transformers 5.17 to 5.24 passes for a mask besides those that :meth:`MaskSpec.mask` reads, and
 # that follow from the positions.
@@ -249,16 +251,21 @@ def _replace(forwards: InstanceForwards) -> None:
                 forwards.put(registered(interface), name, ours)
 
 
-@shared_change
-def without_cudnn_attention(forwards: InstanceForwards) -> None:
-    """Switches cuDNN's attention off for all threads: it builds a plan for each new shape (23 to 37 ms on an H100) and
-    keeps all of them, and shapes change in every round."""
-    cuda = torch.backends.cuda
-    was_enabled = cuda.cudnn_sdp_enabled()
-    forwards.callback(cuda.enable_cudnn_sdp, was_enabled)
-    # A caller may have chosen cuDNN's kernel alone.
-    has_others = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
-    cuda.enable_cudnn_sdp(was_enabled and not has_others)
+def sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None
+) -> torch.Tensor:
+    """Torch's attention with an additive mask ``[b, 1, s, n]`` or none, where that would be cuDNN's by the next kernel:
+    cuDNN builds a plan for each new shape (23 to 37 ms on an H100) and keeps all of them, and shapes change in every
+    round. Torch's switches for it are those of all threads. Prompts go through the kernels of plain ``generate``."""
+    if query.is_cuda and not torch.is_grad_enabled() and torch._fused_sdp_choice(query, key, value, mask) == _CUDNN:
+        kernels, aten = torch.backends.cuda, torch.ops.aten
+        inputs = kernels.SDPAParams(query, key, value, mask, 0.0, False, False)
+        if kernels.can_use_flash_attention(inputs):
+            return aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
+        if kernels.can_use_efficient_attention(inputs):
+            mask = None if mask is None else mask.expand(*query.shape[:3], -1)
+            return aten._scaled_dot_product_efficient_attention(query, key, value, mask, False, scale=scale)[0]
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def grouped_attention(
@@ -280,25 +287,25 @@ def grouped_attention(
     if softcap is not None or sinks is not None:
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
-    is_apart = not fits or kwargs.get("position_bias") is not None
-    group, sdpa = heads // k, partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    if not is_apart and id(attention_mask) in spec.lines and takes_lines(query, key):
-        line = sdpa(query, key, value, attn_mask=causal_lower_right(s, key.shape[2]), enable_gqa=group > 1)
+    if not fits or kwargs.get("position_bias") is not None or dropout > 0.0:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    group = heads // k
+    if id(attention_mask) in spec.lines and takes_lines(query, key):
+        of_lines = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=group > 1)
+        line = of_lines(query, key, value, attn_mask=causal_lower_right(s, key.shape[2]))
         return line.transpose(1, 2).contiguous(), None
     # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask
     # would be as large again for each of them.
     together = group if s <= _FEW else 1
     queries = query.reshape(b, k, group // together, together * s, h)
-    is_split = spec.is_fixed and not is_apart and not dropout and together == group
+    is_split = spec.is_fixed and together == group
     if is_split and attention_mask is not None and (parts := parts_for(queries[:, :, 0], key)) > 1:
         masks = spec.for_groups(attention_mask, group, query.dtype, k, parts)
         output = attention_in_parts(queries[:, :, 0], key, value, masks, scaling)
     else:
-        if attention_mask is not None and not is_apart:
+        if attention_mask is not None:
             attention_mask = spec.for_groups(attention_mask, together, query.dtype)
-        if is_apart or group == 1:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        outputs = [sdpa(part, key, value, attn_mask=attention_mask) for part in queries.unbind(2)]
+        outputs = [sdpa(part, key, value, attention_mask, scaling) for part in queries.unbind(2)]
         output = outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=2)
     if s == 1:
         return output.reshape(b, 1, heads, -1), None

@@ -8,7 +8,7 @@ warm-ups run on the caller's stream and captures on one where nothing else runs,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _WARM_UPS = 2
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
+# Held while numbers are drawn, and while a device has another generator of them.
+drawing = new_lock()
 # Streams on which something was captured. Torch gives out 32 of a priority in turn.
 _taken = set[int]()
 
@@ -51,28 +53,31 @@ class Captured:
 
     def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, shared: Shared) -> None:
         self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
-        changing, buffers = inputs[: len(inputs) - fixed], inputs[len(inputs) - fixed :]
         with shared.alone(self._device), capturing.during(True):
-            self._inputs = [value.clone() for value in changing]
             for _ in range(_WARM_UPS):
-                function(*self._inputs, *buffers)
-            try:
-                with self._capture(self._graph, shared.pool):
-                    self._results = function(*self._inputs, *buffers)
-            except Exception:  # whatever it is, it goes on to the caller
-                # One that is completed, since torch's generator of random numbers waits for the end of the other.
-                with suppress(RuntimeError), self._capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
-                    self._inputs[0].clone()
-                raise
+                function(*inputs)
+            torch.cuda.empty_cache()  # which is not done while something is captured
+            with torch.cuda.stream(shared.captures):
+                self._begin()
+                try:
+                    self._inputs = [torch.empty_like(value) for value in inputs[: len(inputs) - fixed]]
+                    self._results = function(*self._inputs, *inputs[len(inputs) - fixed :])
+                finally:
+                    self._graph.capture_end()
 
-    @contextmanager
-    def _capture(self, graph: Any, pool: Any) -> Iterator[None]:
-        """In which work of other threads goes on, and is no part of it."""
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # to which torch does not return after an error
-            torch.cuda.graph(graph, pool=pool, stream=self._shared.captures, capture_error_mode="thread_local"),
-        ):
-            yield
+    def _begin(self) -> None:
+        """Begins a capture in which work of other threads goes on, and is no part of it. Torch (2.11; 2.13 no longer)
+        makes the device's generator of random numbers a part: until its end, or for good after an error, draws and
+        replays of others would raise. So that is another one here; what others than we draw right then meets it."""
+        device = torch.cuda.default_generators[self._device.index]
+        usual, own = device.graphsafe_get_state(), device.clone_state()
+        own.seed()
+        with drawing:
+            device.graphsafe_set_state(own)
+            try:
+                self._graph.capture_begin(self._shared.pool, capture_error_mode="thread_local")
+            finally:
+                device.graphsafe_set_state(usual)
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         with self._shared.alone(self._device):
@@ -80,8 +85,3 @@ class Captured:
                 memory.copy_(value)
             self._graph.replay()
             return [value.clone() for value in self._results]
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """Returns what torch has taken of a GPU's memory, 0 elsewhere."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -22,7 +22,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, brief, muted, warn_once
 from ..forks import in_children, new_lock
-from .captures import Captured, Run, Shared, reserved_bytes
+from .captures import Captured, Run, Shared
 from .internals import attention_implementation
 from .module_tools import forward_of_others
 from .traceable import NoGraphError, Place, tracing
@@ -45,10 +45,10 @@ _COUNTED = 512
 # After this many choices against graphs, and none for them, no more graphs are made, and only one in so many forwards
 # still asks for one: that takes work, and what was chosen may change.
 _LOST, _ASKED = 2, 17
-# How often results are compared: in the first run numbers that became constants are still right.
-COMPARISONS = 3
+# How often results are compared, after a first run in which numbers and results that became constants are still right.
+COMPARISONS = 2
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
-_PLACES = 2
+PLACES = 4
 # Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 # What all modules have, such as hooks, with which there are no graphs, and weights, which are looked at by themselves.
@@ -78,7 +78,7 @@ class Graph(FasterWay):
 
     run: Run = field(kw_only=True)  # maps the inputs to the results
     name: str = field(kw_only=True)  # what it is a graph of, for messages
-    compared: int = field(default=0, kw_only=True)  # how often its results turned out to be those of the model's code
+    compared: int = field(default=-1, kw_only=True)  # how often its results were those of the model's code, -1: not run
 
 
 @dataclass
@@ -92,14 +92,13 @@ class Graphs:
     refused: str = ""  # why no graphs are made or used
     slower: str = ""  # why no further graphs are made, empty if they are
     # The memory that no generation uses now, the last one that was left at the end.
-    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(_PLACES)])
+    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(PLACES)])
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _asked: int = 0  # forwards that have asked for a graph
     _last: dict[Hashable, int] = field(default_factory=dict)  # of these the last one for each graph
     _unasked: int = 0  # forwards that have not asked for a graph, since none is faster
     _new: list[float] = field(default_factory=list)  # seconds that each graph has taken since the last report
-    _bytes: int = 0  # and of a GPU's memory
     _failures: int = 0
     _captured: Any = None  # what captures share
     _lock: Any = field(default_factory=new_lock)
@@ -166,10 +165,8 @@ class Graphs:
         with self._lock:
             if count := len(self._new):
                 graphs = "graph" if count == 1 else "graphs"
-                memory = f" and {self._bytes / 2**20:.0f} MiB" if self._bytes else ""
-                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s{memory}.")
+                _logger.warning(f"{self.whose}: {count} {graphs} made in {sum(self._new):.1f} s.")
                 self._new.clear()
-                self._bytes = 0
             self._are_slower()
 
     def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, name: Callable[[], str]) -> Graph | None:
@@ -182,7 +179,6 @@ class Graphs:
         began = perf_counter()
         try:
             with _making:
-                reserved = reserved_bytes(device)
                 run = self._compiled(function, inputs) if self.config else function
                 if device.type == "cuda":
                     if self._captured is None or not self.count:  # torch closes the memory with the last graph
@@ -196,7 +192,6 @@ class Graphs:
             self.failed(error)
             return None
         self._new.append(perf_counter() - began)
-        self._bytes += max(reserved_bytes(device) - reserved, 0)
         graph = Graph(device_clock(device), run=run, name=name())
         _logger.info(f"{self.whose}: graph of {graph.name}: {self._new[-1]:.1f} s.")
         return graph
@@ -293,8 +288,7 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig | None) -> Graphs:
 
 def _state_of(model: PreTrainedModel) -> Hashable:
     """What graphs depend on in a model: where its weights are, its settings, and plain values of its modules."""
-    values = itertools.chain(model.parameters(), model.buffers())
-    weights = tuple((id(value), value.data_ptr()) for value in values)
+    weights = tuple(map(_memory_of, itertools.chain(model.parameters(), model.buffers())))
     plain = tuple(
         (name, constant)
         for module in model.modules()
@@ -310,7 +304,13 @@ def _constant(value: Any) -> Hashable | None:
     if type(value) in _PLAIN:
         return (value,)
     if isinstance(value, torch.Tensor):
-        return id(value), value.data_ptr()
+        return _memory_of(value)
     if type(value) is dict:
         value = list(value.items())
     return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
+
+
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """Where a tensor is: one of packed weights (torchao's) has no memory, but tensors, of its own."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return id(tensor), tensor.data_ptr(), *(_memory_of(getattr(tensor, name)) for name in names)

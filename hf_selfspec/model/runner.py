@@ -21,19 +21,21 @@ from .captures import Run
 from .exact import float32_precisions, reduced_precision
 from .experts import experts_by_size
 from .forward_pass import Best, ForwardPass
-from .graphs import COMPARISONS, Graph, Graphs, graphs_of
+from .graphs import COMPARISONS, PLACES, Graph, Graphs, graphs_of
 from .internals import has_peft_layers
 from .layout import Feed, TreeLayout
 from .module_tools import has_hooks, is_compiled, is_tensor_parallel
 from .patching import autocast_on
 from .target import Target
-from .traceable import NoGraphError, Place, size_for
+from .traceable import NoGraphError, Place, capturing, size_for
 from .transfer import read
 
-# The rounding of TF32, and how many roundings of the largest number results may be apart.
-_REDUCED, _ROUNDINGS = 2.0**-10, 32.0
-# The share of a GPU's memory up to which keys and values stay where graphs look for them; else a call makes new graphs.
-_KEPT = 1 / 16
+# The rounding of TF32; how many roundings results may be apart, as a share of their length, and how much of it at
+# most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
+_REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-9, 2.0**-3
+_LARGEST = 1e4  # larger numbers do not count then: they mask logits
+# The share of a GPU's memory that keys and values of calls that are over may take; beyond it calls make new graphs.
+_KEPT = 1 / 8
 
 
 # What a forward returns: tensors, and the likeliest tokens; ``None`` in place of what was not computed.
@@ -76,13 +78,13 @@ class GraphRunner:
         if _needs_addresses(self.target.model.device):
             try:
                 place = cache.place = graphs.places.pop()
+                place.take(self.target.model.device)
             except IndexError:
                 self.target.graphs = None
-                if graphs.config is not None:
-                    warn_once(
-                        f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same "
-                        "time. The output is the same."
-                    )
+                warn_once(
+                    f"{graphs.whose} runs without graphs in some calls, which takes several times as long, since they "
+                    f"serve {PLACES} at a time. The output is the same."
+                )
         try:
             yield
         finally:
@@ -90,9 +92,11 @@ class GraphRunner:
             if place is not None:
                 device = self.target.model.device
                 limit = _KEPT * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
-                if graphs.refused or (graphs.config is None and place.bytes > limit):  # captures are quick
+                kept = sum(other.bytes for other in (place, *graphs.places))
+                if graphs.refused or (graphs.config is None and kept > limit):  # captures are quick
                     graphs.forget(lambda key: key[0] is place)
                     cache.place, place = None, Place()
+                place.leave(device)
                 graphs.places.append(place)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
@@ -181,28 +185,40 @@ class GraphRunner:
         if graph is None:
             return by_code()
 
-        def by_graph() -> Outcome:
-            assert graph is not None
-            return unpadded(graph.run(*inputs, *buffers))
-
+        run = graph.run
+        ways = lambda: unpadded(run(*inputs, *buffers)), by_code, lambda: unpadded(forward(*inputs, *buffers))
         try:
             is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
             if is_new or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, count, by_graph, by_code)
-            return graph.faster_of(count, by_graph, by_code)
+                return self._compared(graph, count, *ways)
+            return graph.faster_of(count, *ways[:2])
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, key)
             return by_code()
 
-    def _compared(
-        self, graph: Graph, count: int, by_graph: Callable[[], Outcome], by_code: Callable[[], Outcome]
-    ) -> Outcome:
-        """The outcome of the model's own code; raises an error where that of its graph is another."""
+    def _compared(self, graph: Graph, count: int, *ways: Callable[[], Outcome]) -> Outcome:
+        """The outcome of the model's own code, the second of three ``ways``; raises an error where that of the graph,
+        the first, is further from that of the same forward without it, the last (mostly it is the same bit for bit),
+        than this from the own code's, or where this is more than rounding. So only near ties choose other tokens."""
+        by_graph, by_code, filled = ways
+        if graph.compared < 0:
+            graph.compared = 0
+            return by_code()
         self.target.unsettled += 1
-        of_graph, of_code = graph.results(count, by_graph, by_code)
-        pairs = zip(of_graph, of_code, strict=True)
-        differences = [_difference(*pair) for pair in pairs if pair[0] is not None and pair[1] is not None]
-        if max(read(torch.stack(differences))[0]) > 1:
+        with capturing.during(True):
+            of_filled = filled()
+        (of_graph, of_code), excesses = graph.results(count, by_graph, by_code), list[torch.Tensor]()
+        for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
+            if replayed is not None and own is not None and expected is not None:
+                dtypes = torch.float32, expected.dtype, *(self.target.autocast or ())[1:]
+                reduced = _REDUCED if reduced_precision(expected.device) else 0.0
+                rounded = _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
+                by_filling, least = _apart(own, expected), min(rounded, _FILLED if self.graphs.config else _REPLAYED)
+                excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / by_filling.clamp(min=least)]
+        if isinstance(best := of_graph[-1], Best):
+            highest = (scores := of_graph[0].float()).gather(-1, best.tokens[..., None])[..., 0]
+            excesses.append(2.0 * (torch.stack([highest, best.highest]) != scores.amax(-1)).any())
+        if max(read(torch.stack(excesses))[0]) > 1:
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
@@ -253,13 +269,11 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _difference(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The largest difference of numbers, as a share of what rounding explains."""
-    rounding = _REDUCED if reduced_precision(values.device) else torch.finfo(values.dtype).eps
+def _apart(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far results are apart, as a share of their length."""
     values, expected = values.float(), expected.float()
-    largest = torch.where(expected.isfinite(), expected.abs(), 0.0).amax()
-    difference = torch.where(values == expected, 0.0, (values - expected).abs()).nan_to_num(math.inf).amax()
-    return difference / (_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps) * largest).clamp(min=1e-30)
+    parts = (torch.where(expected.abs() < _LARGEST, part, 0.0).norm() for part in (values - expected, expected))
+    return next(parts).nan_to_num(math.inf) / next(parts).clamp(min=1e-30)
 
 
 def _needs_addresses(device: torch.device) -> bool:

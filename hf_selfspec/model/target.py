@@ -17,7 +17,7 @@ from ..errors import UnsupportedOptionError, unsupported, warn_once
 from ..forks import cached_property
 from .active import ActiveRows
 from .anatomy import Anatomy
-from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
+from .attention import MaskSpec, at_positions, speculative_attention
 from .cache import SpeculativeCache
 from .exact import MOST_TOKENS
 from .forward_pass import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
@@ -85,7 +85,6 @@ class Target:
             stack.callback(self.let_go)
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
-            stack.enter_context(without_cudnn_attention())
             if self.anatomy.kernels is not None:
                 stack.enter_context(self.anatomy.kernels.served())
             if is_compiled(self.model):

@@ -1,8 +1,9 @@
 """What forwards that become graphs keep to: few sizes, memory that stays where it is, and no numbers that change."""
 
+import itertools
 import math
 from collections.abc import Hashable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -57,10 +58,23 @@ class Place:
     def __init__(self) -> None:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
         self.version = 0  # of the addresses of earlier buffers
+        self._left: Any = None  # the moment at which the last generation's work there is done
 
     @property
     def bytes(self) -> int:
         return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+
+    def take(self, device: torch.device) -> None:
+        """Lets this thread's work on a GPU begin after the last generation's, which may be that of another stream."""
+        if self._left is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self._left)
+            for piece in itertools.chain(*self._pieces.values()):
+                piece.record_stream(stream)  # else torch could give it away too early
+
+    def leave(self, device: torch.device) -> None:
+        """Ends a generation."""
+        self._left = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def buffer(self, name: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Returns a buffer of zeros, of which the generation uses only the last one of a name."""

@@ -37,8 +37,10 @@ def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.T
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until ``device`` has finished its work."""
-    if device.type != "cpu":
+    """Waits until ``device`` has finished this thread's work: CUDA refuses to wait for all while a capture goes on."""
+    if device.type in TIMED:
+        torch.get_device_module(device).current_stream(device).synchronize()
+    elif device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..errors import SettingError
+from ..model.attention import MaskSpec, grouped_attention
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
 from .draft_module import About, DraftModule
@@ -103,9 +104,11 @@ class Adapter(DraftModule):
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
             if cache is not None:
                 key, value = cache.update(key, value, 0)
-            is_causal = mask is None and s > 1
-            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
-            hidden = hidden + self.output(attended.transpose(1, 2).reshape(b, s, d))
+            if mask is None and s > 1:
+                attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+            else:
+                attended, _ = grouped_attention(MaskSpec(positions, key.shape[2]), self, query, key, value, mask)
+            hidden = hidden + self.output(attended.reshape(b, s, d))
         if self.mlp is not None:
             hidden = hidden + self.mlp(hidden)
         return self.norm(hidden)

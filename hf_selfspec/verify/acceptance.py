@@ -2,6 +2,7 @@
 
 import torch
 
+from ..model.captures import drawing
 from ..model.logits import best_tokens
 from ..model.transfer import read
 
@@ -48,7 +49,9 @@ def choose_sampled(
         assert q is not None
         # A token that could not have been drawn is rejected, and so are those after it.
         could = could & (q[token] > 0.0)
-        accepted.append(could & (torch.rand((), device=p.device, dtype=p.dtype) * q[token] < p[token]))
+        with drawing:
+            uniform = torch.rand((), device=p.device, dtype=p.dtype)
+        accepted.append(could & (uniform * q[token] < p[token]))
         if p.device.type == "cpu" and accepted[-1]:
             return token, index
         residual = (p - q).clamp_(min=0.0)
@@ -72,7 +75,8 @@ def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
     algorithm A; the Gumbel-top-k trick of Kool et al. 2019, arXiv:1903.06059, in logarithms). Where fewer than
     ``count`` tokens have a probability, the rest are tokens of probability 0.
     """
-    noise = torch.empty_like(q).exponential_()
+    with drawing:
+        noise = torch.empty_like(q).exponential_()
     return (q / noise).topk(count, dim=-1).indices
 
 
@@ -82,7 +86,9 @@ def draw(p: torch.Tensor) -> torch.Tensor:
     Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
     probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.
     """
-    return best_tokens(p / torch.empty_like(p).exponential_())
+    with drawing:
+        noise = torch.empty_like(p).exponential_()
+    return best_tokens(p / noise)
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +109,9 @@ def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tupl
     p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]
     # A token that could not have been drawn is rejected, and the token in its place is drawn from p.
     could = q_token > 0.0
-    accepted = could & (torch.rand_like(p_token) * q_token < p_token)
+    with drawing:
+        uniform = torch.rand_like(p_token)
+    accepted = could & (uniform * q_token < p_token)
     residual = (p - q * could[..., None]).clamp_(min=0.0)
     # Without a residual p and q are equal but for rounding, so any draw from p will do.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0.0, residual, p)

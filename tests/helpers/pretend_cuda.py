@@ -2,9 +2,9 @@
 
 Each operation is one launch, views are none, and what would make the host wait is counted. Operations over tensors of
 two devices fail as on CUDA. ``torch.cuda.CUDAGraph`` keeps the operations of a capture with their tensors and does them
-again on these; what CUDA forbids in a capture raises. There are no pools or kernels, and of streams only what may not
-run beside others, and where libraries keep memory. Importing this needs ``g++`` and is for the whole process, so tests
-run it in one of their own (:mod:`run_on_pretended_cuda`).
+again on these; what CUDA forbids in a capture raises. There are no pools or kernels. Streams are kept apart: what one
+has written, another may touch once it has waited for that. Importing this needs ``g++`` and is for the whole process,
+so tests run it in one of their own (:mod:`run_on_pretended_cuda`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from zlib import crc32
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,7 +107,8 @@ class Counts:
     phase: str = ""  # what launches are counted for
     depth: int = 0  # how many layers are running, one within another
     is_on: bool = False
-    attention: set[Any] = field(default_factory=set)  # shapes and strides, by which kernels keep their plans
+    attention: set[Any] = field(default_factory=set)  # shapes and strides
+    plans: set[Any] = field(default_factory=set)  # those for which cuDNN makes plans
 
     def reset(self, phase: str) -> None:
         """Counts from zero, for ``phase`` at first."""
@@ -113,9 +116,11 @@ class Counts:
             counter.clear()
         self.phase, self.depth, self.is_on = phase, 0, False
         self.attention.clear()
+        self.plans.clear()
 
     def read(self, name: str) -> None:
         Graph.forbid(name)
+        _streams.current.finish()
         self.reads[name] += self.is_on
 
     def upload(self, name: str, blocks: bool = True) -> None:
@@ -126,6 +131,12 @@ class Counts:
     def launch(self, name: str) -> None:
         self.launches[self.phase, name] += self.is_on and not self.depth
 
+    def attend(self, tensors: list[torch.Tensor], makes_plan: bool = False) -> None:
+        if self.is_on:
+            shapes = tuple((value.shape, value.stride()) for value in tensors)
+            self.attention.add(shapes)
+            self.plans.update({shapes} if makes_plan else ())
+
 
 counts = Counts()
 
@@ -135,35 +146,44 @@ class Graph:
 
     captures = threading.local()  # of this thread the one that is ``running``
     closed: ClassVar[set[Any]] = set()  # pools of captures that have failed
-    left_open = False  # whether torch's generator of random numbers still waits for the end of a capture that failed
+    going_on: ClassVar[set[Graph]] = set()  # captures of all threads
 
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
+        self._state, self._pool = _generator.state, None  # of the random numbers that are drawn there
+        self._is_whole = True
 
     @staticmethod
     def captured() -> Graph | None:
         return getattr(Graph.captures, "running", None)
 
-    @contextmanager
-    def capturing(self, stream: Any = None, pool: Any = None, **_: Any) -> Iterator[None]:
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert Graph.captured() is None
+        assert capture_error_mode == "thread_local"
+        assert _streams.current is not _streams.default
         if pool in Graph.closed:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         Graph.closed.add(pool)
-        before, Graph.captures.running, Graph.left_open = _streams.current, self, True
-        _streams.current = stream
-        try:
-            yield
-            # As torch leaves these after an error in a capture.
-            _streams.current, Graph.left_open = before, False
-            Graph.closed.remove(pool)
-        finally:
-            del Graph.captures.running
+        Graph.going_on.add(self)
+        Graph.captures.running, self._pool, self._state = self, pool, _generator.state
+        self._state.is_capturing = True
+
+    def capture_end(self) -> None:
+        del Graph.captures.running
+        Graph.going_on.remove(self)
+        if not self._is_whole:  # torch then leaves the pool and the generator as they are
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self._state.is_capturing = False
+        Graph.closed.remove(self._pool)
 
     def replay(self) -> None:
         """Does all operations again on the same tensors, and writes their results to the same ones."""
         assert Graph.captured() is None
+        self._state.draw()
         counts.launch("graph")
+        _streams.current.launch()
+        for func, args, kwargs, results in self._steps:
+            _streams.current.touch((args, kwargs), [*_written(func, args, kwargs), *results])
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # values are a CPU's
             for func, args, kwargs, results in self._steps:
                 now = func(*args, **kwargs)
@@ -172,18 +192,31 @@ class Graph:
 
     @staticmethod
     def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation on raw tensors, of which a capture takes note."""
+        """The result of an operation on raw tensors; in a capture it is only noted, and what it finds is left as it was
+        (what would be new is there, with values that nobody may use)."""
+        if name in _VIEWS and "empty" not in name:
+            return func(*args, **kwargs)
+        graph, written = Graph.captured(), _written(func, args, kwargs)
+        before_all = [value.clone() for value in written if graph is not None]
         result = func(*args, **kwargs)
-        if (graph := Graph.captured()) is not None and name not in _VIEWS:
-            before = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
-            new = [value for value in _tensors(result) if value.untyped_storage().data_ptr() not in before]
+        for value, kept in zip(written, before_all, strict=False):
+            value.copy_(kept)
+        before = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
+        new = [value for value in _tensors(result) if value.untyped_storage().data_ptr() not in before]
+        _streams.current.own(new)
+        if name in _VIEWS:
+            return result if graph is None else result.zero_()  # which are tokens and slots
+        if graph is None:
+            _streams.current.touch((args, kwargs), [*written, *new])
+        else:
             assert not new or len(new) == len(_tensors(result))
             graph._steps.append((func, args, kwargs, new))
         return result
 
     @staticmethod
     def forbid(what: str) -> None:
-        if Graph.captured() is not None:
+        if (graph := Graph.captured()) is not None:
+            graph._is_whole = False
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
 
@@ -210,6 +243,9 @@ class Pretended(torch.Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def record_stream(self, stream: _Stream) -> None:
+        vars(self.raw.untyped_storage()).setdefault("streams", set()).add(stream)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -225,6 +261,15 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def _tensors(value: Any) -> list[torch.Tensor]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return [value] if isinstance(value, torch.Tensor) else [tensor for item in items for tensor in _tensors(item)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operation writes."""
+    schema, written = getattr(func, "_schema", None), list[torch.Tensor]()
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _raw(value: Any) -> Any:
@@ -254,12 +299,17 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _READS:
         counts.read(name)
         return func(*raw_args, **raw_kwargs)
-    if name in _RANDOM and Graph.left_open and Graph.captured() is None:
-        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+    if name in _RANDOM:
+        _generator.state.draw()
+    if name == "_fused_sdp_choice":
+        return (SDPBackend.CUDNN_ATTENTION if torch.backends.cuda.cudnn_sdp_enabled() else SDPBackend.MATH).value
     _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
     if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
         func = partial(_histogram, func)
+    if name == "_scaled_dot_product_efficient_attention":  # nor this
+        counts.attend(here)
+        func = _attention
     result = Graph.run(name, func, raw_args, raw_kwargs)
     for value in here:
         if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
@@ -272,6 +322,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _histogram(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     counted: torch.Tensor = func(values.float(), *args, **kwargs)
     return counted.to(values.dtype)
+
+
+def _attention(query: Any, key: Any, value: Any, mask: Any, *_: Any, scale: float | None = None) -> tuple[Any, ...]:
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale), None, None, None
 
 
 def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:
@@ -319,8 +373,7 @@ class _Called(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
             counts.launch("attention")
             here = [value for value in _tensors((args, kwargs)) if isinstance(value, Pretended)]
-            if counts.is_on:
-                counts.attention.add(tuple((value.shape, value.stride()) for value in here))
+            counts.attend(here, torch.backends.cuda.cudnn_sdp_enabled())
             place = _place_of("attention", args, here)
             raw_args, raw_kwargs = _mapped(_raw, (args, kwargs))
             with torch._C.DisableTorchFunction():
@@ -353,10 +406,10 @@ _Called.__module__ = _Dispatched.__module__ = "torch"
 
 class _Event:
     def __init__(self, enable_timing: bool = False) -> None:
-        self.at = 0.0
+        self.at, self.known = 0.0, dict[_Stream, int]()
 
     def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
+        self.at, self.known = time.perf_counter(), (stream or _streams.current).known()
 
     def synchronize(self) -> None:
         pass
@@ -376,9 +429,46 @@ class _Stream:
         self.has_scratch = False  # whether a library has memory there that may be freed before a graph is
         self._waited: dict[_Stream, int] = {}
 
-    def wait_stream(self, other: _Stream) -> None:
-        for stream, launched in [*other._waited.items(), (other, other.launched)]:
+    def known(self) -> dict[_Stream, int]:
+        """What is done, of each stream, once what this one was handed so far is done."""
+        return {**self._waited, self: self.launched}
+
+    def record_event(self) -> _Event:
+        (event := _Event()).record(self)
+        return event
+
+    def wait_event(self, event: _Event) -> None:
+        for stream, launched in event.known.items():
             self._waited[stream] = max(self._waited.get(stream, 0), launched)
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def finish(self) -> None:
+        """The host waits, and hands over what it does later to whatever stream afterwards."""
+        with _finishing:
+            for stream, launched in self.known().items():
+                _finished[stream] = max(_finished.get(stream, 0), launched)
+
+    def synchronize(self) -> None:
+        counts.read("synchronize")
+
+    def touch(self, inputs: Any, written: list[torch.Tensor]) -> None:
+        """Raises where memory was last written by another stream, for which this one has not waited."""
+        for tensor in _tensors(inputs):
+            memory = vars(tensor.untyped_storage())
+            stream, launched = memory.get("written", (self, 0))
+            if stream is not self and launched > max(self._waited.get(stream, 0), _finished.get(stream, 0)):
+                raise RuntimeError("memory is touched that another stream may still be writing")
+            if memory.get("owner") not in (None, self) and self not in memory.get("streams", ()):
+                raise RuntimeError("memory could be freed for its own stream while this one uses it")
+        for tensor in written:
+            vars(tensor.untyped_storage())["written"] = self, self.launched
+
+    def own(self, tensors: list[torch.Tensor]) -> None:
+        """What is freed is for the stream that it was made on; those of captures leave that to whoever captures."""
+        for tensor in tensors:
+            vars(tensor.untyped_storage()).setdefault("owner", self if self is _streams.default else None)
 
     def launch(self) -> None:
         self.launched += 1
@@ -389,7 +479,9 @@ class _Stream:
 
 class _Streams(threading.local):
     def __init__(self) -> None:
-        self.current = self.default = _Stream()
+        thread = threading.current_thread()
+        is_first = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)  # torch's, backward
+        self.current = self.default = _first if is_first else _Stream()
         self.used: set[_Stream] = set()
 
     @contextmanager
@@ -401,11 +493,50 @@ class _Streams(threading.local):
             self.current = before
 
 
+_first = _Stream()
 _streams = _Streams()
+
+
+# What the host has waited for, of each stream.
+_finished: dict[_Stream, int] = {}
+_finishing = threading.Lock()
+
+
+class _RandomState:
+    """Where a generator is; while one is part of a capture, others than this may not draw (as of torch 2.11)."""
+
+    is_capturing = False
+
+    def draw(self) -> None:
+        if self.is_capturing != (Graph.captured() is not None):
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+
+class _Generator:
+    def __init__(self) -> None:
+        self.state = _RandomState()
+
+    def clone_state(self) -> _Generator:
+        return _Generator()
+
+    def graphsafe_get_state(self) -> _Generator:
+        (other := _Generator()).state = self.state
+        return other
+
+    def graphsafe_set_state(self, other: _Generator) -> None:
+        self.state = other.state
+
+    def seed(self) -> None:
+        pass
+
+
+_generator = _Generator()
 
 
 def _synchronize(device: Any = None) -> None:
     counts.read("synchronize")
+    if Graph.going_on:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing (of another thread)")
 
 
 # What ``torch.cuda`` is for a GPU, as far as it is used.
@@ -423,7 +554,8 @@ _MODULE: dict[str, Any] = {
     "default_stream": lambda device=None: _streams.default,
     "stream": _streams.during,
     "CUDAGraph": Graph,
-    "graph": Graph.capturing,
+    "empty_cache": lambda: None,
+    "default_generators": (_generator,),
     "graph_pool_handle": lambda: (0, next(_numbers)),
     "is_current_stream_capturing": lambda: Graph.captured() is not None,
 }
@@ -436,6 +568,7 @@ def pretended() -> Iterator[None]:
         for name, value in _MODULE.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.accelerator, "synchronize", _synchronize))
+        stack.enter_context(patch.object(torch.backends.cuda, "can_use_efficient_attention", lambda _: True))
         # Else weights that move keep their objects, which are a CPU's.
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
         torch.__future__.set_overwrite_module_params_on_conversion(True)

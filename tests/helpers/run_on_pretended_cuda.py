@@ -4,7 +4,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -51,6 +51,7 @@ from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.reduced_head import ReducedHead
+from hf_selfspec.verify.acceptance import draw
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
@@ -166,6 +167,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         "launches a step": launches["draft"] / max(taken, 1),
         "launches a round": launches["round"] / rounds,
         "attention keys": len(counts.attention) / rounds,
+        "plans": len(counts.plans),
         "same": float(options["do_sample"] or torch.equal(output.raw, plain)),
     }
 
@@ -214,6 +216,55 @@ def _failing_once(function: Callable[..., Any]) -> Any:
 
 
 @contextmanager
+def _others_draw() -> Iterator[None]:
+    """While a capture begins, which those of ours wait for, and while it goes on."""
+    begin, forward, drawn = Graph.capture_begin, GraphRunner._forward, list[Any]()
+
+    def draw_any() -> None:
+        with here():
+            torch.rand(1, device=DEVICE)
+
+    def draw_ours() -> None:
+        with here():
+            draw(Pretended(torch.ones(3)))
+
+    def beginning(*args: Any, **kwargs: Any) -> None:
+        begin(*args, **kwargs)
+        drawn.append(other.submit(draw_ours))
+        wait(drawn, 0.05)
+
+    def running(*args: Any) -> Any:
+        if Graph.captured() is not None:
+            other.submit(draw_any).result()
+        return forward(*args)
+
+    with (
+        ThreadPoolExecutor(1) as other,
+        patch.object(Graph, "capture_begin", beginning),
+        patch.object(GraphRunner, "_forward", running),
+    ):
+        yield
+        assert drawn
+        for draws in drawn:
+            draws.result()
+
+
+def _losing(mask: Callable[..., Any]) -> Any:
+    """Captures whose attention does not see one slot."""
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        found = mask(*args, **kwargs)
+        return found if Graph.captured() is None else found & (torch.arange(found.shape[-1], device=DEVICE) != 3)
+
+    return masked
+
+
+def _missing(run: Callable[..., Any]) -> Any:
+    """A kernel that goes to another stream than that which is captured."""
+    return lambda name, *args: run("view" if name == "silu" and Graph.captured() is not None else name, *args)
+
+
+@contextmanager
 def _split() -> Iterator[None]:
     in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
     with patch.object(attention, "parts_for", lambda *_: 4), patch.object(attention, "attention_in_parts", in_parts):
@@ -224,29 +275,44 @@ def _split() -> Iterator[None]:
 # What is other with captures, or goes wrong: at the start of one, in its midst, when it is replayed, or unseen.
 FAILURES: dict[str, Callable[[], Any]] = {
     "": nullcontext,
+    "streams": nullcontext,  # each call in a thread, whose work is a stream of its own
     "split": _split,
     "compared": lambda: patch.object(runner, "COMPARISONS", 1 << 30),
-    "begin": lambda: patch.object(torch.cuda, "graph", _fail),
+    "begin": lambda: patch.object(Graph, "capture_begin", _fail),
     "midst": lambda: patch.object(GraphRunner, "_forward", _reading(GraphRunner._forward)),
     "once": lambda: patch.object(GraphRunner, "_forward", _failing_once(GraphRunner._forward)),
-    "memory": lambda: patch.object(torch.cuda, "graph", Mock(side_effect=torch.OutOfMemoryError("no memory"))),
+    "memory": lambda: patch.object(Graph, "capture_begin", Mock(side_effect=torch.OutOfMemoryError("no memory"))),
     "replay": lambda: patch.object(Graph, "replay", _fail),
     "other results": lambda: patch.object(Graph, "replay", lambda graph: None),
     "a number": _changing_number,
+    "lost key": lambda: patch.object(attention.MaskSpec, "mask", _losing(attention.MaskSpec.mask)),
+    "missed": lambda: patch.object(Graph, "run", staticmethod(_missing(Graph.run))),
+    "others draw": _others_draw,
     "small device": lambda: patch.object(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 10)),
 }
 
 
-ENDING = ("begin", "midst", "memory", "replay", "other results")  # graphs of all shapes
+ENDING = ("begin", "midst", "memory", "replay", "other results", "lost key", "missed")  # graphs of all shapes
 
 
-def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", threads: int = 1) -> dict[str, Any]:
-    """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's."""
-    model, calls = build(architecture), []
+def replayed(
+    architecture: str,
+    spec: SelfSpec,
+    rows: int,
+    failure: str = "",
+    threads: int = 1,
+    dtype: str = "float32",
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's, which
+    only those of float32 have to be."""
+    model, calls = build(architecture, seed).to(getattr(torch, dtype)), list[Any]()
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     lengths = [*[(4, 20)] * 3, (21, 12), (4, 16)]  # in 128 slots, in 256, and in 128 again
     if architecture in STATEFUL or failure in ENDING or threads > 1:  # without graphs, or all in the same call
         del lengths[1:]
+    if dtype != "float32":  # which a CPU has no quick kernels for
+        del lengths[2:]
     for number, (repeats, new) in enumerate(lengths):
         inputs = _prompts(rows, 5, repeats, number)
         calls.append((inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
@@ -279,11 +345,11 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         owned = failure == "compared" and not owned  # every other call brings a cache, whose layers are laid out apart
         past = {PAST: DynamicCache(config=model.config)} if owned else {}
         ids = model.generate(**_moved(inputs), **options, **past, max_new_tokens=new, assistant=spec)
-        return torch.equal(ids.raw, expected)
+        return torch.equal(ids.raw, expected) or dtype != "float32"
 
-    def in_thread(_: int) -> bool:
+    def in_thread(call: tuple[Any, ...]) -> bool:
         with here():
-            return generated(*calls[0])
+            return generated(*call)
 
     are_same: list[bool] = []
     with ExitStack() as stack:
@@ -305,11 +371,12 @@ def replayed(architecture: str, spec: SelfSpec, rows: int, failure: str = "", th
         errors.issued.clear()
         move(model)
         with ThreadPoolExecutor(threads) as pool:
-            are_same += pool.map(in_thread, range(threads if threads > 1 else 0))
+            are_same += pool.map(in_thread, calls[:1] * threads if threads > 1 else [])
         for call in calls if threads == 1 else []:
             counts.reset("round")
             forwards = rounds = 0
-            are_same.append(generated(*call))
+            with ThreadPoolExecutor(1) if failure == "streams" else nullcontext() as other:
+                are_same.append(generated(*call) if other is None else other.submit(in_thread, call).result())
         # Whatever has failed, further work goes on as before.
         are_same.append(torch.cuda.current_stream() is torch.cuda.default_stream())
         torch.rand(1, device=DEVICE)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
@@ -14,7 +19,8 @@ from helpers.models import ROW, tiny_llama
 from hf_selfspec import Lookup, SelfSpec
 from hf_selfspec.control.cost_curve import CostCurve
 from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import FasterWay, Graph, Graphs, graphs_of
+from hf_selfspec.model.graphs import PLACES, FasterWay, Graph, Graphs, graphs_of
+from hf_selfspec.model.runner import GraphRunner
 from hf_selfspec.model.traceable import size_for
 
 
@@ -48,13 +54,14 @@ def test_the_times_of_comparisons_decide() -> None:
     graph = FasterWay(lambda: two.now)
     for _ in range(graphs.COMPARISONS):
         assert graph.results(5, *two.ways()) == ("g", "e")
-    assert [graph.faster_of(5, *two.ways()) for _ in range(4)] == ["g"] * 4
+    assert [graph.faster_of(5, *two.ways()) for _ in range(4)] == ["g", "e", "g", "g"]
 
 
 def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way is timed until the device has done its work, and nothing waits any more once one is chosen."""
     waited: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
+    stream = SimpleNamespace(synchronize=lambda: waited.append("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     for device, waits in (("cpu", 0), ("cuda", 12)):
         graph = FasterWay(graphs.device_clock(torch.device(device)))
         for _ in range(20):
@@ -183,3 +190,35 @@ def test_captures_that_are_not_used_any_more_make_room(monkeypatch: pytest.Monke
             found("two")
         assert any(found("three")) is (config is None)
         assert known.find("two", lambda value: [value * 2], inputs, str) is not None
+
+
+def test_weights_within_weights_are_looked_at() -> None:
+    """Of a tensor that is packed, as by torchao, which has no memory of its own."""
+    model = tiny_llama()
+    weight: Any = TwoTensor(model.lm_head.weight.data, torch.ones_like(model.lm_head.weight))
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    first = graphs_of(model, None)
+    assert graphs_of(model, None) is first
+    weight = model.lm_head.weight
+    weight.b = 2.0 * weight.b
+    assert graphs_of(model, None) is not first
+
+
+def test_as_many_calls_have_graphs_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is told that it has none. Afterwards places keep their memory as long as all of it is little."""
+    known, device = Graphs(None, (), "Tiny"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 10))  # of which places keep 128 bytes
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    targets: list[Any] = [
+        SimpleNamespace(model=SimpleNamespace(device=device), cache=SimpleNamespace(place=None), graphs=known)
+        for _ in range(PLACES + 1)
+    ]
+    with ExitStack() as stack:
+        for target in targets[:-1]:
+            stack.enter_context(GraphRunner(target, known, False).running())
+            target.cache.place.buffer("keys", (16,), torch.ones(1))
+        assert len({target.cache.place for target in targets[:-1]}) == PLACES
+        with pytest.warns(UserWarning, match=f"without graphs in some calls, .* since they serve {PLACES} at a time"):
+            stack.enter_context(GraphRunner(targets[-1], known, False).running())
+        assert targets[-1].graphs is None
+    assert [place.bytes for place in known.places] == [64, 64, 0, 0]

@@ -61,10 +61,18 @@ WARM = [
     ("fixed", "graphs gemma3_text", 1, "split"),
     ("block dspark gated", "graphs llama", 1),  # whose block is one graph
     ("block dflash window", "graphs llama", 3),
+    ("fixed", "graphs llama", 1, "others draw"),
+    ("default", "graphs llama", 1, "streams"),
 ]
-FAILING = [("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")]
+FAILING = [
+    *(("tree", "graphs llama", 1, failure) for failure in ("begin", "midst", "memory", "replay", "other results")),
+    *(("fixed", "graphs llama", 1, failure, 1, "bfloat16") for failure in ("missed", "lost key")),
+]
 # Each replay is compared, in five calls of other texts and lengths.
-COMPARED = [(spec, "graphs llama", rows, "compared") for spec, rows in (("block dspark gated", 1), ("default", 3))]
+COMPARED = [
+    *((spec, "graphs llama", rows, "compared") for spec, rows in (("block dspark gated", 1), ("default", 3))),
+    *(("fixed", "graphs llama", 1, "compared", 1, "bfloat16", seed) for seed in range(4)),
+]
 NUMBER, ONCE = (("fixed", "graphs llama", 1, failure) for failure in ("a number", "once"))
 THREADS = ("fixed", "graphs llama", 1, "", 4)
 EAGER = ("lookup", "graphs bloom", 3)
@@ -82,8 +90,8 @@ EVERY_RUN = {
     *(("fixed", "greedy", 1), ("rule", "eos", 4), ("adaptive", "drawn", 4), ("tree", "greedy", 4)),
     *(("skips", "greedy", 1), ("lookup", "streamed", 1), ("lookup", "grammar", 4), ("block", "drawn", 4)),
     *(("tree", "greedy", 3, "two devices"), ("window", "eos", 3)),
-    *(("skips", "graphs llama", 3), ("fixed", "graphs falcon_h1", 3), WARM[-2]),
-    *(FAILING[-1], COMPARED[-1], NUMBER, THREADS, SMALL, TRAINING),
+    *(("skips", "graphs llama", 3), ("fixed", "graphs falcon_h1", 3), *(WARM[place] for place in (-4, -2, -1))),
+    *(*FAILING[-3:], *COMPARED[1:3], NUMBER, THREADS, SMALL, TRAINING),
 }
 
 
@@ -102,6 +110,7 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
         assert measures[case]["same"], case
     for case in BOUNDS.keys() & measures:
         found, (spec, call, rows), (step, rest) = measures[case], case, BOUNDS[case]
+        assert not found["plans"], case  # of cuDNN, which would make one for each length of the text
         # Rows that end leave the forwards, which takes two further uploads, now and then.
         few = 0.0 if rows == 1 else 4 * rows / found["rounds"]
         assert found["transfers"] <= step * found["steps"] + rest + few, case
