@@ -13,7 +13,6 @@ import argparse
 import fcntl
 import json
 import math
-import operator
 import os
 import signal
 import statistics
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,14 +30,11 @@ from unittest import SkipTest
 # The parts in their order, and the seconds that each may take. All processes import at the beginning, for which the
 # first part waits.
 SECONDS = {"probe": 40, "ids": 90, "135m": 85, "1b": 65, "8b": 205, "soak": 65}
-PROCESSES = {"ids": 9}  # of a part, where it has several
+ROOT = Path(__file__).parents[2]
 # What speeds should be at least: in units of the compiled static cache's, by the tokens in a row that the prompt has of
 # what follows, and in the first call in units of plain ``generate``'s.
 BARS, FIRST = {0: 0.95, 3: 1.5, 8: 1.5}, 1.0
-# How far the static cache's logits are from plain's, in units of how far ours are.
-EXACTNESS = 0.5
 Line = dict[str, Any]
-Case = tuple[str, str]  # a part, and one of its cases; the first one is the start of its processes
 
 
 def add(out: Path, part: str, case: str, **line: Any) -> None:
@@ -46,9 +42,10 @@ def add(out: Path, part: str, case: str, **line: Any) -> None:
         file.write(json.dumps({"part": part, "case": case, **line}) + "\n")
 
 
-def cases_in(out: Path) -> dict[Case, list[Line]]:
-    """The lines of the last try of each case; a try has begun with a "call" and ended with what it "took"."""
-    cases: dict[Case, list[Line]] = {}
+def cases_in(out: Path) -> dict[tuple[str, str], list[Line]]:
+    """The lines of the last try of each case, by its part and name; the first one of a part is its start. A try begins
+    with a "call" and ends with what it "took"."""
+    cases: dict[tuple[str, str], list[Line]] = {(part, "start"): [] for part in SECONDS}
     for line in map(json.loads, (out / "results.jsonl").read_text(encoding="utf-8").splitlines()):
         case = line["part"], line["case"]
         cases[case] = [line] if "call" in line else [*cases[case], line]
@@ -61,24 +58,24 @@ def is_done(lines: list[Line]) -> bool:
     return bool(lines) and "took" in lines[-1] and "failed" not in lines[-1]
 
 
-def begun_case(out: Path, part: str, call: float) -> str | None:
-    """The next case of a part, which no other process begins: one that was not tried, else one that failed before."""
-    with (out / "results.jsonl").open(encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        cases = {case: lines for (of, case), lines in cases_in(out).items() if of == part and not is_done(lines)}
-        left = [case for case, lines in cases.items() if not lines or lines[0]["call"] != call]
-        case = min(left, key=lambda case: bool(cases[case]), default=None)
-        if case is not None:
-            add(out, part, case, call=call, at=time.time(), process=os.getpid())
-        return case
+def left_in(out: Path, part: str, call: float) -> dict[str, list[Line]]:
+    """The cases of a part that this call has to run: those that were not tried first, then those that failed before."""
+    cases = {case: lines for (of, case), lines in cases_in(out).items() if of == part and not is_done(lines)}
+    left = {case: lines for case, lines in cases.items() if not lines or lines[0]["call"] != call}
+    return dict(sorted(left.items(), key=lambda case: bool(case[1])))
 
 
 def run_cases(bench: Any, out: Path, call: float, until: float) -> None:
     """Runs cases of a part until none is left."""
-    if not is_done(cases_in(out).get((bench.part, "start"), [])):
-        about = {"machine": bench.about, "process": os.getpid(), "cases": [*bench.cases]}
-        add(out, bench.part, "start", call=call, took=0.0, **about)
-    while (case := begun_case(out, bench.part, call)) is not None:
+    if not is_done(cases_in(out)[bench.part, "start"]):
+        about = {"call": call, "process": os.getpid(), "machine": bench.machine, "cases": [*bench.cases]}
+        add(out, bench.part, "start", **about, took=None)
+    while True:
+        with (out / "results.jsonl").open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # so that no other process begins the same case
+            if (case := next(iter(left_in(out, bench.part, call)), None)) is None:
+                return
+            add(out, bench.part, case, call=call, process=os.getpid())
         begun, end = time.time(), {}
         bench.tell, bench.until = partial(add, out, bench.part, case), until
         try:
@@ -98,18 +95,16 @@ class Call:
     """One call of the command, which starts processes and waits for them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.began = args, time.time()
-        self._processes: list[subprocess.Popen[str]] = []
+        self.args, self.began, self.processes = args, time.time(), list[subprocess.Popen[str]]()
         self._results = (args.out / "results.jsonl").open("a+", encoding="utf-8")
 
     def started(self, part: str) -> subprocess.Popen[str]:
         """A process that imports, and begins when it is told to."""
-        words = [sys.executable, __file__, "--part", part, "--out", self.args.out, "--device", self.args.device]
-        words += ["--small"] * self.args.small
+        command, pipe = [sys.executable, *sys.argv, "--part", part], subprocess.PIPE
         with (self.args.out / "log.txt").open("a", encoding="utf-8") as log:
-            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
-            self._processes.append(subprocess.Popen(words, **streams, text=True, start_new_session=True))
-        return self._processes[-1]
+            started = subprocess.Popen(command, stdin=pipe, stdout=log, stderr=log, text=True, start_new_session=True)
+        self.processes.append(started)
+        return started
 
     def run(self, part: str, new: list[subprocess.Popen[str]], until: float) -> None:
         """Waits for the processes of a part; where a case ends one, that has failed, and another process goes on."""
@@ -132,35 +127,28 @@ class Call:
         """Ends a process; returns whether it was in a case."""
         code = process.poll()
         why = "the part's time was over" if code is None else f"its process ended with code {code}"
-        self.stop([process])
+        stop(process)
         cases = {case: lines for (of, case), lines in cases_in(self.args.out).items() if of == part and lines}
         begun = [case for case, lines in cases.items() if lines[0]["process"] == process.pid]
         cut = [case for case in begun if "took" not in cases[case][-1]]
         for case in cut:
-            add(self.args.out, part, case, took=round(time.time() - cases[case][0]["at"], 1), failed=why)
+            add(self.args.out, part, case, took=None, failed=why)
         if code != 0 and not begun:
-            add(self.args.out, part, "start", call=self.began, process=process.pid, took=0.0, failed=why)
+            add(self.args.out, part, "start", call=self.began, process=process.pid, took=None, failed=why)
         return bool(cut)
 
-    def stop(self, processes: Sequence[subprocess.Popen[str]] = ()) -> None:
-        """Ends these processes, or all, with what they have started."""
-        for process in processes or self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
-
-def print_table(head: str, rows: Sequence[Sequence[object]]) -> None:
-    columns = head.split(" | ")
-    for line in (columns, ["---"] * len(columns), *rows):
-        print(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |")
-    print()
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ends a process, with what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def middle(lines: list[Line], figure: str, **about: Any) -> float:
     """The median of a figure over the lines that are about this."""
-    chosen = [line[figure] for line in lines if figure in line and about.items() <= line.items()]
-    return statistics.median(chosen) if chosen else math.nan
+    figures = [line[figure] for line in lines if figure in line and about.items() <= line.items()]
+    return statistics.median(figures or [math.nan])
 
 
 def beside(number: float, bar: float) -> str:
@@ -168,43 +156,44 @@ def beside(number: float, bar: float) -> str:
     return f"{number:.2f} (≥ {bar})" if number >= bar else f"**{number:.2f}, not {bar}**"
 
 
-def speeds(case: Case, lines: list[Line]) -> Iterator[list[str]]:
+def speeds(case: tuple[str, str], lines: list[Line]) -> Iterator[list[str]]:
     """The cells of each kind of text: medians of calls after the first, and the first one."""
     plain, static = (middle(lines, "ms", way=way, is_first=False) for way in ("plain", "static"))
-    logits = (middle(lines, f"logits_{way}") + 1e-9 for way in ("static", "ours"))  # 0 where they are plain's
-    exactness = beside(operator.truediv(*logits), EXACTNESS)
     for repeated, bar in BARS.items():
         if ours := [line for line in lines if (line.get("way"), line.get("repeated")) == ("ours", repeated)]:
             ms, m = (middle(ours, figure, is_first=False) for figure in ("ms", "m"))
             first = middle(lines, "seconds", way="plain") / middle(ours, "seconds", is_first=True)
             numbers = (f"{number:.2f}" for number in (plain, static, ms, m))
-            bars = beside(static / ms, bar), beside(first, FIRST), exactness
+            bars = beside(static / ms, bar), beside(first, FIRST)
             yield [*case, str(repeated), *numbers, *bars, f"{middle(ours, 'mib'):.0f}"]
 
 
 def print_summary(out: Path) -> None:
     """Speeds beside the bars, and what failed, was skipped, or was not reached."""
     cases = cases_in(out)
-    machines = dict.fromkeys(line["machine"] for lines in cases.values() for line in lines if "machine" in line)
-    print("", *machines, "", sep="\n")
-    head = "model | tokens x rows | repeated | plain, ms | static, ms | ours, ms | M | static / ours | plain / first"
-    print_table(f"{head} | logits | MiB", [cells for case in cases.items() for cells in speeds(*case)])
-    rows = [[part, "", "not reached", ""] for part in SECONDS if (part, "start") not in cases]
+    head = "model | shape | repeated | plain, ms | static, ms | ours, ms | M | static / ours | plain / first call | MiB"
+    tables: dict[str, list[list[str]]] = {head: [cells for case in cases.items() for cells in speeds(*case)]}
+    rows = tables["part | case | end | why"] = []
     for case, lines in cases.items():
         ends = [(end, line[end]) for line in lines for end in ("failed", "skipped") if end in line]
         rows += [[*case, *end] for end in ends or [("not reached", "")] * (not lines)]
-    print_table("part | case | end | why", rows)
+    for head, rows in tables.items():
+        columns = head.split(" | ")
+        for line in (columns, ["---"] * len(columns), *rows):
+            print(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |")
+        print()
     print(f"{sum(map(is_done, cases.values()))} of {len(cases)} cases ended well.")
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of results, may have those of an earlier call")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models and few of all, to try the command")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     if args.part is not None:
+        sys.path += [str(ROOT), str(ROOT / "tests")]  # the package, where it is not installed, and tables of types
         import gpu_parts
 
         if told := sys.stdin.readline():  # unless the command has ended
@@ -212,19 +201,19 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     call = Call(args)
-    cases = cases_in(args.out)
-    left = {part: [lines for (of, _), lines in cases.items() if of == part and not is_done(lines)] for part in SECONDS}
-    parts = [part for part in SECONDS if left[part] or (part, "start") not in cases]
-    parts.sort(key=lambda part: (part, "start") in cases and all(left[part]))  # last those where all have been tried
-    counts = {part: 1 if args.small else PROCESSES.get(part, 1) for part in parts}
-    processes = {part: [call.started(part) for _ in range(count)] for part, count in counts.items()}
+    left = {part: left_in(args.out, part, call.began) for part in SECONDS}
+    parts = [part for part in SECONDS if left[part]]
+    parts.sort(key=lambda part: all(left[part].values()))  # last those where all have been tried
+    count = {"ids": 1 if args.small else 9}  # of processes, one for the tests and eight for types of models
+    processes = {part: [call.started(part) for _ in range(count.get(part, 1))] for part in parts}
     until = call.began
     try:
         for part in parts:
             until += SECONDS[part]
             call.run(part, processes[part], until)
     finally:
-        call.stop()
+        for process in call.processes:
+            stop(process)
     print_summary(args.out)
 
 

@@ -20,14 +20,14 @@ class KnownText:
     """The model, in bfloat16, and prompts with the text that follows; ``sizes`` are those of ``LlamaConfig``."""
 
     def __init__(self, device: torch.device, **sizes: int) -> None:
-        special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        config = LlamaConfig(**sizes, **special, max_position_embeddings=16384)
+        config = LlamaConfig(
+            **sizes, max_position_embeddings=16384, bos_token_id=None, eos_token_id=None, pad_token_id=0
+        )
         torch.manual_seed(0)
         with torch.device(device):
             self.model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        generator = torch.Generator().manual_seed(0)
-        self.order = torch.randperm(config.vocab_size - _SPECIAL, generator=generator) + _SPECIAL
-        self._begin = 0  # of the next text, since a SelfSpec remembers earlier ones
+        self._generator, self._begin = torch.Generator().manual_seed(0), 0  # of the next text, as each is remembered
+        self.order = torch.randperm(config.vocab_size - _SPECIAL, generator=self._generator) + _SPECIAL
         with torch.no_grad():
             embedding, order = self.model.model.embed_tokens.weight.normal_(), self.order.to(device)
             self.model.lm_head.weight[order.roll(-1)] = embedding[order] * _LOGITS
@@ -42,15 +42,14 @@ class KnownText:
         These are in the prompt in pieces of ``repeated`` tokens, between random ones, so that free drafts find about as
         many tokens a round; with 0 they find nothing.
         """
-        lines, following = zip(*(self._row(width, repeated, new) for _ in range(rows)), strict=True)
-        ids, device = torch.stack(lines).to(self.model.device), self.model.device
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, torch.stack(following).to(device)
-
-    def _row(self, width: int, repeated: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator, count = torch.Generator().manual_seed(self._begin), _END + new + 2 * repeated
-        text = self.order[(self._begin + torch.arange(count)) % len(self.order)]
-        self._begin += count
-        noise = torch.randint(_SPECIAL, len(self.order), (width + count,), generator=generator)
-        pieces = text[_END:].split(repeated) if repeated else ()
-        parts = [part for place, piece in enumerate(pieces) for part in (piece, noise[place : place + 1])]
-        return torch.cat([noise[count:], *parts, text[:_END]])[-width:], text[_END : _END + new]
+        lines, texts, count = [], [], _END + new + 2 * repeated
+        for _ in range(rows):
+            text = self.order[(self._begin + torch.arange(count)) % len(self.order)]
+            noise = torch.randint(_SPECIAL, len(self.order), (width + count,), generator=self._generator)
+            pieces = enumerate(text[_END:].split(repeated) if repeated else ())
+            parts = [part for place, piece in pieces for part in (piece, noise[place : place + 1])]
+            lines.append(torch.cat([noise[count:], *parts, text[:_END]])[-width:])
+            texts.append(text[_END : _END + new])
+            self._begin += count
+        ids = torch.stack(lines).to(self.model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, torch.stack(texts).to(ids.device)

@@ -23,9 +23,9 @@ def types() -> list[str]:
     return sorted(names, key=lambda name: re.fullmatch(architectures.EVERY_RUN, name) is None)
 
 
-def differences_of_type(name: str, device: torch.device, tokens: int, calls: int = 2) -> dict[str, Difference]:
-    """Where ids of calls with each dtype and number of rows are not plain's."""
-    is_text, differences = name in architectures.ARCHITECTURES, {}
+def near_ties_of(name: str, device: torch.device, tokens: int, calls: int = 2) -> int:
+    """How many rows of calls with each dtype part from plain's at a near tie; raises an error where one does not."""
+    is_text, near_ties, wrong = name in architectures.ARCHITECTURES, 0, []
     for dtype, texts in product((torch.float32, torch.bfloat16), ROWS):
         model = (architectures if is_text else multimodal).build(name).to(device, dtype)
         values = models.ragged_batch(texts, seed=5) if is_text else multimodal.prompt_of(name, texts)
@@ -37,8 +37,11 @@ def differences_of_type(name: str, device: torch.device, tokens: int, calls: int
         for call in range(calls):
             ours = model.generate(**prompt, **options, assistant=spec)
             for difference in differences_of(model, prompt, plain, ours):
-                differences[f"{dtype}, row {difference.row + 1} of {len(texts)}, call {call + 1}"] = difference
-    return differences
+                near_ties += difference.is_near_tie
+                wrong += [] if difference.is_near_tie else [f"{dtype}, {len(texts)} rows, call {call}: {difference}"]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return near_ties
 
 
 def differences_of(model: PreTrainedModel, prompt: Any, plain: Any, ours: torch.Tensor) -> list[Difference]:
