@@ -37,7 +37,7 @@ REPEATED = (0, 3, 8)
 # How often a probe runs; seconds of a soak, whose prompts have so many lengths in turn, and how much memory in use may
 # grow once each of these has come twice.
 PROBES, SOAK, LENGTHS, GROWTH = 50, 60.0, 6, 1.02
-ROUNDING = 2.0  # how much further than those of the static cache our logits may be from plain's
+ROUNDING = 3.0  # how much further than those of the static cache our logits may be from plain's; a lost key is 4 times
 STATIC = {"cache_implementation": "static"}  # which transformers compiles on a GPU
 Cases = dict[str, Callable[[], None]]
 
@@ -51,10 +51,8 @@ class Bench:
         self.is_cuda = self.device.type == "cuda"
         # New tokens of a call, and calls with each kind of text, of which the first ones capture and learn.
         self.new, self.calls = (8, 2) if is_small else (128, 3)
-        self.machine = torch.cuda.get_device_name(self.device) if self.is_cuda else device
-        self.machine += (
-            f", torch {torch.__version__}, transformers {transformers.__version__}, hf_selfspec {__version__}"
-        )
+        name = torch.cuda.get_device_name(self.device) if self.is_cuda else device
+        self.machine = f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {__version__}"
         self.cases = PARTS[part](self)
 
     def now(self) -> float:
@@ -97,7 +95,7 @@ class Bench:
 
 def probe(bench: Bench) -> Cases:
     """Microseconds of what has nothing to do with this package: of the host, and until the device has done it."""
-    here, numbers = torch.zeros(1, device=bench.device), torch.arange(64)
+    here, numbers = torch.zeros(1, device=bench.device).add_(1), torch.arange(64)
     large, other = (torch.zeros(1 << (20 if bench.is_small else 28), device=bench.device) for _ in range(2))
 
     def timed(run: Callable[[], object]) -> None:
@@ -127,7 +125,7 @@ def ids(bench: Bench) -> Cases:
     """The tests that need a GPU, and ids of tiny models of many types."""
     from helpers.ids_of_types import near_ties_of, types
 
-    names, tokens = (["llama", "lfm2", "idefics3"], 8) if bench.is_small else (types(), 40)
+    names, tokens = (["lfm2", "idefics3"], 5) if bench.is_small else (types(), 40)
     of_types = {
         name: lambda name=name: bench.tell(near_ties=near_ties_of(name, bench.device, tokens)) for name in names
     }
@@ -178,20 +176,19 @@ def speed(bench: Bench, width: int, rows: int) -> None:
     if failed:
         raise RuntimeError("; ".join(failed.values()))
     # How far logits are from plain's at most, in their standard deviations: both ways round in their own manner.
-    prompt, _ = bench.known.prompt(rows, width, REPEATED[-1], bench.new)
-    wanted = {"do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
+    (prompt, _), new = bench.known.prompt(rows, width, REPEATED[-1], bench.new), bench.new // 8 + 1
+    wanted = {"do_sample": False, "max_new_tokens": new, "return_dict_in_generate": True, "output_logits": True}
     outputs = [bench.known.model.generate(**prompt, **wanted, **way) for way in ({}, STATIC, {"assistant": SelfSpec()})]
     plain, *others = (torch.stack(output.logits).float() for output in outputs)
     static, ours = (float((logits - plain).abs().max() / plain.std()) for logits in others)
     bench.tell(logits_static=static, logits_ours=ours)
-    if ours > ROUNDING * static and not bench.is_small:  # whose kernels are a CPU's
-        raise ValueError(f"logits are {ours} standard deviations off, those of the static cache {static}")
-
     for way, options in (("ours", {"assistant": SelfSpec()}), ("static", STATIC)):  # with a share of the prompt's
         with torch.profiler.profile() as profile:
-            bench.generated(bench.known.prompt(rows, width, 0, bench.new), **options)
+            bench.generated(bench.known.prompt(rows, width, 0, new), **options)
         us = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == DeviceType.CUDA]
-        bench.tell(of=way, kernels_a_token=len(us) / bench.new, us_a_token=sum(us) / bench.new)
+        bench.tell(of=way, kernels_a_token=round(len(us) / new), us_a_token=round(sum(us) / new))
+    if ours > ROUNDING * static and not bench.is_small:  # whose kernels are a CPU's
+        raise ValueError(f"logits are {ours} standard deviations off, those of the static cache {static}")
 
 
 def soak(bench: Bench) -> None:

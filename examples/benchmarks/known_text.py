@@ -20,9 +20,7 @@ class KnownText:
     """The model, in bfloat16, and prompts with the text that follows; ``sizes`` are those of ``LlamaConfig``."""
 
     def __init__(self, device: torch.device, **sizes: int) -> None:
-        config = LlamaConfig(
-            **sizes, max_position_embeddings=16384, bos_token_id=None, eos_token_id=None, pad_token_id=0
-        )
+        config = LlamaConfig(**sizes, max_position_embeddings=16384, eos_token_id=None, pad_token_id=0)
         torch.manual_seed(0)
         with torch.device(device):
             self.model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

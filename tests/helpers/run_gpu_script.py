@@ -38,13 +38,17 @@ def _on_pretended(stack: ExitStack) -> None:
 
 
 def main(device: str, out: Path) -> None:
+    gpu_parts.LENGTHS = 2
+    (out / "results.jsonl").touch()
     with ExitStack() as stack:
         if device == "cuda":
             _on_pretended(stack)
-        (out / "results.jsonl").touch()
         for part in gpu.SECONDS:
-            gpu.run_cases(gpu_parts.Bench(part, device, is_small=True), out, time.time(), time.time() + 600)
-        gpu.print_summary(out)
+            bench = gpu_parts.Bench(part, device, is_small=True)
+            if part == "ids" and device == "cuda":
+                del bench.cases["tests"]  # of a process that would know nothing of this device
+            gpu.run_cases(bench, out, time.time(), time.time() + 600)
+    gpu.print_summary(out)
 
 
 if __name__ == "__main__":
