@@ -1,220 +1,220 @@
-"""Times generation with random models of usual sizes on an accelerator (synthetic acceptance).
+"""Checks and times all that needs a GPU, in nine minutes: ``python examples/benchmarks/gpu.py --out DIR``.
 
-``pytest -m cuda tests`` checks there that ids, losses and waits are right. Each piece runs in a process of its own, and
-each figure is printed and saved as soon as it is there, so that a piece that fails, or takes longer than its limit,
-leaves all others; the same command goes on after what ``--out`` has. Prompts repeat themselves, and random models do,
-too, so free drafts find more than in texts of people: read the speed-up of a way together with its M. ``engine.py
---device cuda`` times drafting steps and verifications. ``--device cpu --shapes tiny --prompts 64`` tries it without an
-accelerator.
+``gpu_parts.py`` has the parts. Each runs in processes of its own and may take its seconds, and those that earlier ones
+have left. Its results are appended to ``DIR/results.jsonl`` and printed when they are there; what else processes print
+is in ``DIR/log.txt``. What fails, ends its process or is late costs itself alone. The same command goes on where the
+last one ended, with what was not reached first, then with what failed. Nothing comes from a hub.
+``--device cpu --small`` tries all of it without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import math
+import os
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
+import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
-sys.path.append(str(Path(__file__).parents[2]))  # the package, where it is not installed
-
-import torch
-from synthetic import DTYPES, LlamaShape, exit_damping, random_prompt
-from timing import Table, medians, now, parser_with, peak_mib
-from transformers import LlamaForCausalLM
-
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, __version__
-from hf_selfspec.bench.compare import machine
-
-SHAPES = {
-    "tiny": LlamaShape(64, 4, 128, 256, heads=4, key_heads=2),  # for trying the command
-    "1b": LlamaShape(2048, 22, 5632, 32000, heads=32, key_heads=4),  # TinyLlama
-    "8b": LlamaShape(4096, 32, 14336, 128256, heads=32, key_heads=8),  # Llama 3.1
-}
-# How often drafts should agree, about as often as those of a model that was trained for it.
-AGREEMENT, NUM_DRAFT = 0.8, 4
-# How often a prompt repeats what it begins with.
-REPEATS = 4
-# Seconds after which a piece is cut, so that it cannot take the time of all others. Not measured on a GPU yet.
-LIMIT = 300.0
-Result = dict[str, Any]
+# The parts in their order, and the seconds that each may take. All processes import at the beginning, for which the
+# first part waits.
+SECONDS = {"probe": 40, "ids": 90, "135m": 85, "1b": 65, "8b": 205, "soak": 65}
+ROOT = Path(__file__).parents[2]
+# What speeds should be at least: in units of the compiled static cache's, by the tokens in a row that the prompt has of
+# what follows, and in the first call in units of plain ``generate``'s.
+BARS, FIRST = {0: 0.95, 3: 1.5, 8: 1.5}, 1.0
+Line = dict[str, Any]
 
 
-def shape_of(args: argparse.Namespace, name: str) -> LlamaShape:
-    return replace(SHAPES[name], device=args.device, dtype=getattr(torch, args.dtype))
+def add(out: Path, part: str, case: str, **line: Any) -> None:
+    with (out / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"part": part, "case": case, **line}) + "\n")
 
 
-def bandwidth(args: argparse.Namespace, done: Result) -> Iterator[Result]:
-    """Bytes that are read and written per second, of more than any cache holds."""
-    device = torch.device(args.device)
-    count = 1 << (25 if device.type == "cpu" else 30)
-    source, target = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
-    yield {"bytes_per_second": 2 * count / medians({"copy": lambda: target.copy_(source)}, 10, device)["copy"]}
+def cases_in(out: Path) -> dict[tuple[str, str], list[Line]]:
+    """The lines of the last try of each case, by its part and name; the first one of a part is its start. A try begins
+    with a "call" and ends with what it "took"."""
+    cases: dict[tuple[str, str], list[Line]] = {(part, "start"): [] for part in SECONDS}
+    for line in map(json.loads, (out / "results.jsonl").read_text(encoding="utf-8").splitlines()):
+        case = line["part"], line["case"]
+        cases[case] = [line] if "call" in line else [*cases[case], line]
+        for name in line.get("cases", ()):
+            cases.setdefault((line["part"], name), [])
+    return cases
 
 
-def damping(args: argparse.Namespace, done: Result, name: str) -> Iterator[Result]:
-    """The damping of the blocks after the exit, a quarter of the layers, with which drafts agree as often as wanted."""
-    shape = shape_of(args, name)
-    yield {"factor": exit_damping(shape, shape.layers // 4, NUM_DRAFT, AGREEMENT)}
+def is_done(lines: list[Line]) -> bool:
+    return bool(lines) and "took" in lines[-1] and "failed" not in lines[-1]
 
 
-def generate(args: argparse.Namespace, done: Result, name: str, rows: str, prompt: str) -> Iterator[Result]:
-    """Times each way in turn; a way that fails does not stop the others."""
-    shape = shape_of(args, name)
-    exit_layer, device = shape.layers // 4, torch.device(args.device)
-    model = shape.damped(exit_layer, done[f"damping {name}"]["factor"])
-    line = EarlyExit(exit_layer), FixedLength(NUM_DRAFT)
-    specs = {
-        "SelfSpec()": SelfSpec(),
-        "lookup()": SelfSpec.lookup(),
-        "an exit": SelfSpec(*line),
-        "an exit, eager": SelfSpec(*line, compile=False),
-        "an exit, a tree": SelfSpec(*line, TopKTree()),
-    }
-    ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, static and compiled": {"cache_implementation": "static"}}
-    if rows == "1":
-        ways["transformers' prompt lookup"] = {"prompt_lookup_num_tokens": NUM_DRAFT}
-    ways |= {way: {"assistant": spec} for way, spec in specs.items()}
-    ms: dict[str, list[float]] = {way: [] for way in ways}
-    figures: Result = {"ways": {}, "errors": {}, "bytes": bytes_read(model, int(rows), int(prompt))}
-
-    def seconds_of(way: str, inputs: dict[str, torch.Tensor], tokens: int) -> float:
-        begun = now(device)
-        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **ways[way])
-        return now(device) - begun
-
-    for turn in range(args.repeats + 1):
-        # Another prompt in each turn, since texts of earlier calls are remembered.
-        beginning = random_prompt(model, int(rows), int(prompt) // REPEATS, seed=1 + turn)
-        inputs = {key: values.repeat(1, REPEATS) for key, values in beginning.items()}
-        for way in [way for way in ways if way not in figures["errors"]]:
-            try:
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)
-                first, whole = (seconds_of(way, inputs, tokens) for tokens in (1, args.tokens))
-            except Exception as error:  # whatever it is, the other ways can still be timed
-                figures["errors"][way] = " ".join(str(error).split())[:300]
-                yield figures | {"line": f"{way}: {figures['errors'][way]}"}
-                continue
-            if not turn:
-                figures["ways"][way] = {"first_seconds": first + whole, "peak_mib": 0.0}
-                continue
-            ms[way].append(1e3 * (whole - first) / (args.tokens - 1))  # of decoding
-            middle, entry = statistics.median(ms[way]), figures["ways"][way]
-            entry |= {"ms": middle, "spread": (max(ms[way]) - min(ms[way])) / 2 / middle}
-            entry["peak_mib"] = max(entry["peak_mib"], peak_mib(device))
-            if stats := specs[way].stats if way in specs else None:
-                entry |= {"alpha": stats.acceptance_rate, "m": stats.mean_generated_length}
-            yield figures | {"line": f"{way}: {ms[way][-1]:.3f} ms a token, M {entry.get('m', 1):.2f}"}
+def left_in(out: Path, part: str, call: float) -> dict[str, list[Line]]:
+    """The cases of a part that this call has to run: those that were not tried first, then those that failed before."""
+    cases = {case: lines for (of, case), lines in cases_in(out).items() if of == part and not is_done(lines)}
+    left = {case: lines for case, lines in cases.items() if not lines or lines[0]["call"] != call}
+    return dict(sorted(left.items(), key=lambda case: bool(case[1])))
 
 
-def bytes_read(model: LlamaForCausalLM, rows: int, context: int) -> int:
-    """The least bytes that a forward over a token reads: weights but the embeddings, keys and values."""
-    config, embeddings = model.config, model.get_input_embeddings().weight
-    weights = sum(weight.nbytes for weight in model.parameters() if weight is not embeddings)
-    keys = rows * context * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
-    return weights + 2 * config.num_hidden_layers * keys * embeddings.element_size()
+def run_cases(bench: Any, out: Path, call: float, until: float) -> None:
+    """Runs cases of a part until none is left."""
+    if not is_done(cases_in(out)[bench.part, "start"]):
+        about = {"call": call, "process": os.getpid(), "machine": bench.machine, "cases": [*bench.cases]}
+        add(out, bench.part, "start", **about, took=None)
+    while True:
+        with (out / "results.jsonl").open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # so that no other process begins the same case
+            if (case := next(iter(left_in(out, bench.part, call)), None)) is None:
+                return
+            add(out, bench.part, case, call=call, process=os.getpid())
+        begun, end = time.time(), {}
+        bench.tell, bench.until = partial(add, out, bench.part, case), until
+        try:
+            bench.cases[case]()
+        except SkipTest as why:
+            end = {"skipped": str(why)}
+        except Exception as error:  # whatever it is, other cases can still run
+            print(f"\n{bench.part}, {case}:", traceback.format_exc(), sep="\n", flush=True)
+            end = {"failed": f"{type(error).__name__}: {error}"[:600]}
+            if "CUDA" in end["failed"]:  # perhaps nothing runs here any more; another process goes on
+                add(out, bench.part, case, **end)
+                sys.exit(1)
+        add(out, bench.part, case, took=round(time.time() - begun, 1), **end)
 
 
-PIECES = {"bandwidth": bandwidth, "damping": damping, "generate": generate}
+class Call:
+    """One call of the command, which starts processes and waits for them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.began, self.processes = args, time.time(), list[subprocess.Popen[str]]()
+        self._results = (args.out / "results.jsonl").open("a+", encoding="utf-8")
+
+    def started(self, part: str) -> subprocess.Popen[str]:
+        """A process that imports, and begins when it is told to."""
+        command, pipe = [sys.executable, *sys.argv, "--part", part], subprocess.PIPE
+        with (self.args.out / "log.txt").open("a", encoding="utf-8") as log:
+            started = subprocess.Popen(command, stdin=pipe, stdout=log, stderr=log, text=True, start_new_session=True)
+        self.processes.append(started)
+        return started
+
+    def run(self, part: str, new: list[subprocess.Popen[str]], until: float) -> None:
+        """Waits for the processes of a part; where a case ends one, that has failed, and another process goes on."""
+        waiting: list[subprocess.Popen[str]] = []
+        while new or waiting:
+            for process in new:
+                with suppress(OSError):  # it has ended
+                    print(self.began, until, file=process.stdin, flush=True)
+            waiting, new = waiting + new, []
+            time.sleep(0.05)
+            is_late = time.time() > until
+            for process in [process for process in waiting if is_late or process.poll() is not None]:
+                waiting.remove(process)
+                if self._note_end(part, process) and not is_late:
+                    new.append(self.started(part))
+            for line in self._results:
+                print(f"{time.time() - self.began:6.1f} s  {line}", end="", flush=True)
+
+    def _note_end(self, part: str, process: subprocess.Popen[str]) -> bool:
+        """Ends a process; returns whether it was in a case."""
+        code = process.poll()
+        why = "the part's time was over" if code is None else f"its process ended with code {code}"
+        stop(process)
+        cases = {case: lines for (of, case), lines in cases_in(self.args.out).items() if of == part and lines}
+        begun = [case for case, lines in cases.items() if lines[0]["process"] == process.pid]
+        cut = [case for case in begun if "took" not in cases[case][-1]]
+        for case in cut:
+            add(self.args.out, part, case, took=None, failed=why)
+        if code != 0 and not begun:
+            add(self.args.out, part, "start", call=self.began, process=process.pid, took=None, failed=why)
+        return bool(cut)
 
 
-def pieces(args: argparse.Namespace) -> Iterator[str]:
-    """The names of all pieces: the first batch size of each model first."""
-    yield "bandwidth"
-    for rows in args.rows:
-        for name in args.shapes:
-            if rows == args.rows[0]:
-                yield f"damping {name}"
-            yield from (f"generate {name} {rows} {prompt}" for prompt in args.prompts)
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ends a process, with what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def run(args: argparse.Namespace, header: dict[str, str]) -> dict[str, Result]:
-    """Runs what the file does not have, as far as time permits; failures are kept, too, and not tried again."""
-    record = {"header": header, "pieces": {}}
-    if args.out.exists():
-        record = json.loads(args.out.read_text())
-        if record["header"] != header:
-            sys.exit(f"{args.out} has figures of {record['header']}, now {header}. Give another --out.")
-    results, begun = record["pieces"], time.perf_counter()
-    for piece in [piece for piece in pieces(args) if piece not in results]:
-        left = args.seconds - (time.perf_counter() - begun)
-        lacks_damping = piece.startswith("generate") and "factor" not in results.get(f"damping {piece.split()[1]}", {})
-        if left <= 0 or lacks_damping:
-            continue
-        started, limit = time.perf_counter(), min(LIMIT, left)
-        with tempfile.TemporaryFile("w+") as errors:
-            command = [sys.executable, *sys.argv, "--piece", piece]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-            (timer := threading.Timer(limit, process.kill)).start()
-            for line in process.stdout or ():
-                if line.startswith("{"):
-                    results[piece] = json.loads(line)
-                    about = results[piece].pop("line", "")
-                    print(f"{time.perf_counter() - started:7.1f} s  {piece}  {about}", flush=True)
-                    args.out.write_text(json.dumps(record, indent=1))
-            is_late, code = not timer.is_alive(), process.wait()
-            timer.cancel()
-            errors.seek(0)
-            if code and not (is_late and limit < LIMIT and piece not in results):
-                why = f"it was not done after {limit:.0f} s" if is_late else " ".join(errors.read().splitlines()[-1:])
-                results.setdefault(piece, {})["error"] = why[:300]
-        error = results.get(piece, {}).get("error", "")
-        print(f"{time.perf_counter() - started:7.1f} s  {piece}  {error}", flush=True)
-        args.out.write_text(json.dumps(record, indent=1))
-    return results
+def middle(lines: list[Line], figure: str, **about: Any) -> float:
+    """The median of a figure over the lines that are about this."""
+    figures = [line[figure] for line in lines if figure in line and about.items() <= line.items()]
+    return statistics.median(figures or [math.nan])
 
 
-def report(args: argparse.Namespace, results: dict[str, Result]) -> None:
-    speed = results.get("bandwidth", {}).get("bytes_per_second")
-    print(f"\nBandwidth of a large copy: {'-' if speed is None else f'{speed / 1e9:.1f} GB/s'}.\n")
-    timed = {piece: result for piece, result in results.items() if "ways" in result}
-    columns = ("ms/token", "spread", "speed-up", "floor / time", "α", "M", "peak MiB", "first s")
-    table = Table("generation", "way", *columns)
-    for piece, result in timed.items():
-        ways = {name: way for name, way in result["ways"].items() if "ms" in way}
-        for name, way in ways.items():
-            cells = [f"{way['ms']:.3f}", f"±{way['spread']:.0%}"]
-            cells.append(f"{ways['plain']['ms'] / way['ms']:.2f}" if "plain" in ways else "-")
-            # The time in which the memory could be read, as a share of the time that it took.
-            cells.append("-" if speed is None else f"{1e3 * result['bytes'] / speed / way['ms']:.2f}")
-            cells += (f"{way[key]:.2f}" if key in way else "-" for key in ("alpha", "m"))
-            table.row(piece, name, *cells, f"{way['peak_mib']:.0f}", f"{way['first_seconds']:.1f}")
-    failed = {f"{piece}, {way}": why for piece, result in timed.items() for way, why in result["errors"].items()}
-    failed |= {piece: result["error"] for piece, result in results.items() if "error" in result}
-    failed |= {piece: "no time was left" for piece in pieces(args) if piece not in results}
-    print()
-    table = Table("no result", "why")
-    for piece, why in failed.items():
-        table.row(piece, why.replace("|", "/"))
+def beside(number: float, bar: float) -> str:
+    """A number and what it should be at least."""
+    return f"{number:.2f} (≥ {bar})" if number >= bar else f"**{number:.2f}, not {bar}**"
+
+
+def speeds(case: tuple[str, str], lines: list[Line]) -> Iterator[list[str]]:
+    """The cells of each kind of text: medians of calls after the first, and the first one."""
+    plain, static = (middle(lines, "ms", way=way, is_first=False) for way in ("plain", "static"))
+    for repeated, bar in BARS.items():
+        if ours := [line for line in lines if (line.get("way"), line.get("repeated")) == ("ours", repeated)]:
+            ms, m = (middle(ours, figure, is_first=False) for figure in ("ms", "m"))
+            first = middle(lines, "seconds", way="plain") / middle(ours, "seconds", is_first=True)
+            numbers = (f"{number:.2f}" for number in (plain, static, ms, m))
+            bars = beside(static / ms, bar), beside(first, FIRST)
+            yield [*case, str(repeated), *numbers, *bars, f"{middle(ours, 'mib'):.0f}"]
+
+
+def print_summary(out: Path) -> None:
+    """Speeds beside the bars, and what failed, was skipped, or was not reached."""
+    cases = cases_in(out)
+    head = "model | shape | repeated | plain, ms | static, ms | ours, ms | M | static / ours | plain / first call | MiB"
+    tables: dict[str, list[list[str]]] = {head: [cells for case in cases.items() for cells in speeds(*case)]}
+    rows = tables["part | case | end | why"] = []
+    for case, lines in cases.items():
+        ends = [(end, line[end]) for line in lines for end in ("failed", "skipped") if end in line]
+        rows += [[*case, *end] for end in ends or [("not reached", "")] * (not lines)]
+    for head, rows in tables.items():
+        columns = head.split(" | ")
+        for line in (columns, ["---"] * len(columns), *rows):
+            print(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |")
+        print()
+    print(f"{sum(map(is_done, cases.values()))} of {len(cases)} cases ended well.")
 
 
 def main() -> None:
-    parser = parser_with(__doc__, rows=[1, 8], prompts=[1024, 8192], tokens=96, repeats=3)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results, may have those of an earlier call")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file of results, may have been begun")
-    parser.add_argument("--seconds", type=float, default=540, help="time limit; what takes longer is left out")
-    parser.add_argument("--shapes", nargs="+", default=["1b", "8b"], choices=SHAPES, help="models that are timed")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--piece", help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="tiny models and few of all, to try the command")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process
     args = parser.parse_args()
-    if args.piece is not None:
-        name, *words = args.piece.split()
-        done = json.loads(args.out.read_text())["pieces"] if args.out.exists() else {}
-        for part in PIECES[name](args, done, *words):
-            print(json.dumps(part), flush=True)
-        return
-    torch.tensor(1, device=args.device)  # fails at once where torch has no such device
-    about = {"machine": machine(torch.device(args.device)), "package": f"hf_selfspec {__version__}"}
-    settings = {"dtype": args.dtype, "tokens": str(args.tokens), "repeats": str(args.repeats)}
-    report(args, run(args, about | settings))
+    if args.part is not None:
+        sys.path += [str(ROOT), str(ROOT / "tests")]  # the package, where it is not installed, and tables of types
+        import gpu_parts
+
+        if told := sys.stdin.readline():  # unless the command has ended
+            run_cases(gpu_parts.Bench(args.part, args.device, args.small), args.out, *map(float, told.split()))
+        os._exit(0)  # what torch does at the end takes seconds
+    args.out.mkdir(parents=True, exist_ok=True)
+    call = Call(args)
+    left = {part: left_in(args.out, part, call.began) for part in SECONDS}
+    parts = [part for part in SECONDS if left[part]]
+    parts.sort(key=lambda part: all(left[part].values()))  # last those where all have been tried
+    count = {"ids": 1 if args.small else 9}  # of processes, one for the tests and eight for types of models
+    processes = {part: [call.started(part) for _ in range(count.get(part, 1))] for part in parts}
+    until = call.began
+    try:
+        for part in parts:
+            until += SECONDS[part]
+            call.run(part, processes[part], until)
+    finally:
+        for process in call.processes:
+            stop(process)
+    print_summary(args.out)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Every script of ``examples``, each with its smallest setting, as a user starts it."""
 
-import importlib
+import importlib.util
 import json
 import runpy
 import subprocess
 import sys
 import sysconfig
-import threading
+import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -16,14 +16,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from helpers import architectures, ids_of_types, multimodal
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import DEMO_MODEL, EXAMPLES, in_two_processes, library, python
+from helpers.processes import DEMO_MODEL, EXAMPLES, TESTS, in_two_processes, library, python
 from hf_selfspec import SelfSpec
 from hf_selfspec.cli import main
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
-SHARED = {"corpus", "fitting", "synthetic", "tasks", "timing"}
+SHARED = {"corpus", "fitting", "gpu_parts", "known_text", "synthetic", "tasks", "timing"}
 SERVERS = {"chat", "openai_server", "service"}
 RANDOM = "--width 64 --dtype float32 --layers 4 --vocabulary 97"
 TRAINED = "--model {model} --data {tasks} --repeats 1"
@@ -57,11 +58,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 16 --out {folder}/fitted", ("| DSSD, ε = 0.9 |",)),
     "windows": ("--kinds mistral gpt_oss --prompts 200 --repeats 1 --tokens 4", ("| mistral | 200 |", "equal |")),
-    "gpu": (
-        "--device cpu --shapes tiny --rows 1 --prompts 64 --tokens 6 --repeats 1 --dtype float32 "
-        "--out {folder}/gpu.json",
-        ("| generate tiny 1 64 | SelfSpec() |",),
-    ),
+    "gpu": ("--device cpu --small --out {folder}/gpu", ("| 8b | 64 x 2 | 8 |", "18 of 18 cases ended well.")),
     "pictures": ("--out {folder}/pictures", ("how-dark.svg", "kinds-light.svg")),
     "quickstart": ("--model {model} --tokens 6 --no-color", ("tokens equal to plain generate: yes", "‹")),
     "train_demo_model": (
@@ -399,35 +396,157 @@ def test_interleave_runs_in_turn_and_leaves_the_warmup_out() -> None:
     assert timings["b"].median() / timings["a"].median() == 4.0
 
 
-def test_a_gpu_run_goes_on_and_keeps_what_failed(
-    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_parts_of_a_gpu_run(device: str, tmp_path: Path) -> None:
+    """Made small, on a CPU and on a pretended device: what ends a part on a GPU before it has begun fails here."""
+    printed = python(TESTS / "helpers" / "run_gpu_script.py", device, tmp_path).stdout
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    cases = {(line["part"], line["case"]) for line in lines if "call" in line}
+    assert not [line for line in lines if "failed" in line or "skipped" in line]
+    assert f"{len(cases)} of {len(cases)} cases ended well." in printed
+    assert {part for part, _ in cases} == {"probe", "ids", "135m", "1b", "8b", "soak"}
+    for part, case in (("135m", "64 x 1"), ("1b", "64 x 1"), ("8b", "64 x 1"), ("8b", "64 x 2")):
+        of_case = [line for line in lines if (line["part"], line["case"]) == (part, case)]
+        for repeated in (0, 3, 8):
+            assert f"| {part} | {case} | {repeated} |" in printed
+            ours = [line for line in of_case if line.get("repeated") == repeated and line.get("way") == "ours"]
+            assert [line["is_first"] for line in ours] == [True, False]
+        assert {line["way"] for line in of_case if "way" in line} == {"plain", "static", "ours"}
+        assert any("logits_ours" in line for line in of_case)
+        assert {line["of"] for line in of_case if "kernels_a_token" in line} == {"ours", "static"}
+    assert [line["turn"] for line in lines if "turn" in line] == [1, 2, 3, 4, 5]
+
+
+def test_prompts_have_as_much_of_a_known_text_as_they_should() -> None:
+    """Free drafts find a piece of it in a round; the text is exact in bfloat16."""
+    known_text = importlib.import_module("known_text")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "vocab_size": 4096}
+    known: Any = known_text.KnownText(torch.device("cpu"), **sizes, num_attention_heads=4, num_key_value_heads=2)
+    assert known.model.dtype is torch.bfloat16
+    for repeated, least, most in ((0, 1.0, 1.0), (3, 2.7, 3.2), (8, 5.0, 11.0)):
+        spec = SelfSpec()
+        for rows in (1, 3):
+            prompt, expected = known.prompt(rows, 400, repeated, 96)
+            ids = known.model.generate(**prompt, max_new_tokens=96, do_sample=False, assistant=spec)
+            assert torch.equal(ids, torch.cat([prompt["input_ids"], expected], dim=1))
+        assert spec.stats is not None
+        assert least <= spec.stats.mean_generated_length <= most
+
+
+# Parts in the place of those of ``gpu.py``. The file "mended" makes all that has failed work.
+PARTS_THAT_FAIL = """
+import os, time
+from pathlib import Path
+from unittest import SkipTest
+
+HERE = Path(__file__).parent
+
+class Bench:
+    machine = "a machine"
+
+    def __init__(self, part, device, is_small):
+        self.part, self.is_mended = part, (HERE / "mended").exists()
+        if part == "1b" and not self.is_mended:
+            raise RuntimeError("it cannot begin")
+        names = {"135m": ["well", "late", "unreached"], "8b": ["CUDA error", "after"], "1b": ["well"]}
+        names |= {"probe": ["skipped", "wrong", "after"], "ids": ["ends", "after"]}
+        self.cases = {name: lambda name=name: self.run(name) for name in names[part]}
+
+    def run(self, name):
+        with (HERE / "ran").open("a") as file:
+            file.write(f"{self.part} {name}\\n")
+        self.tell(is_mended=self.is_mended)
+        if name == "skipped":
+            raise SkipTest("no such type")
+        if not self.is_mended:
+            if name == "late":
+                time.sleep(60)
+            if name == "ends":
+                os._exit(3)
+            if name in ("wrong", "CUDA error"):
+                raise ValueError(name)
+"""
+
+
+def test_a_gpu_run_goes_on_and_what_fails_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    began: list[str] = []
+    script, out = tmp_path / "gpu.py", tmp_path / "out"
+    script.write_text((BENCHMARKS / "gpu.py").read_text())
+    (tmp_path / "gpu_parts.py").write_text(PARTS_THAT_FAIL)
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", str(out), "--small"])
+    spec = importlib.util.spec_from_file_location("gpu_of_test", script)
+    gpu: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    monkeypatch.setattr(gpu, "SECONDS", {"135m": 5} | dict.fromkeys(("probe", "ids", "1b", "8b"), 30))
 
-    class Piece:
-        """One that takes too long, or is done."""
+    def run() -> tuple[list[str], dict[str, Any]]:
+        (tmp_path / "ran").write_text("")
+        gpu.main()
+        ends = {f"{part} {case}": lines[-1] if lines else {} for (part, case), lines in gpu.cases_in(out).items()}
+        return (tmp_path / "ran").read_text().splitlines(), ends
 
-        def __init__(self, command: list[str], **options: Any) -> None:
-            began.append(command[-1])
-            self.stdout = [] if command[-1] == "damping tiny" else ['{"a": 1e9}']
+    begun = time.monotonic()
+    ran, ends = run()
+    assert time.monotonic() - begun < 40
+    assert ran == [
+        *("135m well", "135m late"),
+        *("probe skipped", "probe wrong", "probe after", "ids ends", "ids after", "8b CUDA error", "8b after"),
+    ]
+    failed = {case: line["failed"] for case, line in ends.items() if "failed" in line}
+    assert failed == {
+        "135m late": "the part's time was over",
+        "probe wrong": "ValueError: wrong",
+        "ids ends": "its process ended with code 3",
+        "8b CUDA error": "its process ended with code 1",
+        "1b start": "its process ended with code 1",
+    }
+    assert ends["135m unreached"] == {}
+    assert "is_mended" in gpu.cases_in(out)["ids", "ends"][1], "what a case has told before it failed is kept"
+    printed = capsys.readouterr().out
+    assert "| 8b | CUDA error | failed | ValueError: CUDA error |" in printed
+    assert "| probe | skipped | skipped | no such type |" in printed
+    assert "| 135m | unreached | not reached |  |" in printed
+    assert "it cannot begin" in (out / "log.txt").read_text()
 
-        def wait(self) -> int:
-            return -9 if not self.stdout else 0
+    (tmp_path / "mended").touch()
+    ran, ends = run()
+    assert ran == ["135m unreached", "135m late", "probe wrong", "ids ends", "1b well", "8b CUDA error"]
+    assert not [case for case, line in ends.items() if "took" not in line or "failed" in line]
+    assert f"{len(ends)} of {len(ends)} cases ended well." in capsys.readouterr().out
+    assert gpu.cases_in(out)["ids", "ends"][1]["is_mended"]
+    assert run()[0] == []
 
-        def kill(self) -> None: ...
 
-    class Over(threading.Timer):
-        def is_alive(self) -> bool:
-            return False
+def test_ids_that_are_not_plains_are_found() -> None:
+    """In texts of rows with padding, and with an image, which the scores of plain ``generate`` have seen."""
+    for name in ("llama", "idefics3"):
+        model = (multimodal if name == "idefics3" else architectures).build(name)
+        prompt = multimodal.prompt_of(name, (9, 5)) if name == "idefics3" else ragged_batch((9, 5))
+        options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+        plain = model.generate(**prompt, **options)
+        assert ids_of_types.differences_of(model, prompt, plain, plain.sequences) == []
+        wrong, column = plain.sequences.clone(), prompt["input_ids"].shape[1] + 2
+        scores = plain.scores[2][1]
+        wrong[1, column:] = scores.argmin()
+        (difference,) = ids_of_types.differences_of(model, prompt, plain, wrong)
+        assert (difference.row, difference.column) == (1, column)
+        assert difference.margin == pytest.approx(float(scores.max() - scores.min()))
+        assert not difference.is_near_tie
 
-    monkeypatch.setattr(subprocess, "Popen", Piece)
-    monkeypatch.setattr(threading, "Timer", Over)
-    words = ["--device", "cpu", "--shapes", "tiny", "--rows", "1", "--out", str(tmp_path / "gpu.json")]
-    assert "| bandwidth | no time was left |" in run("gpu", *words, "--seconds", "0")
-    assert began == []
-    assert "| damping tiny | it was not done after 300 s |" in run("gpu", *words)
-    assert began == ["bandwidth", "damping tiny"], "what needs the damping is left out"
-    run("gpu", *words)
-    assert len(began) == 2
-    with pytest.raises(SystemExit, match="Give another --out"):
-        run("gpu", *words, "--repeats", "5")
+
+def test_ids_of_a_type_that_are_wrong_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the second call with one row alone."""
+    calls: list[int] = []
+
+    def differences_of(model: Any, prompt: Any, plain: Any, ours: torch.Tensor) -> Any:
+        calls.append(len(ours))
+        if len(calls) == 2:
+            ours[0, -1] = plain.scores[-1][0].argmin()
+        return original(model, prompt, plain, ours)
+
+    original = ids_of_types.differences_of
+    monkeypatch.setattr(ids_of_types, "differences_of", differences_of)
+    with pytest.raises(ValueError, match=r"^torch.float32, 1 rows, call 1: Difference\(row=0, column=16"):
+        ids_of_types.near_ties_of("llama", torch.device("cpu"), 8)
+    assert calls == [1, 1, 3, 3, 1, 1, 3, 3]

@@ -3,8 +3,8 @@
 import copy
 import warnings
 from typing import Any
+from unittest import SkipTest
 
-import pytest
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -223,7 +223,7 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     entry = ARCHITECTURES[name] | changes
     model_type = entry.pop("model_type", name)
     if model_type in _NEWER and model_type not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type} yet")
+        raise SkipTest(f"transformers {transformers.__version__} has no {model_type} yet")
     skip_if_refused(model_type)
     settings = {key: value for key, value in (_COMMON | entry).items() if value is not None}
     config = AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # configs write into what they are given
@@ -245,7 +245,7 @@ def build(name: str, seed: int | None = None, factor: float | None = None, **cha
 
 def skip_if_refused(model_type: str) -> None:
     if model_type in _REFUSED_IN_OLDEST and transformers.__version__.startswith("5.17."):
-        pytest.skip(f"the {model_type} of transformers {transformers.__version__} is refused")
+        raise SkipTest(f"the {model_type} of transformers {transformers.__version__} is refused")
 
 
 def draftable(model: PreTrainedModel, factor: float) -> PreTrainedModel:

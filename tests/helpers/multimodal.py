@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import SkipTest
 
 import torch
 import transformers
@@ -202,6 +203,8 @@ def undamped(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
 
 def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
     """A random model of the type, whose layers are damped so that drafts are right now and then."""
+    if name == "llama4" and transformers.__version__ == "5.24.0":
+        raise SkipTest("in this release its own forward fails: the output of its language model has no `image_outputs`")
     return draftable(undamped(name, placeholder), 0.7)
 
 
