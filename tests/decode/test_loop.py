@@ -152,6 +152,32 @@ def test_a_model_that_takes_no_mask(llama: LlamaForCausalLM, runs: list[Any]) ->
     assert torch.equal(model.generate(ids, **options, assistant=SelfSpec.lookup()), model.generate(ids, **options))
 
 
+@pytest.mark.machine("verification_is_free")
+def test_what_a_criterion_changes(llama: LlamaForCausalLM, runs: list[Any]) -> None:
+    """It writes an earlier token in the loop, and adds a hook there, after which nothing is drafted."""
+    found = []
+    for assistant in (None, SelfSpec.lookup()):
+        hooks: list[Any] = []
+
+        def change(ids: torch.Tensor, *_: Any, hooks: list[Any] = hooks, **__: Any) -> torch.Tensor:
+            ids[:, -4] = 9 if ids.shape[1] % 6 == 0 else ids[:, -4]
+            if ids.shape[1] == 30:
+                hooks.append(llama.model.layers[1].register_forward_hook(lambda _, args, states: steered(states)))
+            return ids[:, -1] < 0
+
+        options = {"max_new_tokens": 120, "do_sample": False, "stopping_criteria": [change]}
+        found.append(llama.generate(**ROW, **options, assistant=assistant).tolist())
+        hooks[0].remove()
+    assert found[0] == found[1]
+    assert runs
+    print(assistant.stats.drafted, assistant.stats.accepted, runs)
+
+
+def steered(states: torch.Tensor) -> torch.Tensor:
+    """With another state of the last token."""
+    return torch.cat([states[:, :-1], states[:, -1:].flip(-1)], dim=1)
+
+
 class PassesOn(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states

@@ -64,6 +64,22 @@ def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]
     assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model, QUICK).refused
 
 
+def test_a_hook_that_is_added_meanwhile_runs(traced: list[torch.fx.GraphModule]) -> None:
+    found = []
+    for assistant in (None, specs()["exit"]):
+        model = few_layers()
+
+        def add(ids: torch.Tensor, scores: torch.Tensor, model: Any = model) -> torch.Tensor:
+            if ids.shape[1] == 20:
+                model.model.layers[0].register_forward_hook(lambda layer, args, states: states.flip(-1))
+            return scores
+
+        options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [add]}
+        found.append(model.generate(**ROW, **options, assistant=assistant).tolist())
+    assert found[0] == found[1]
+    assert traced
+
+
 @pytest.mark.every_run("exit-batch")
 @pytest.mark.parametrize("sizes", [(3,), (1, 3)], ids=["batch", "both"])
 @pytest.mark.parametrize("kind", specs())
