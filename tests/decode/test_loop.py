@@ -152,9 +152,8 @@ def test_a_model_that_takes_no_mask(llama: LlamaForCausalLM, runs: list[Any]) ->
     assert torch.equal(model.generate(ids, **options, assistant=SelfSpec.lookup()), model.generate(ids, **options))
 
 
-@pytest.mark.machine("verification_is_free")
 def test_what_a_criterion_changes(llama: LlamaForCausalLM, runs: list[Any]) -> None:
-    """It writes an earlier token in the loop, and adds a hook there, after which nothing is drafted."""
+    """It writes earlier tokens, in the loop as well, and adds a hook there, after which nothing is drafted."""
     found = []
     for assistant in (None, SelfSpec.lookup()):
         hooks: list[Any] = []
@@ -165,12 +164,11 @@ def test_what_a_criterion_changes(llama: LlamaForCausalLM, runs: list[Any]) -> N
                 hooks.append(llama.model.layers[1].register_forward_hook(lambda _, args, states: steered(states)))
             return ids[:, -1] < 0
 
-        options = {"max_new_tokens": 120, "do_sample": False, "stopping_criteria": [change]}
+        options = {"max_new_tokens": 40, "do_sample": False, "stopping_criteria": [change]}
         found.append(llama.generate(**ROW, **options, assistant=assistant).tolist())
         hooks[0].remove()
     assert found[0] == found[1]
-    assert runs
-    print(assistant.stats.drafted, assistant.stats.accepted, runs)
+    assert runs[-1] == (27, 29), "all is left to rounds from the hook on"
 
 
 def steered(states: torch.Tensor) -> torch.Tensor:
