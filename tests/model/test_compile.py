@@ -64,6 +64,24 @@ def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]
     assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model, QUICK).refused
 
 
+def test_a_hook_that_is_there_for_some_tokens(traced: list[torch.fx.GraphModule]) -> None:
+    found = []
+    for assistant in (None, specs()["exit"]):
+        layer = (model := few_layers()).model.layers[0]
+
+        def change(ids: torch.Tensor, scores: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+            if ids.shape[1] == 20:
+                layer.register_forward_hook(lambda layer, args, states: states.flip(-1))
+            elif ids.shape[1] == 26:
+                layer._forward_hooks.clear()
+            return scores
+
+        options = {"max_new_tokens": 24, "do_sample": False, "logits_processor": [change]}
+        found.append(model.generate(**ROW, **options, assistant=assistant).tolist())
+    assert found[0] == found[1]
+    assert traced
+
+
 @pytest.mark.every_run("exit-batch")
 @pytest.mark.parametrize("sizes", [(3,), (1, 3)], ids=["batch", "both"])
 @pytest.mark.parametrize("kind", specs())

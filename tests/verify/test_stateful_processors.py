@@ -18,14 +18,14 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_selfspec
-from helpers.calls import Counting
+from helpers.calls import PAST, Counting
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
-from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedOptionError
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.verify import stateless
 from hf_selfspec.verify.stateless import is_stateless
 
@@ -249,13 +249,26 @@ def test_what_changes_between_two_tokens(where: str, change: str) -> None:
             model.add_adapter("other", config)
             watching = WHERE[where](model, CHANGES[change])
             function = watching if where == "streamer" else [watching]
-            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [END, 20], where: function}
+            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [83, 75], where: function}
             ids = model.generate(
                 **{name: each.clone() for name, each in inputs.items()}, **options, assistant=assistant
             )
             found.append((ids.tolist(), watching.seen))
         assert found[0] == found[1]
         assert assistant.stats.accepted > 0
+
+
+def test_a_hook_that_is_added_and_reads_the_cache() -> None:
+    """Its keys are not those of plain ``generate``."""
+    model = tiny_llama(4, factor=0.5)
+
+    def add(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        attention = model.model.layers[0].self_attn
+        attention.register_forward_hook(lambda _, args, kwargs, output: kwargs[PAST].layers[0].keys, with_kwargs=True)
+        return scores
+
+    with pytest.raises(UnsupportedModelError, match="reads the keys in the cache"):
+        model.generate(**ROW, max_new_tokens=8, logits_processor=[add], assistant=SPECS["exit"]())
 
 
 class SoftLimit(MaxLengthCriteria):
