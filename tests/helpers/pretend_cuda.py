@@ -144,6 +144,13 @@ class Graph:
     def captured() -> Graph | None:
         return getattr(Graph.captures, "running", None)
 
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self._capture = self.capturing(_streams.current, pool)
+        self._capture.__enter__()
+
+    def capture_end(self) -> None:
+        self._capture.__exit__(None, None, None)
+
     @contextmanager
     def capturing(self, stream: Any = None, pool: Any = None, **_: Any) -> Iterator[None]:
         assert Graph.captured() is None
@@ -375,6 +382,9 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         for stream, launched in [*other._waited.items(), (other, other.launched)]:
             self._waited[stream] = max(self._waited.get(stream, 0), launched)
+
+    def synchronize(self) -> None:
+        counts.read("synchronize")
 
     def launch(self) -> None:
         self.launched += 1
