@@ -13,6 +13,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 from statistics import median
+from threading import Lock
 from time import perf_counter, time
 from types import SimpleNamespace
 from typing import Any
@@ -56,10 +57,9 @@ class Bench:
         self.cases = PARTS[part](self)
 
     def now(self) -> float:
-        """Seconds, once the device has done the work of this thread; all of it may not be waited for in captures."""
+        """Seconds, once the device has done the work of this thread; while others capture, nobody may wait for all."""
         if self.is_cuda:
-            (event := torch.cuda.Event()).record()
-            event.synchronize()
+            torch.cuda.current_stream().synchronize()
         return perf_counter()
 
     def mib(self) -> int:
@@ -107,9 +107,12 @@ def probe(bench: Bench) -> Cases:
         bench.tell(**{f"{name}_us": round(1e6 * each / PROBES, 2) for name, each in seconds.items()})
 
     def replay(kernels: int) -> None:
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             for _ in range(kernels):
                 here.add_(1)
+            graph.capture_end()
         timed(graph.replay)
 
     cases: Cases = {"launch": partial(timed, partial(here.add_, 1)), "read": partial(timed, here.item)}
@@ -192,25 +195,23 @@ def speed(bench: Bench, width: int, rows: int) -> None:
 
 
 def soak(bench: Bench) -> None:
-    """Calls of two threads on streams of their own with prompts of random lengths. The second one draws, at a
-    temperature at which its text is the known one, too."""
+    """Calls of two threads, each on a stream of its own; what the second one draws at its temperature is known, too."""
     ways: list[Any] = [{"assistant": SelfSpec()}, {"assistant": SelfSpec(), "do_sample": True, "temperature": 0.1}]
     streams = [torch.cuda.Stream() if bench.is_cuda else None for _ in ways]
+    used, lock, pools = list[int](), Lock(), [ThreadPoolExecutor(1) for _ in ways]
+    ends = min(bench.until - 5, time() + SOAK)
 
-    def generated(number: int, texts: Any) -> None:
-        with torch.cuda.stream(stream := streams[number]):
-            if stream is not None:
-                stream.wait_stream(torch.cuda.default_stream())  # where the prompts were made
+    def generated(number: int, rows: int, width: int) -> None:
+        with torch.cuda.stream(streams[number]):
+            with lock:
+                texts = bench.known.prompt(rows, width, REPEATED[len(used) % 3], bench.new)
+                bench.now()  # when the model is there, which the first thread makes, also for the other
             bench.generated(texts, **ways[number])
 
-    used: list[int] = []
-    pools = [ThreadPoolExecutor(1) for _ in ways]
-    ends = min(bench.until - 5, time() + SOAK)
     while time() < ends and not (bench.is_small and len(used) > 2 * LENGTHS):
         random, longest = Random(len(used) % LENGTHS), 200 if bench.is_small else 6000
         shapes = [(random.choice((1, 8)), random.randint(100, longest)) for _ in ways]
-        texts = [bench.known.prompt(*shape, REPEATED[len(used) % 3], bench.new) for shape in shapes]
-        calls = [pool.submit(generated, *text) for pool, text in zip(pools, enumerate(texts), strict=True)]
+        calls = [pool.submit(generated, number, *shapes[number]) for number, pool in enumerate(pools)]
         for call in calls:
             call.result()
         if bench.is_cuda:

@@ -22,7 +22,7 @@ _RANGES, _HALVINGS, _NEAR = ((0.01, 1.0), (1e-4, 0.01)), 9, 0.04
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """A Llama with random weights; heads are 64 wide and two query heads share a key head, unless numbers are given."""
+    """A Llama with random weights; heads are 64 wide, and two query heads share a key head."""
 
     width: int
     layers: int
@@ -32,8 +32,6 @@ class LlamaShape:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
-    heads: int | None = None
-    key_heads: int | None = None
 
     def model(self) -> LlamaForCausalLM:
         """Creates the model on its device; every call returns the same weights."""
@@ -43,8 +41,8 @@ class LlamaShape:
             hidden_size=self.width,
             intermediate_size=self.intermediate or self.width * 8 // 3 // 64 * 64,
             num_hidden_layers=self.layers,
-            num_attention_heads=self.heads or self.width // 64,
-            num_key_value_heads=self.key_heads or max(1, self.width // 128),
+            num_attention_heads=self.width // 64,
+            num_key_value_heads=max(1, self.width // 128),
             max_position_embeddings=self.positions,
             bos_token_id=1,
             eos_token_id=None,

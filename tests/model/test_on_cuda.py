@@ -1,4 +1,4 @@
-"""What a GPU alone can show: `pytest -m cuda tests`; `examples/benchmarks/gpu.py` times what these check."""
+"""What a GPU alone can show: `pytest -m cuda tests/model/test_on_cuda.py`, which `examples/benchmarks/gpu.py` runs."""
 
 from __future__ import annotations
 
