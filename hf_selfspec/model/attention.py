@@ -286,7 +286,8 @@ def grouped_attention(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is not None or sinks is not None:
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
-    fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
+    sees_all = s == 1 or kwargs.get("is_causal") is False
+    fits = sees_all if attention_mask is None else attention_mask.shape[1] == 1
     if not fits or kwargs.get("position_bias") is not None or dropout > 0.0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     group = heads // k

@@ -136,7 +136,9 @@ def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.cpu().numpy() for tensor in tensors]
-    in_bytes = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    # Torch calls a single number contiguous whatever its stride is, and views none but 1 as bytes.
+    flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
+    in_bytes = [tensor.view(torch.uint8) for tensor in flat]
     pieces = zip(torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes]), tensors, strict=True)
     # A number starts at a multiple of its size.
     return [piece.clone().view(like.dtype).view(like.shape).numpy() for piece, like in pieces]
