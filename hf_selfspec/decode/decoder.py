@@ -65,8 +65,8 @@ class Decoder:
             self.loop = None if stays else self.loop
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
-        self._ids: torch.Tensor | None = None  # the text with new tokens, where processors and criteria may write
-        # What they, and streamers, may change of the model between two tokens.
+        # What others may write, or change of the model, between two tokens: the text with new ones, and what runs.
+        self._ids: torch.Tensor | None = None
         self._switches = switches_of(self.target.model) if self.output.in_step else None
 
     def run(self) -> torch.Tensor:
@@ -193,9 +193,8 @@ class Decoder:
         if steps and self.loop is not None:  # what is copied should be small beside the model
             reserved = sum(buffer.nbytes for layer in cache.written for buffer in layer.buffers())
             copied = reserved * lengths[0] // cache.capacity
-            is_much = copied > _COPIED and copied > self.target.model.get_memory_footprint() // 16
-            # A cache of transformers takes its length from the first layer.
-            if is_much or not cache.layers[0].is_initialized:
+            is_small = copied <= max(_COPIED, self.target.model.get_memory_footprint() // 16)
+            if not (is_small and cache.layers[0].is_initialized):  # transformers asks the first for the text's length
                 self.loop = None
         return 0 if self.loop is None else steps
 
