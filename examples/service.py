@@ -43,6 +43,7 @@ class Cancellable(TextIteratorStreamer):
     """Ends a generation whose reader has disconnected."""
 
     cancelled = False
+    is_stateless = True  # it does not change the model
 
     def put(self, value) -> None:
         if self.cancelled:

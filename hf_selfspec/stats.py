@@ -40,7 +40,7 @@ class GenerationStats:
             verified then.
         checked: what of the model the tests of this package have not seen, so that drafting with it was first compared
             with plain ``generate``; empty where there is nothing. ``left_to_generate`` has what failed.
-        together_for: processors and criteria that may keep a state, because of which all rows advanced together.
+        together_for: what may keep a state, or change the model, between tokens, so that all rows advanced together.
         exit_layers: for drafts that choose an exit for each token, how many tokens were drafted at each exit.
         round_sizes: for each verification pass the number of drafted nodes per row, and the number of tokens that all
             rows gained.

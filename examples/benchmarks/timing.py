@@ -112,6 +112,8 @@ class Timings:
 class _Clock(BaseStreamer):
     """Records when tokens came."""
 
+    is_stateless = True
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.times = device, []
 

@@ -72,6 +72,8 @@ class Call:
 class _Arrivals(BaseStreamer):
     """Records when the first tokens came, and how many tokens of a row came at once."""
 
+    is_stateless = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.sizes: list[int] = []

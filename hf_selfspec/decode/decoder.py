@@ -57,9 +57,9 @@ class Decoder:
         self._together = self.output.in_step or self.target.padding is not None or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
-        self._ids: torch.Tensor | None = None  # the text with new tokens, where processors and criteria may write
-        # What they, and streamers, may change of the model between two tokens.
-        self._switches = switches_of(self.target.model) if self.output.in_step else ([], "")
+        # What others may write, or change of the model, between two tokens: the text with new ones, and what runs.
+        self._ids: torch.Tensor | None = None
+        self._switches = switches_of(self.target.model) if self.output.in_step else None
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
@@ -123,7 +123,7 @@ class Decoder:
 
     def _is_model_as_before(self) -> bool:
         """Whether no processor, criterion or streamer has changed the model since this was asked last."""
-        if not self.output.in_step:
+        if self._switches is None:
             return True
         before, self._switches = self._switches, switches_of(self.target.model)
         if before[0] != self._switches[0]:  # what runs now may not treat several tokens as it treats one

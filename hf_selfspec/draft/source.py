@@ -128,7 +128,7 @@ class Session:
         eos_tokens: ids that end a row.
         new_tokens: number of tokens for which slots are reserved at first.
         max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
-        stateful: names of processors and criteria that may keep a state.
+        stateful: names of processors, criteria and streamers that may keep a state or change the model.
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
         in_cascade: whether other sources draft where this one does not.

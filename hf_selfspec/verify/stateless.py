@@ -1,9 +1,9 @@
 """Which logits processors and stopping criteria are functions of what they are given.
 
-One that keeps a state from step to step (a grammar matcher, a counter) is right only if it is called as plain
-``generate`` calls it: once for each emitted token, in order, on the whole text so far. Drafting would call it for
-tokens that are never emitted. So all but those known to be stateless are called that way, see
-:func:`.walk.verify_in_step`.
+One that keeps a state from step to step (a grammar matcher, a counter), or changes the ids or the model, is right only
+if it is called as plain ``generate`` calls it: once for each emitted token, in order, on the whole text so far.
+Drafting would call it for tokens that are never emitted. So all but those known to be stateless, and streamers, are
+called that way, see :func:`.walk.verify_in_step`.
 """
 
 from collections.abc import Iterable
@@ -49,13 +49,13 @@ _registered |= {TextStreamer, TextIteratorStreamer, AsyncTextIteratorStreamer}
 def register_stateless(kind: type) -> None:
     """Declares that a class of logits processors or stopping criteria keeps no state from call to call.
 
-    Its result has to follow from ``(input_ids, scores)`` alone. It may then be called for drafted tokens, for several
-    positions in any order and for one row at a time, which makes drafts more often right and batches faster. All
-    others are called once for each emitted token, as plain ``generate`` does. Your own class or function can have an
-    attribute ``is_stateless = True`` instead.
+    Its result has to follow from ``(input_ids, scores)`` alone, and it changes neither these nor the model. It may then
+    be called for drafted tokens, for several positions in any order and for one row at a time, which makes drafts more
+    often right and batches faster. All others, and streamers, are called once for each emitted token, as plain
+    ``generate`` does. Your own class or function can have an attribute ``is_stateless = True`` instead.
 
     Args:
-        kind: the class itself; subclasses are registered on their own.
+        kind: the class itself, also of streamers that do not change the model; subclasses are registered on their own.
 
     Raises:
         SettingTypeError: it is not a class.

@@ -8,10 +8,9 @@ from .stateless import stateful
 
 
 class Stopper:
-    """Tells whether a row ends with its last token."""
+    """Tells whether a row ends with its last token. A class that derives from transformers' may end it elsewhere."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
-        # Exact types: a class that derives from them may end rows elsewhere.
         self.max_length: int | None = min(
             (criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria), default=None
         )

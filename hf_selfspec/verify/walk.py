@@ -143,18 +143,10 @@ def verify_in_step(
     pad_token: int,
     show: Callable[[list[int], list[bool]], bool],
 ) -> tuple[list[Verdict], torch.Tensor]:
-    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens.
-
-    Processors and criteria are called for the whole batch as by plain ``generate``. What they write to the ids is the
-    text from then on: where a criterion replaces the last token, the draft after it is dropped.
-
-    Args:
-        show: called with the new token of each row and whether it was drafted, after the criteria; returns whether the
-            next token can come from the same forward.
-
-    Returns:
-        A verdict for each row, and the text with the new tokens ``[b, s]``.
-    """
+    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
+    processors and criteria are called for the whole batch as by plain ``generate``. They may write to the ids
+    ``[b, s]``, which are returned, too; the draft after a token that they replace is dropped. ``show`` gets the new
+    tokens, and whether each was drafted; it returns whether the next ones can come from the same forward."""
     pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
