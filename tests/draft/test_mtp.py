@@ -95,6 +95,7 @@ def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: A
     assert 0 < spec.stats.acceptance_rate < 1
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
 def test_rows_that_advance_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left-padded prompts stay padded for models that need that, not for the layers."""
     monkeypatch.setitem(anatomy._ARCHITECTURES, "llama", Architecture(ragged=False))
