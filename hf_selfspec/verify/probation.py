@@ -220,7 +220,12 @@ def _short(call: Any, count: int, forced: torch.Tensor | None = None) -> Any:
     config.compile_config = None
     if forced is not None:
         rows, width = forced.tolist(), call.input_ids.shape[1]
-        processors.append(PrefixConstrainedLogitsProcessor(lambda row, ids: [rows[row][len(ids) - width]], num_beams=1))
+
+        def allowed(row: int, ids: torch.Tensor) -> list[int]:
+            return [rows[row][len(ids) - width]]
+
+        vars(allowed)["is_stateless"] = True  # rows advance at their own pace, which is compared, too
+        processors.append(PrefixConstrainedLogitsProcessor(allowed, num_beams=1))
     return replace(
         call,
         logits_processor=processors,

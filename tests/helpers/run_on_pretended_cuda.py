@@ -62,6 +62,8 @@ _WARM = 2
 
 
 class _Silent(BaseStreamer):
+    is_stateless = True
+
     def put(self, value: torch.Tensor) -> None:
         assert value.device.type == "cpu"
 

@@ -26,6 +26,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationMixin,
+    ImageGPTConfig,
+    ImageGPTForCausalImageModeling,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
     OpenAIGPTConfig,
@@ -453,6 +455,19 @@ def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
     assert (why or "") in stats.left_to_generate
     assert why is None or bool(stats.left_to_generate) == bool(why)
     assert stats.checked or stats.left_to_generate
+
+
+def test_rows_at_different_lengths_are_compared(quiet: None) -> None:
+    """With a model that masks what comes later by the last column of a forward, for all rows alike."""
+    torch.manual_seed(1)
+    config = ImageGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=37)
+    model = ImageGPTForCausalImageModeling(config).eval()
+    ids, spec = torch.randint(1, VOCABULARY, (2, 7)), SelfSpec(EarlyExit(1), FixedLength(3))
+    options = OPTIONS | {"pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
+    output, plain = (model.generate(ids, **options, assistant=assistant) for assistant in (spec, False))
+    torch.testing.assert_close(output.scores, plain.scores, rtol=1e-4, atol=1e-5)
+    (outcome,) = probation.outcomes_of(model)
+    assert outcome.is_simple
 
 
 def test_layers_that_are_never_called(quiet: None) -> None:
