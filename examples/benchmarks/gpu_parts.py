@@ -139,14 +139,14 @@ def tests(bench: Bench) -> None:
     """The tests that need a GPU; ``log.txt`` has what they print."""
     words = ["-m", "pytest", "-vv", "-m", "cuda", "-p", "no:cacheprovider", "tests/model/test_on_cuda.py"]
     words += ["-n", "6"] if find_spec("xdist") and not bench.is_small else []
-    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=2, text=True)
-    lines = []
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process, lines = subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes), [""]
     for line in process.stdout or ():
         print(line, end="", flush=True)
         lines.append(line.strip("= \n"))
     bench.tell(tests=lines[-1])
     if process.wait():
-        raise RuntimeError("; ".join(line for line in lines if line.startswith(("FAILED", "ERROR"))) or lines[-1])
+        raise RuntimeError("; ".join(line for line in lines if line.startswith(("FAILED ", "ERROR "))) or lines[-1])
 
 
 def models(bench: Bench) -> Cases:

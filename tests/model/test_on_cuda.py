@@ -22,8 +22,6 @@ from hf_selfspec.model import transfer
 from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.model.split_attention import attention_in_parts, masks_of_parts, parts_for, takes_lines
 from hf_selfspec.model.transfer import read, upload
-from hf_selfspec.train.early_exit_loss import EarlyExitLoss
-from hf_selfspec.train.layer_dropout import LayerDropout
 
 DEVICE = "cuda"
 pytestmark = [
@@ -173,6 +171,8 @@ def test_graphs_are_made_and_none_is_skipped(name: str) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_with_both_callbacks(bf16: bool, tmp_path: Path) -> None:
+    from hf_selfspec import EarlyExitLoss, LayerDropout  # without which all other tests run where accelerate is missing
+
     ids = torch.randint(97, (16, 32), generator=torch.Generator().manual_seed(1))
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=4, bf16=bf16, report_to="none",
