@@ -26,9 +26,10 @@ from torch.nn.functional import linear as blas
 from transformers.pytorch_utils import Conv1D
 
 from ..forks import new_lock
+from .instance_forward import Forward
 from .internals import ADAPTED
 from .module_tools import all_modules
-from .patching import Forward, InstanceForwards, SharedChange
+from .patching import InstanceForwards, SharedChange
 from .traceable import tracing
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less

@@ -1,10 +1,7 @@
 """Temporary changes: values that the forwards of a thread obey, and changes that threads share until all have left."""
 
-import copyreg
-import operator
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -15,9 +12,9 @@ import torch.nn as nn
 
 from ..errors import warn_once
 from ..forks import in_children, new_lock
+from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, leave_out_of_copies
 from .module_tools import all_modules
 
-Forward = Callable[..., Any]
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
@@ -43,9 +40,6 @@ class PerThread(threading.local, Generic[_T]):
             self.now = before
 
 
-_ABSENT: Any = object()
-
-
 @contextmanager
 def as_before() -> Iterator[None]:
     """Restores at its end what this thread's forwards obeyed before, also where an interrupt came between."""
@@ -55,77 +49,6 @@ def as_before() -> Iterator[None]:
     finally:
         for values, now in before:
             values.now = now
-
-
-class InstanceForward(partial[Any]):
-    """What a module calls in place of ``before``, its instance forward, or of its class's where that is absent; or in
-    place of another function of the module, by its ``name``.
-
-    A subclass of ``partial``, since that takes as long as a function, and an object with ``__call__`` longer.
-    """
-
-    before: Any
-    of_others: Any  # the first below that is not ours
-    place: tuple[nn.Module, str]
-    original: Forward
-    run: Forward
-    is_over: bool
-
-    @classmethod
-    def of(cls, module: nn.Module, run: Forward, name: str) -> "InstanceForward":
-        """Makes ``run`` the forward of a module."""
-        forward, before = cls(run), module.__dict__.get(name, _ABSENT)
-        others = before.of_others if isinstance(before, InstanceForward) else before
-        vars(forward).update(before=before, of_others=others, place=(module, name), run=run, is_over=False)
-        forward.original = getattr(module, name)
-        _leave_out_of_copies(module)
-        return forward
-
-    def end(self) -> Any:
-        """Leaves calls, of whoever still has it, to the original forward; returns the first below that is not over."""
-        # ``run`` stays in its attributes: another thread may be in it.
-        self.__setstate__((self.original, (), {}, vars(self) | {"is_over": True}))  # type: ignore[attr-defined]  # of functools.partial
-        before = self.before
-        while isinstance(before, InstanceForward) and before.is_over:
-            before = before.before
-        return before
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """For classes that copy their attributes themselves: their copies have the forward of others, if any."""
-        if self.of_others is _ABSENT:
-            return getattr, self.place
-        return operator.getitem, ((self.of_others,), 0)
-
-
-class _Hook(partial[Any]):
-    """A hook of ours, which does nothing in copies by classes that copy their attributes themselves."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _Hook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any) -> None: ...
-
-
-def _leave_out_of_copies(module: nn.Module) -> None:
-    if type(module) not in copyreg.dispatch_table:
-        # For good: it makes a difference only while a module has something of ours.
-        copyreg.pickle(type(module), _reduced)  # type: ignore[arg-type]  # of a class by its name
-
-
-def _reduced(module: nn.Module) -> Any:
-    """What copies and pickles a module: without forwards and hooks of ours, which are those of the original."""
-    reduced: Any = module.__reduce_ex__(4)
-    function, arguments, state, *items = reduced
-    if isinstance(state, dict):
-        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-        ours, kept = {key for key, hook in hooks if isinstance(hook, _Hook)}, dict[str, Any]()
-        for name, value in state.items():
-            kept[name] = value.of_others if isinstance(value, InstanceForward) else value
-            if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
-                kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
-        state = {name: value for name, value in kept.items() if value is not _ABSENT}
-    return function, arguments, state, *items
 
 
 class InstanceForwards:
@@ -148,11 +71,11 @@ class InstanceForwards:
 
     def hook(self, register: Any, function: Callable[..., Any], **options: Any) -> None:
         """Registers a hook by a method of a module."""
-        _leave_out_of_copies(register.__self__)
-        self.enter_context(register(_Hook(function), **options))
+        leave_out_of_copies(register.__self__)
+        self.enter_context(register(HookOfOurs(function), **options))
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
-        self.callback(_restore, values, name, value, values.get(name, _ABSENT))
+        self.callback(_restore, values, name, value, values.get(name, ABSENT))
         values[name] = value
 
     def callback(self, function: Callable[..., object], *args: Any) -> None:
@@ -174,8 +97,8 @@ def _restore(values: MutableMapping[str, Any], name: str, ours: Any, before: Any
     """Restores a value, unless others have replaced ours meanwhile."""
     if isinstance(ours, InstanceForward):
         before = ours.end()
-    if values.get(name, _ABSENT) is ours:
-        if before is _ABSENT:
+    if values.get(name, ABSENT) is ours:
+        if before is ABSENT:
             values.pop(name, None)
         else:
             values[name] = before

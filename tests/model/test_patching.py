@@ -25,7 +25,7 @@ from hf_selfspec.model.module_tools import hooks_of
 from hf_selfspec.model.patching import InstanceForwards, SharedChange
 
 # Where interrupts come: as functions of these files begin.
-INSIDE = ("patching.py", "contextlib.py")
+INSIDE = ("patching.py", "instance_forward.py", "contextlib.py")
 
 
 @pytest.fixture
