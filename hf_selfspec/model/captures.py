@@ -67,8 +67,9 @@ class Captured:
 
     def _begin(self) -> None:
         """Begins a capture in which work of other threads goes on, and is no part of it. Torch (2.11; 2.13 no longer)
-        makes the device's generator of random numbers a part: until its end, or for good after an error, draws and
-        replays of others would raise. So that is another one here; what others than we draw right then meets it."""
+        makes the device's generator of random numbers a part, and until the end, or for good after an error, draws and
+        replays of others raise. So another one takes its place meanwhile, which only draws that are not ours can meet.
+        """
         device = torch.cuda.default_generators[self._device.index]
         usual, own = device.graphsafe_get_state(), device.clone_state()
         own.seed()
