@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
-# The parts in their order, and the seconds that each may take. All processes import at the beginning, for which the
-# first part waits.
+# The parts in their order, and the seconds that each may take, 550 together. All processes import at the beginning, for
+# which the first part waits.
 SECONDS = {"probe": 40, "ids": 90, "135m": 85, "1b": 65, "8b": 205, "soak": 65}
 ROOT = Path(__file__).parents[2]
 # What speeds should be at least: in units of the compiled static cache's, by the tokens in a row that the prompt has of
