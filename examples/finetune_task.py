@@ -58,7 +58,7 @@ from hf_selfspec import (
     SelfSpec,
     fit_reduced_head,
 )
-from hf_selfspec.bench.compare import machine
+from hf_selfspec.tools.compare import machine
 
 logger = logging.getLogger("finetune_task")
 

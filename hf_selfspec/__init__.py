@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from .hooks.seams import watch_for_generate
+from .generate.seams import watch_for_generate
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.selfspec")  # which wraps generate
+    importlib.import_module(f"{__name__}.generate.wrapper")
     value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value
 

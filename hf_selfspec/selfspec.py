@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,16 +17,16 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .call import Call, serve
-from .data.prompts import checked_texts, token_ids
-from .draft.cascade import Cascade
-from .draft.lookup import Lookup
+from .drafts.cascade import Cascade
+from .drafts.free.lookup import Lookup
+from .drafts.free.observing import observe
 from .errors import SettingError
+from .generate.call import Call, serve
+from .generate.refusals import check_options
 from .learned import saving
 from .learned.files import path_of, reported
-from .lookup.observing import observe
 from .model.anatomy import Anatomy, causal_lm
-from .refusals import check_options
+from .model.encoding import checked_texts, token_ids
 from .search.choice import ExitChoice, SkipChoice
 from .search.skip_search import SkipSearch
 from .settings import Settings
@@ -201,7 +200,7 @@ class SelfSpec(Settings):
             SelfSpecError: a checkpoint cannot hold this draft, nothing was chosen yet, or the folder holds another
                 model or cannot be written.
         """
-        from .export.exporting import USUAL_TOKENS, export_draft  # few calls need it
+        from .tools.exporting import USUAL_TOKENS, export_draft  # few calls need it
 
         knowledge = self._knowledge_of(causal_lm(model, "SelfSpec.export_draft"))
         tokens = min(getattr(self.stop, "max_draft", USUAL_TOKENS), self.max_draft)
@@ -226,7 +225,7 @@ class SelfSpec(Settings):
             SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
                 and none is given, or ``path`` cannot be written.
         """
-        from .reports import plots  # few calls need it
+        from .tools import plots  # few calls need it
 
         if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
@@ -268,7 +267,3 @@ def begun_anew(spec: SelfSpec) -> SelfSpec:
     anew = replace(spec, cache_dir=None)
     anew._knowledge.saved = spec._knowledge.saved
     return anew
-
-
-# Wraps ``generate`` as soon as there is a ``SelfSpec``, also where this module is imported for a pickle.
-importlib.import_module(".hooks.wrapper", __package__)

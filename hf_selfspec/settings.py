@@ -9,16 +9,19 @@ from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from typing_extensions import Self
 
-from .draft.adapter import EarlyExitAdapter
-from .draft.candidates import Candidates
-from .draft.cascade import Cascade
-from .draft.early_exit import EarlyExit, EarlyExitOnly
-from .draft.exit_heads import DynamicExit
-from .draft.lookup import Lookup
-from .draft.mtp import MTP
-from .draft.quantized import Quantized
-from .draft.skip_layers import SkipLayers
-from .draft.source import DraftSource
+from .drafts.candidates import Candidates
+from .drafts.cascade import Cascade
+from .drafts.free.lookup import Lookup
+from .drafts.heads.adapter import EarlyExitAdapter
+from .drafts.heads.exit_heads import DynamicExit
+from .drafts.heads.mtp import MTP
+from .drafts.layers.early_exit import EarlyExit, EarlyExitOnly
+from .drafts.layers.quantized import Quantized
+from .drafts.layers.skip_layers import SkipLayers
+from .drafts.siblings import Tree
+from .drafts.source import DraftSource
+from .drafts.stop.adaptive import AdaptiveThreshold
+from .drafts.stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .errors import SettingError, SettingTypeError
 from .learned import saving
 from .learned.knowledge import Knowledge, KnowledgeOfCall
@@ -27,10 +30,7 @@ from .modules.heads import ExitHeads
 from .modules.linear_probe import LinearProbe
 from .modules.mtp import MtpHead
 from .search.proposers import ClosestLayers, OnTheFlySearch, Search
-from .stop.adaptive import AdaptiveThreshold
-from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .validation import MOST_DRAFT, StrPath, check_count, check_flag
-from .verify.siblings import Tree
 
 # Most characters of a task's name: at four bytes each, the name of its file stays within the limit of file systems.
 _LONGEST_TASK = 50

@@ -19,7 +19,8 @@ from helpers.calls import new_spec
 from helpers.machine import Machine
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
-from hf_selfspec.model import module_tools, unseen
+from hf_selfspec.generate import unseen
+from hf_selfspec.model import module_tools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

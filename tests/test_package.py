@@ -12,8 +12,15 @@ import pytest
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import python
-from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, errors, first_differences
-from hf_selfspec.draft import EarlyExit, Lookup
+from hf_selfspec import (
+    FixedLength,
+    GenerationStats,
+    SelfSpec,
+    TopKTree,
+    errors,
+    first_differences,
+)
+from hf_selfspec.drafts import EarlyExit, Lookup
 from hf_selfspec.errors import SettingError
 from hf_selfspec.model import internals
 
@@ -122,7 +129,7 @@ except ValueError:
 @pytest.mark.slow
 def test_uninstalled_before_transformers_is_imported() -> None:
     script = (
-        "from hf_selfspec.hooks.seams import uninstall; uninstall()\n"
+        "from hf_selfspec.generate.seams import uninstall; uninstall()\n"
         "from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate, '_hf_selfspec_wrapper'))"
     )
     assert python("-c", script).stdout == "False\n"

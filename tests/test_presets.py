@@ -2,8 +2,15 @@
 
 import pytest
 
-from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec
-from hf_selfspec.draft import EarlyExitOnly, SkipLayers
+from hf_selfspec import (
+    AdaptiveThreshold,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    ProductThreshold,
+    SelfSpec,
+)
+from hf_selfspec.drafts import EarlyExitOnly, SkipLayers
 from hf_selfspec.search.proposers import OnTheFlySearch
 
 

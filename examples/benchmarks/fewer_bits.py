@@ -19,14 +19,14 @@ from timing import Table, medians, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_selfspec import Quantized
-from hf_selfspec.bench.request import texts_of
-from hf_selfspec.data.prompts import as_prompts, encoded
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.cache.speculative_cache import cache_for
+from hf_selfspec.model.encoding import as_prompts, encoded
 from hf_selfspec.model.forward_pass import ForwardPass
-from hf_selfspec.model.packing import packed
+from hf_selfspec.model.kernels.packing import packed
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
+from hf_selfspec.tools.request import texts_of
 
 AGREEMENT, DRAFTED = 0.9, 3
 

@@ -14,7 +14,7 @@ from timing import Table, medians, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.cache.speculative_cache import cache_for
 from hf_selfspec.model.prompt import cache_name
 from hf_selfspec.model.target import Target
 

@@ -18,7 +18,7 @@ from timing import Table, Way, compare, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_selfspec import GenerationStats, SelfSpec
-from hf_selfspec.data.prompts import encoded
+from hf_selfspec.model.encoding import encoded
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -13,9 +13,9 @@ from corpus import held_out_texts
 from timing import Table, add_trained, load, parsed, parser_with, print_head, prompts_of
 
 from hf_selfspec import GenerationStats, SelfSpec
-from hf_selfspec.control.controller import FREE, Controller
-from hf_selfspec.control.cost_curve import CostCurve
-from hf_selfspec.data.prompts import read_prompts
+from hf_selfspec.drafts.controller import FREE, Controller
+from hf_selfspec.drafts.cost_curve import CostCurve
+from hf_selfspec.train.prompts import read_prompts
 
 TOGETHER, MOST = 256, 31
 

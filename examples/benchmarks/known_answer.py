@@ -13,18 +13,24 @@ from timing import Table, parsed, parser_with, print_head
 from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TopKLogitsWarper
 
-from hf_selfspec import ClosestLayers, ConfidenceThreshold, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    OnTheFlySearch,
+    SelfSpec,
+    SkipLayers,
+)
+from hf_selfspec.drafts.stop.rules import confidence
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.cache.speculative_cache import cache_for
 from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.model.transfer import RowNumbers
-from hf_selfspec.reports.plots import new_figure
 from hf_selfspec.search.replay import trace
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.stop.rules import confidence
+from hf_selfspec.tools.plots import new_figure
 
 _RATIO = 0.5
 # Greedy texts of random models soon repeat themselves, so that agreement there shows little.

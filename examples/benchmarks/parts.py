@@ -20,8 +20,18 @@ from timing import Table, Way, compare, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_selfspec
-from hf_selfspec import MTP, Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SelfSpec, SettingError
-from hf_selfspec.data.prompts import as_prompts, encoded, read_prompts
+from hf_selfspec import (
+    MTP,
+    Cascade,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitLora,
+    Lookup,
+    SelfSpec,
+    SettingError,
+)
+from hf_selfspec.model.encoding import as_prompts, encoded
+from hf_selfspec.train.prompts import read_prompts
 
 SETTINGS = {"num_train_epochs": 2, "learning_rate": 1e-3, "warmup_steps": 10}
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.generation.streamers import BaseStreamer
 
 from hf_selfspec import GenerationStats, SelfSpec
-from hf_selfspec.bench.compare import machine
 from hf_selfspec.model.transfer import wait_for
+from hf_selfspec.tools.compare import machine
 
 DEMO = str(Path(__file__).parent.parent / "demo_model")
 # Tokens of a text that are the prompt of a trained model.

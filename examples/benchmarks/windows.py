@@ -11,7 +11,7 @@ from timing import Table, interleave, parsed, parser_with, print_head, timed_gen
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_selfspec import SelfSpec
-from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 
 FIVE_OF_SIX, EVERY_OTHER = [*["sliding_attention"] * 5, "full_attention"], ["sliding_attention", "full_attention"] * 3
 MODELS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import json
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,13 +16,11 @@ from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from ..control.controller import Measurements
 from ..errors import SettingError, brief, only_warned, warn_once
-from ..forks import new_lock
 from ..model.fingerprint import Fingerprint
+from ..model.forks import new_lock
 from ..model.module_tools import is_tensor_parallel
 from ..stats import GenerationStats
-from ..stop.rules import Memory
 from ..validation import StrPath
 from . import saving
 from .files import path_of, reported, unfinished
@@ -33,6 +31,7 @@ from .saving import CallKind, Key, Saved
 _LOGGED, _POINTS = 512, 64
 
 _F = TypeVar("_F", bound=Findings)
+_T = TypeVar("_T")
 
 _unwritten: weakref.WeakSet[Knowledge] = weakref.WeakSet()
 
@@ -50,8 +49,7 @@ class ModelRecord:
     """What was learned about one model."""
 
     findings: dict[Key, Any] = field(default_factory=dict)  # the most recently used ones last
-    memories: dict[CallKind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
-    measurements: dict[CallKind, Measurements] = field(default_factory=dict)  # of this process
+    in_process: dict[tuple[str, CallKind], Any] = field(default_factory=dict)  # never on disk
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
     files: dict[Path, CacheFile] = field(default_factory=dict)  # of cache_dir
 
@@ -192,16 +190,13 @@ class KnowledgeOfCall:
         with self.knowledge.lock:
             return [of_key for key, of_key in self._record.findings.items() if key.call_kind in (self.call_kind, None)]
 
-    def memory(self) -> Memory:
-        """What the stop rule keeps from call to call."""
+    def in_process(self, name: str, make: Callable[[Any], _T]) -> _T:
+        """What each process finds out anew for this kind of call; ``make`` begins it, given that of another kind."""
         with self.knowledge.lock:
-            return self._record.memories[self.call_kind]
-
-    def measurements(self) -> Measurements:
-        """What rounds have cost and sources have brought; each process measures it again."""
-        with self.knowledge.lock:
-            by_kind = self._record.measurements
-            return by_kind.setdefault(self.call_kind, Measurements(next(iter(by_kind.values()), None)))
+            kept = self._record.in_process
+            if (key := (name, self.call_kind)) not in kept:
+                kept[key] = make(next((value for (other, _), value in kept.items() if other == name), None))
+            return cast(_T, kept[key])
 
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)

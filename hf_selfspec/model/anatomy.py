@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, unsupported
+from .cache.recurrent_kernels import RECURRENCES, Kernels
 from .internals import is_stateful
 from .module_tools import forward_parameters
-from .recurrences.kernels import RECURRENCES, Kernels
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),

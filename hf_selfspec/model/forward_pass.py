@@ -18,10 +18,10 @@ import torch
 import torch.nn as nn
 
 from .anatomy import Anatomy
-from .exact import ExactForward, has_matrices
+from .attention.exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
 from .instance_forward import Forward
-from .linear import few_token_linears
+from .kernels.linear import few_token_linears
 from .module_tools import all_modules
 from .patching import (
     Autocast,

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ..forks import cached_property
 from .active import ActiveRows
+from .forks import cached_property
 from .forward_pass import Best
+from .graphs.captures import drawing
 from .transfer import Pending
 
 # Tokens in a piece of the vocabulary, whose maximum is looked for at once.
@@ -24,6 +25,29 @@ _SAMPLED = 16
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
     """The index ``[...]`` of the highest of ``[..., v]``; on a CPU by NumPy, in a tenth of torch's time."""
     return torch.from_numpy(np.asarray(scores.numpy().argmax(-1))) if scores.device.type == "cpu" else scores.argmax(-1)
+
+
+def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
+    """Tokens ``[b, count]`` drawn one after another from ``q`` ``[b, v]`` without replacement, in that order.
+
+    Dividing by exponential noise and taking the largest is the same as drawing in turn (Efraimidis and Spirakis 2006,
+    algorithm A; the Gumbel-top-k trick of Kool et al. 2019, arXiv:1903.06059, in logarithms). Where fewer than
+    ``count`` tokens have a probability, the rest are tokens of probability 0.
+    """
+    with drawing:
+        noise = torch.empty_like(q).exponential_()
+    return (q / noise).topk(count, dim=-1).indices
+
+
+def draw(p: torch.Tensor) -> torch.Tensor:
+    """Draws a token ``[...]`` from each of the distributions ``[..., v]``, which need not add up to 1.
+
+    Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
+    probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.
+    """
+    with drawing:
+        noise = torch.empty_like(p).exponential_()
+    return best_tokens(p / noise)
 
 
 class Logits:

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import warn_once
-from ..forks import in_children, new_lock
+from .forks import in_children, new_lock
 from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, leave_out_of_copies
 from .module_tools import all_modules
 

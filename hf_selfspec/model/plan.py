@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 
 from ..errors import UnsupportedModelError
-from ..forks import cached_property
 from .anatomy import Anatomy
+from .forks import cached_property
 
 # Maps a module's own forward and its input to what the module returns instead.
 Substitute = Callable[[Callable[..., Any], torch.Tensor], Any]

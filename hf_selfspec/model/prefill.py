@@ -6,9 +6,9 @@ from time import perf_counter
 import torch
 
 from ..errors import UnsupportedOptionError, unsupported
-from .attention import at_positions
+from .attention.interface import at_positions
+from .cache.handover import take_in
 from .forward_pass import ForwardPass, obeying
-from .handover import take_in
 from .inputs import DecodeInputs, Inputs
 from .internals import prefill as prefill_plainly
 from .prompt import given_cache, tokens_in

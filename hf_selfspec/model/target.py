@@ -14,25 +14,25 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError, unsupported, warn_once
-from ..forks import cached_property
 from .active import ActiveRows
 from .anatomy import Anatomy
-from .attention import MaskSpec, at_positions, speculative_attention
-from .cache import SpeculativeCache
-from .exact import MOST_TOKENS
+from .attention.exact import MOST_TOKENS
+from .attention.interface import MaskSpec, at_positions, speculative_attention
+from .cache.recurrent_kernels import turns
+from .cache.speculative_cache import SpeculativeCache
+from .forks import cached_property
 from .forward_pass import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .inputs import DecodeInputs
+from .kernels.linear import few_token_linears
 from .layout import Feed, TreeLayout
-from .linear import few_token_linears
 from .module_tools import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import cache_name
-from .recurrences.kernels import turns
 from .transfer import RowNumbers
 
 if TYPE_CHECKING:
-    from .runner import GraphRunner
+    from .graphs.runner import GraphRunner
 
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
 # these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).

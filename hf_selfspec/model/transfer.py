@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..forks import cached_property
+from .forks import cached_property
 
 # Devices whose events have times, with the interface of ``torch.cuda``.
 TIMED = ("cuda",)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..errors import SettingError
-from ..model.attention import MaskSpec, grouped_attention
-from ..model.linear import FewTokenLinear
+from ..model.attention.interface import MaskSpec, grouped_attention
+from ..model.kernels.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
 from .draft_module import About, DraftModule
 

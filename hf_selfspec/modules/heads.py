@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import SettingError, SettingTypeError, brief
-from ..model.linear import FewTokenLinear
+from ..model.kernels.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
 from .draft_module import About, DraftModule
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.instance_forward import Forward
-from ..model.linear import linear_layers
+from ..model.kernels.linear import linear_layers
 from ..model.plan import Substitute, Substitutes
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
 from .draft_module import About, DraftModule

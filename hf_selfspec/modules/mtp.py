@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..errors import SettingError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
-from ..model.cache import SpeculativeCache
+from ..model.cache.speculative_cache import SpeculativeCache
 from ..model.head import spread
 from ..model.internals import compute_buffers
-from ..model.linear import FewTokenLinear
+from ..model.kernels.linear import FewTokenLinear
 from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name

@@ -19,9 +19,9 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
-from ..forks import new_lock
 from ..learned.files import path_of, read_json
 from ..model.anatomy import Anatomy, causal_lm
+from ..model.forks import new_lock
 from .draft_module import DraftModule
 from .mtp import PER_LAYER, MtpHead, config_of_layer, last_layer_with
 

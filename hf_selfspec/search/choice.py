@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..control.controller import LEAST_SPEEDUP
+from ..drafts.controller import LEAST_SPEEDUP
+from ..drafts.stop.rules import StopRule
 from ..learned.files import as_count, as_number
 from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
-from ..stop.rules import StopRule
 from .forward_costs import ForwardCosts
 from .replay import Rule, Trace, replays
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..forks import new_lock
 from ..learned.findings import Findings
+from ..model.forks import new_lock
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import Choice, ExitChoice, replayed

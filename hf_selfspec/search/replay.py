@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..drafts.stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from ..model.plan import LayerPlan
-from ..stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from .forward_costs import ForwardCosts
 
 Rule = FixedLength | ConfidenceThreshold | ProductThreshold

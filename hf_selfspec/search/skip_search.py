@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..forks import new_lock
 from ..learned.files import as_count
 from ..learned.findings import Findings
+from ..model.forks import new_lock
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice

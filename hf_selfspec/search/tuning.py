@@ -12,19 +12,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.prompts import checked_texts, encoded
-from ..draft.skip_layers import SkipLayers
+from ..drafts.layers.skip_layers import SkipLayers
+from ..drafts.siblings import Tree
+from ..drafts.stop.rules import ConfidenceThreshold, StopRule
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import path_of, read_json, reported, write_json
 from ..model.anatomy import Anatomy, causal_lm
+from ..model.encoding import checked_texts, encoded
 from ..model.fingerprint import Fingerprint
 from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..selfspec import SelfSpec
-from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import StrPath, check_count
-from ..verify.siblings import Tree
 from .forward_costs import seconds_of
 from .proposers import ClosestLayers, SkipSpace
 from .replay import rules_for

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
-from ..draft.cascade import Cascade
-from ..draft.lookup import Lookup
+from ..drafts.cascade import Cascade
+from ..drafts.free.lookup import Lookup
 from ..errors import SettingError
 from ..learned.files import path_of, reported, write_json
 from ..model.patching import evaluating

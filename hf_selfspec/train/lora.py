@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..draft.early_exit import EarlyExitLora
+from ..drafts.layers.early_exit import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.attention import MaskSpec, at_positions, speculative_attention
+from ..model.attention.interface import MaskSpec, at_positions, speculative_attention
 from ..model.forward_pass import ForwardPass, obeying, partial_forwards
-from ..model.linear import linear_layers
+from ..model.kernels.linear import linear_layers
 from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.plan import LayerPlan

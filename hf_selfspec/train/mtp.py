@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..data.prompts import Prompt, as_prompts, checked_texts, read_prompts, token_ids
-from ..draft.mtp import MTP
+from ..drafts.heads.mtp import MTP
 from ..errors import SettingError, SettingTypeError
 from ..learned.files import path_of
+from ..model.encoding import Prompt, as_prompts, checked_texts, token_ids
 from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
@@ -22,6 +22,7 @@ from ..selfspec import SelfSpec
 from ..validation import check_count
 from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
+from .prompts import read_prompts
 from .reduced_head import ReducedHeadFit
 from .texts import Tokenizer, answered, check_dataset
 

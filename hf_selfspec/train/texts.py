@@ -12,10 +12,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt, as_prompts, checked_texts, token_ids
 from ..errors import SettingError, SettingTypeError, brief
 from ..learned.files import path_of, read_text, reported, written_whole
 from ..model.anatomy import Anatomy, causal_lm
+from ..model.encoding import Prompt, as_prompts, checked_texts, token_ids
 from ..model.fingerprint import Fingerprint
 from ..model.module_tools import is_tensor_parallel
 from ..model.patching import evaluating

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import SettingError, SettingTypeError, UnsupportedOptionError
-from ..hooks.seams import add_seam
+from ..generate.seams import add_seam
 from ..model.anatomy import causal_lm
 from ..model.patching import InstanceForwards
 from ..validation import check_count

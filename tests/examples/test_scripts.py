@@ -20,7 +20,7 @@ from helpers import architectures, ids_of_types, multimodal
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import DEMO_MODEL, EXAMPLES, TESTS, in_two_processes, library, python
 from hf_selfspec import SelfSpec, first_differences
-from hf_selfspec.cli import main
+from hf_selfspec.tools.cli import main
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.

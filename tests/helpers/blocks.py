@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from helpers.models import VOCABULARY
 from hf_selfspec import Block
 from hf_selfspec.batch import Text
-from hf_selfspec.draft import Drafter, Session
+from hf_selfspec.drafts import Drafter, Session
 from hf_selfspec.modules.block import BlockHead
 
 THETA, HEADS, KV_HEADS, SIZE, INNER, RANK, MASK = 5000.0, 4, 2, 8, 48, 6, 3

@@ -6,7 +6,14 @@ import torch
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
 
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")

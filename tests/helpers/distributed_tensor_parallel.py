@@ -11,8 +11,16 @@ import torch.distributed
 from transformers import AutoModelForCausalLM
 
 from helpers.models import ragged_batch
-from hf_selfspec import ClosestLayers, ConfidenceThreshold, FixedLength, OnTheFlySearch, SelfSpec, TopKTree, tune
-from hf_selfspec.draft import EarlyExit, SkipLayers
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    TopKTree,
+    tune,
+)
+from hf_selfspec.drafts import EarlyExit, SkipLayers
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model import module_tools
 from hf_selfspec.modules.reduced_head import ReducedHead

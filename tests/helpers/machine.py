@@ -5,12 +5,13 @@ import sys
 import pytest
 import torch
 
-from hf_selfspec.control import controller
-from hf_selfspec.control.cost_curve import CostCurve
-from hf_selfspec.draft import probing
-from hf_selfspec.model import graphs, packing
-from hf_selfspec.model.graphs import Graph
-from hf_selfspec.model.packing import Kernel, one_a_byte
+from hf_selfspec.drafts import controller
+from hf_selfspec.drafts.cost_curve import CostCurve
+from hf_selfspec.drafts.layers import probing
+from hf_selfspec.model.graphs import graphs
+from hf_selfspec.model.graphs.graphs import Graph
+from hf_selfspec.model.kernels import packing
+from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
 from hf_selfspec.search import choice
 from hf_selfspec.search.exit_study import ExitStudy
 from hf_selfspec.search.forward_costs import ForwardCosts, Stopwatch

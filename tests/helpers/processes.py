@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hf_selfspec
-from hf_selfspec.cli import main
+from hf_selfspec.tools.cli import main
 
 # PEFT reads an attribute of transformers' models that has a new name there.
 peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

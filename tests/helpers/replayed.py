@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from hf_selfspec.batch import Draft, Verdict
-from hf_selfspec.control.controller import Controller, Measurements
-from hf_selfspec.draft import BaseDrafter, controlled
-from hf_selfspec.draft.controlled import ControlledDrafter
-from hf_selfspec.draft.free import FreeDrafts
-from hf_selfspec.lookup.kept_texts import LookupFindings
-from hf_selfspec.lookup.successors import Successors
+from hf_selfspec.drafts import BaseDrafter, controlled
+from hf_selfspec.drafts.controlled import ControlledDrafter
+from hf_selfspec.drafts.controller import Controller, Measurements
+from hf_selfspec.drafts.free.free import FreeDrafts
+from hf_selfspec.drafts.free.kept_texts import LookupFindings
+from hf_selfspec.drafts.free.successors import Successors
 from hf_selfspec.model.logits import WIDTH, Logits
 
 # Seconds of rounds with 0, 1, 2, ... drafted tokens of a row, in plain rounds, by the number of tokens of all rows.

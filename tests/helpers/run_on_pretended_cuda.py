@@ -36,22 +36,31 @@ from hf_selfspec import (
     TopKTree,
     errors,
 )
-from hf_selfspec.control import controller
-from hf_selfspec.control.cost_curve import CostCurve
-from hf_selfspec.decode.decoder import Decoder
-from hf_selfspec.draft import Cascade, EarlyExit, EarlyExitAdapter, EarlyExitLora, Lookup, SkipLayers
-from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.model import attention, experts, runner
-from hf_selfspec.model import graphs as graphs_module
-from hf_selfspec.model.runner import GraphRunner
-from hf_selfspec.model.split_attention import attention_in_parts
+from hf_selfspec.drafts import (
+    Cascade,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitLora,
+    Lookup,
+    SkipLayers,
+    controller,
+)
+from hf_selfspec.drafts.cost_curve import CostCurve
+from hf_selfspec.drafts.layers.partial import PartialDraft
+from hf_selfspec.generate.decoder import Decoder
+from hf_selfspec.model.attention import interface as attention
+from hf_selfspec.model.attention.split import attention_in_parts
+from hf_selfspec.model.graphs import graphs as graphs_module
+from hf_selfspec.model.graphs import runner
+from hf_selfspec.model.graphs.runner import GraphRunner
+from hf_selfspec.model.kernels import experts
+from hf_selfspec.model.logits import draw
 from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.reduced_head import ReducedHead
-from hf_selfspec.verify.acceptance import draw
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}

@@ -16,8 +16,15 @@ from transformers.generation import (
 
 from helpers.architectures import build
 from helpers.models import tiny_llama
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.verify.acceptance import choose_sampled
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.generate.acceptance import choose_sampled
 
 VOCABULARY = 5
 

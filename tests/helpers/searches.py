@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_selfspec import FixedLength, SelfSpec, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search import trials

@@ -10,9 +10,9 @@ import torch
 import hf_selfspec
 from hf_selfspec import FixedLength, GenerationStats
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.draft import Drafter, DraftSource, Session
+from hf_selfspec.drafts import Drafter, DraftSource, Session
+from hf_selfspec.drafts.stop.rules import start
 from hf_selfspec.learned.findings import Findings
-from hf_selfspec.stop.rules import start
 
 
 @dataclass

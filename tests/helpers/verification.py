@@ -6,8 +6,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from hf_selfspec.verify import acceptance
-from hf_selfspec.verify.acceptance import choose_sampled
+from hf_selfspec.generate import acceptance
+from hf_selfspec.generate.acceptance import choose_sampled
 
 ALMOST_ONE = 1 - 2**-30
 

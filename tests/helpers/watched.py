@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.draft import Drafter, DraftSource, Session
+from hf_selfspec.drafts import Drafter, DraftSource, Session
 
 Source = TypeVar("Source", bound=DraftSource)
 

@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from helpers.models import tiny_llama
-from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, ExitReport, FixedLength, LinearProbe, SelfSpec
-from hf_selfspec.cli.spec_text import read_spec
-from hf_selfspec.data.prompts import texts
+from hf_selfspec import (
+    Adapter,
+    EarlyExit,
+    EarlyExitAdapter,
+    ExitReport,
+    FixedLength,
+    LinearProbe,
+    SelfSpec,
+)
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
+from hf_selfspec.tools.spec_text import read_spec
 from hf_selfspec.train.fit_trainer import checkpoints_of
 from hf_selfspec.train.frozen_model import FrozenModel
+from hf_selfspec.train.prompts import texts
 
 FILE = "selfspec.json"
 SETTINGS = {"draft": {"class": "EarlyExit", "layer": 3}, "stop": None, "tree": None, "max_draft": 9}

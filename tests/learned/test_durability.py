@@ -16,7 +16,15 @@ from transformers import PreTrainedModel
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, endless, fresh, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import python
-from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
+from hf_selfspec import (
+    Cascade,
+    EarlyExit,
+    GenerationStats,
+    Lookup,
+    SelfSpec,
+    SettingError,
+    errors,
+)
 from hf_selfspec.learned.findings import locked
 from hf_selfspec.learned.knowledge import _write_rest
 from hf_selfspec.learned.saving import Key

@@ -14,23 +14,24 @@ from helpers.architectures import build
 from helpers.findings import LAYERS, SEARCHES, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import AdaptiveThreshold, Cascade, EarlyExit, Lookup, SelfSpec, SkipLayers
-from hf_selfspec.decode.decoder import Decoder
-from hf_selfspec.draft import controlled, searching
-from hf_selfspec.draft.controlled import ControlledDrafter
-from hf_selfspec.draft.looking import LastLogits
-from hf_selfspec.draft.probing import ProbingDraft
-from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.drafts import controlled
+from hf_selfspec.drafts.controlled import ControlledDrafter
+from hf_selfspec.drafts.free.kept_texts import LookupFindings
+from hf_selfspec.drafts.free.looking import LastLogits
+from hf_selfspec.drafts.free.suffix import SuffixIndex
+from hf_selfspec.drafts.layers import searching
+from hf_selfspec.drafts.layers.probing import ProbingDraft
+from hf_selfspec.drafts.layers.searching import SearchingDraft
+from hf_selfspec.drafts.stop.adaptive import _Adapting
+from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.learned import saving
 from hf_selfspec.learned.knowledge import Knowledge
-from hf_selfspec.lookup.kept_texts import LookupFindings
-from hf_selfspec.lookup.suffix import SuffixIndex
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.fingerprint import Fingerprint
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.exit_study import ExitStudy
 from hf_selfspec.search.forward_costs import Stopwatch
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.stop.adaptive import _Adapting
 
 pytestmark = [pytest.mark.usefixtures("no_grad", "no_warnings_yet"), pytest.mark.machine("forwards_cost")]
 
@@ -187,7 +188,7 @@ def test_memory_that_runs_out_in_one_of_several_processes_is_an_error(
 ) -> None:
     """The others would wait for its next forward, or take another one for it."""
     failing = Failing(monkeypatch, SkipSearch, "register", OUT)
-    monkeypatch.setattr("hf_selfspec.decode.decoder.is_tensor_parallel", lambda _: True)
+    monkeypatch.setattr("hf_selfspec.generate.decoder.is_tensor_parallel", lambda _: True)
     with pytest.raises(torch.OutOfMemoryError):
         generate(model, prompt(), TOKENS, assistant=replace(SKIPS))
     failing.fails = lambda: False

@@ -18,12 +18,12 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, SelfSpec, TopKTree
-from hf_selfspec.draft import Cascade, EarlyExit, Lookup, SkipLayers
+from hf_selfspec.drafts import Cascade, EarlyExit, Lookup, SkipLayers
+from hf_selfspec.drafts.stop.adaptive import AdaptiveThreshold
+from hf_selfspec.drafts.stop.calibrated import CalibratedEntropy
+from hf_selfspec.drafts.stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.fingerprint import Fingerprint, samples
-from hf_selfspec.stop.adaptive import AdaptiveThreshold
-from hf_selfspec.stop.calibrated import CalibratedEntropy
-from hf_selfspec.stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
 

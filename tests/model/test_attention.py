@@ -18,8 +18,10 @@ from helpers.models import BATCH, ROW
 from helpers.split import attention_with_sums
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.model import attention, prefill, split_attention
-from hf_selfspec.model.split_attention import attention_in_parts, masks_of_parts, takes_lines
+from hf_selfspec.model import prefill
+from hf_selfspec.model.attention import interface as attention
+from hf_selfspec.model.attention import split as split_attention
+from hf_selfspec.model.attention.split import attention_in_parts, masks_of_parts, takes_lines
 
 SPECS = {
     "default": SelfSpec,

@@ -13,10 +13,11 @@ import torch
 from helpers.compiled import QUICK, few_layers, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch
-from hf_selfspec.model import graphs, runner, traceable
-from hf_selfspec.model.bank import Bank
-from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec.model.cache.layer_buffers import Bank
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
+from hf_selfspec.model.graphs import graphs, runner
+from hf_selfspec.model.graphs import shapes as traceable
+from hf_selfspec.model.graphs.graphs import graphs_of
 
 Recorded = list[set[tuple[int, ...]]]
 

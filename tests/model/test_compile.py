@@ -25,11 +25,12 @@ from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
 from helpers.split import attention_with_sums
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError
-from hf_selfspec.decode import decoder
-from hf_selfspec.model import attention, graphs, runner
-from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.split_attention import attention_in_parts
-from hf_selfspec.model.traceable import tracing
+from hf_selfspec.generate import decoder
+from hf_selfspec.model.attention import interface as attention
+from hf_selfspec.model.attention.split import attention_in_parts
+from hf_selfspec.model.graphs import graphs, runner
+from hf_selfspec.model.graphs.graphs import Graphs, graphs_of
+from hf_selfspec.model.graphs.shapes import tracing
 
 pytestmark = [pytest.mark.machine("graphs_are_taken"), pytest.mark.usefixtures("no_warnings_yet")]
 

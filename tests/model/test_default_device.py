@@ -15,7 +15,7 @@ import hf_selfspec
 from helpers.fitted import arguments, heads_of, rows
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, SelfSpec, TopKTree, audit
-from hf_selfspec.draft import EarlyExit, EarlyExitLora, SkipLayers
+from hf_selfspec.drafts import EarlyExit, EarlyExitLora, SkipLayers
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.lora import DraftLora

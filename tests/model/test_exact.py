@@ -18,11 +18,11 @@ from helpers.calls import PAST
 from helpers.models import BATCH, ROW, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.draft.source import BaseDrafter, DraftSource, Session
+from hf_selfspec.drafts.source import BaseDrafter, DraftSource, Session
 from hf_selfspec.errors import UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.exact import ExactForward, reduced_precision
-from hf_selfspec.model.invariance import differing_part
+from hf_selfspec.model.attention.exact import ExactForward, reduced_precision
+from hf_selfspec.model.attention.invariance import differing_part
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SPECS = {

@@ -14,9 +14,9 @@ from transformers.integrations.moe import ExpertsInterface
 from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.model import experts
-from hf_selfspec.model.graphs import graphs_of
-from hf_selfspec.model.traceable import capturing
+from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.graphs.shapes import capturing
+from hf_selfspec.model.kernels import experts
 
 QUICK = CompileConfig(backend="eager", mode="default")
 EXPERTS, CHOSEN = 16, 2

@@ -17,11 +17,11 @@ from helpers.architectures import build
 from helpers.compiled import QUICK, few_layers, same_ids, specs
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import Lookup, SelfSpec
-from hf_selfspec.control.cost_curve import CostCurve
-from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import PLACES, FasterWay, Graph, Graphs, graphs_of
-from hf_selfspec.model.runner import GraphRunner
-from hf_selfspec.model.traceable import size_for
+from hf_selfspec.drafts.cost_curve import CostCurve
+from hf_selfspec.model.graphs import graphs
+from hf_selfspec.model.graphs.graphs import PLACES, FasterWay, Graph, Graphs, graphs_of
+from hf_selfspec.model.graphs.runner import GraphRunner
+from hf_selfspec.model.graphs.shapes import size_for
 
 
 class Ways:

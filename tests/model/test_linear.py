@@ -9,11 +9,18 @@ import torch
 from torch.nn.functional import linear as plain_linear
 
 from helpers.models import tiny_llama
-from hf_selfspec.model import linear
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.forward_pass import ForwardPass, obeying
-from hf_selfspec.model.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_forwards, is_served
+from hf_selfspec.model.kernels import linear
+from hf_selfspec.model.kernels.linear import (
+    WAYS,
+    FewTokenLinear,
+    LinearAutotuner,
+    Way,
+    few_token_forwards,
+    is_served,
+)
 from hf_selfspec.model.target import Target
 
 

@@ -14,13 +14,21 @@ from transformers import LlamaForCausalLM
 
 from helpers.calls import check_lossless, new_spec
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import Architecture, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, register_architecture
+from hf_selfspec import (
+    Architecture,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    register_architecture,
+)
 from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.attention import MaskSpec
-from hf_selfspec.model.bank import Bank
-from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.attention.interface import MaskSpec
+from hf_selfspec.model.cache.layer_buffers import Bank
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.logits import Logits, Tops
 from hf_selfspec.model.plan import LayerPlan

@@ -21,8 +21,8 @@ from helpers.calls import PAST, calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import IMAGE, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
 from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
-from hf_selfspec.draft import EarlyExit, EarlyExitAdapter, SkipLayers
-from hf_selfspec.draft.adapter import AdapterDraft
+from hf_selfspec.drafts import EarlyExit, EarlyExitAdapter, SkipLayers
+from hf_selfspec.drafts.heads.adapter import AdapterDraft
 from hf_selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.modules.adapter import Adapter

@@ -16,11 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from helpers.models import ragged_batch, tiny_llama
 from helpers.split import attention_with_sums
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
-from hf_selfspec.decode.decoder import Decoder
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    first_differences,
+)
+from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model import transfer
-from hf_selfspec.model.graphs import graphs_of
-from hf_selfspec.model.split_attention import attention_in_parts, masks_of_parts, parts_for, takes_lines
+from hf_selfspec.model.attention.split import attention_in_parts, masks_of_parts, parts_for, takes_lines
+from hf_selfspec.model.graphs.graphs import graphs_of
 from hf_selfspec.model.transfer import read, upload
 
 DEVICE = "cuda"
@@ -171,7 +178,7 @@ def test_graphs_are_made_and_none_is_skipped(name: str) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_with_both_callbacks(bf16: bool, tmp_path: Path) -> None:
-    from hf_selfspec import EarlyExitLoss, LayerDropout  # without which all other tests run where accelerate is missing
+    from hf_selfspec import EarlyExitLoss, LayerDropout
 
     ids = torch.randint(97, (16, 32), generator=torch.Generator().manual_seed(1))
     arguments = TrainingArguments(

@@ -18,9 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import new_spec, unchanged
 from helpers.models import ROW, tiny_llama
-from hf_selfspec.model import attention, forward_pass, linear, patching
+from hf_selfspec.model import forward_pass, patching
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.forward_pass import partial_forwards
+from hf_selfspec.model.kernels import linear
 from hf_selfspec.model.module_tools import hooks_of
 from hf_selfspec.model.patching import InstanceForwards, SharedChange
 

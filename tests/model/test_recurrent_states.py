@@ -16,13 +16,20 @@ from helpers.architectures import STATEFUL, build
 from helpers.calls import PAST, assert_mixed, check_lossless
 from helpers.models import BATCH, ROW, ragged_batch
 from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value, sample
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedModelError, UnsupportedOptionError
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import SpeculativeCache, cache_for
+from hf_selfspec.model.cache.linear_attention import GatedDelta
+from hf_selfspec.model.cache.recurrence import BLOCK
+from hf_selfspec.model.cache.recurrent_states import StateLog
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache, cache_for
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.recurrences.linear_attention import GatedDelta
-from hf_selfspec.model.recurrences.recurrence import BLOCK
-from hf_selfspec.model.recurrences.states import StateLog
 from hf_selfspec.model.target import Target
 from hf_selfspec.model.transfer import Uploads
 

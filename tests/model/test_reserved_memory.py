@@ -14,7 +14,15 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from helpers.calls import PAST
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import ClosestLayers, CostTree, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec import (
+    ClosestLayers,
+    CostTree,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 

@@ -17,14 +17,21 @@ from helpers.compiled import QUICK
 from helpers.fitted import mtp_of
 from helpers.machine import Machine
 from helpers.models import ragged_batch
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
-from hf_selfspec.draft import MTP
-from hf_selfspec.model import cache as cache_module
-from hf_selfspec.model import runner
-from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    TopKTree,
+)
+from hf_selfspec.drafts import MTP
+from hf_selfspec.model.cache import speculative_cache as cache_module
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
+from hf_selfspec.model.cache.window import Window
+from hf_selfspec.model.graphs import runner
+from hf_selfspec.model.graphs.graphs import graphs_of
 from hf_selfspec.model.transfer import RowNumbers
-from hf_selfspec.model.window import Window
 
 pytestmark = pytest.mark.machine("verification_is_free")
 

@@ -15,7 +15,12 @@ from helpers.fitted import Recording, arguments, lora_of, rows, weights
 from helpers.models import ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, EarlyExitLora, FixedLength, SelfSpec, fit_draft_lora
-from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from hf_selfspec.errors import (
+    SettingError,
+    SettingTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.train import lora as lora_fit

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file, save
 
 from helpers.models import VOCABULARY, tiny_llama
-from hf_selfspec import Adapter, Cascade, EarlyExitAdapter, ExitHeads, LinearProbe, Lookup, SettingError
+from hf_selfspec import (
+    Adapter,
+    Cascade,
+    EarlyExitAdapter,
+    ExitHeads,
+    LinearProbe,
+    Lookup,
+    SettingError,
+)
 from hf_selfspec.modules.draft_module import DraftModule, about
 
 CALIBRATION = {

@@ -15,13 +15,21 @@ from helpers.fitted import adapter_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
 from helpers.watched import drafts_into
-from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, ReducedHead, SelfSpec, fit_reduced_head
+from hf_selfspec import (
+    Adapter,
+    EarlyExit,
+    EarlyExitAdapter,
+    FixedLength,
+    ReducedHead,
+    SelfSpec,
+    fit_reduced_head,
+)
 from hf_selfspec.batch import Draft
-from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.model import head
 from hf_selfspec.model.head import HeadRows
-from hf_selfspec.model.linear import FewTokenLinear
+from hf_selfspec.model.kernels.linear import FewTokenLinear
+from hf_selfspec.tools.spec_text import read_spec
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))

@@ -20,7 +20,17 @@ from helpers.architectures import build
 from helpers.blocks import published
 from helpers.calls import check_lossless, unchanged
 from helpers.models import BATCH, ROW, tiny_llama
-from hf_selfspec import MTP, FixedLength, MtpFormat, MtpHead, SelfSpec, SelfSpecError, SettingError, load_head, load_mtp
+from hf_selfspec import (
+    MTP,
+    FixedLength,
+    MtpFormat,
+    MtpHead,
+    SelfSpec,
+    SelfSpecError,
+    SettingError,
+    load_head,
+    load_mtp,
+)
 from hf_selfspec.modules import mtp, shipped
 
 WIDTH, LAYERS = 32, 4

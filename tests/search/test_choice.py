@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_selfspec import ConfidenceThreshold, ExitChoice, FixedLength, SkipChoice
-from hf_selfspec.control.controller import LEAST_SPEEDUP
+from hf_selfspec.drafts.controller import LEAST_SPEEDUP
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.choice import replayed
 from hf_selfspec.search.forward_costs import ForwardCosts

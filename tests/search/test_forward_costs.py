@@ -12,7 +12,7 @@ from helpers.models import damp, ragged_batch, tiny_llama
 from helpers.sampling import peak
 from helpers.searches import search_of, space, timings
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
-from hf_selfspec.decode import decoder
+from hf_selfspec.generate import decoder
 from hf_selfspec.model import module_tools
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.search import forward_costs

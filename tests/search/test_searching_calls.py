@@ -15,7 +15,7 @@ from helpers.models import ragged_batch, tiny_llama
 from helpers.searches import SEARCHES, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
-from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.drafts.layers.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.plan import LayerPlan

@@ -12,8 +12,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.models import tiny_llama
-from hf_selfspec import ConfidenceThreshold, CostTree, FixedLength, OfflineSearch, OnTheFlySearch, SelfSpec, tune
-from hf_selfspec.draft import SkipLayers
+from hf_selfspec import (
+    ConfidenceThreshold,
+    CostTree,
+    FixedLength,
+    OfflineSearch,
+    OnTheFlySearch,
+    SelfSpec,
+    tune,
+)
+from hf_selfspec.drafts import SkipLayers
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan

@@ -15,7 +15,16 @@ from helpers.calls import check_lossless
 from helpers.fitted import EXIT, Recording, adapter_of, arguments, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from helpers.processes import in_two_processes, interrupted_in
-from hf_selfspec import Adapter, Cascade, EarlyExitAdapter, Lookup, SelfSpec, TopKTree, fit_adapter, fit_probe
+from hf_selfspec import (
+    Adapter,
+    Cascade,
+    EarlyExitAdapter,
+    Lookup,
+    SelfSpec,
+    TopKTree,
+    fit_adapter,
+    fit_probe,
+)
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.train import fit as fits
 from hf_selfspec.train import fit_trainer, frozen_model

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational, SettingError, SettingTypeError
+from hf_selfspec import (
+    EarlyExitLoss,
+    Gradual,
+    LayerDropout,
+    Rotational,
+    SettingError,
+    SettingTypeError,
+)
 from hf_selfspec.train import constant, exponential, loss_scale
 from hf_selfspec.train.layer_dropout import layer_scale
 

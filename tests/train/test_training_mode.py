@@ -12,7 +12,15 @@ from transformers import CompileConfig, MptConfig, MptForCausalLM, PreTrainedMod
 
 from helpers.architectures import build
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
+from hf_selfspec import (
+    ClosestLayers,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    first_differences,
+)
 
 # Older versions of transformers and PEFT go by these names.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")

@@ -18,7 +18,7 @@ from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import in_two_processes
 from helpers.train.by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, UnsupportedOptionError
-from hf_selfspec import call as one_call
+from hf_selfspec.generate import call as one_call
 from hf_selfspec.model.anatomy import Anatomy
 
 Results = dict[tuple[str, str, int], dict[str, Any]]

@@ -1,1 +1,0 @@
-"""Whether a model's text with a ``SelfSpec`` is plain's."""

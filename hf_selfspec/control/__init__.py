@@ -1,1 +1,0 @@
-"""Chooses what drafts in each round, by measured costs and running rates."""

@@ -1,1 +1,0 @@
-"""Models, prompts and texts that a user names."""

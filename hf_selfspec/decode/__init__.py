@@ -1,1 +1,0 @@
-"""The decode loop, and what it has generated."""

@@ -1,0 +1,148 @@
+"""The sources of a call under one controller, which lets nothing draft where nothing pays."""
+
+import math
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from ..batch import Draft, Text, Verdict
+from ..model.logits import Logits, Tops
+from ..model.transfer import read
+from ..stats import GenerationStats
+from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
+from .free.free import FreeDrafts, Seed, parents_of
+from .free.tree import TokenTree
+from .grammar.constrained import allowed
+from .source import BaseDrafter, Drafter, Session, completed
+
+
+def controller_of(session: Session) -> Controller:
+    """The controller of a generation."""
+    target, device = session.target, session.target.model.device.type
+    name = f"{device} {target.model.dtype}{'' if target.graphs is None else ' compiled'}"
+    return Controller(
+        session.knowledge.in_process("rounds", Measurements), name, device == "cpu", session.is_tensor_parallel
+    )
+
+
+def controlled(drafter: Drafter, session: Session, name: str) -> BaseDrafter:
+    """The drafter of the source ``name`` under a controller if it makes estimates, or where there are grammars."""
+    drafter = completed(drafter)
+    always = drafter.expected_speedup == math.inf or session.is_tensor_parallel
+    if isinstance(drafter, ControlledDrafter) or (always and not session.constraint):
+        return drafter
+    return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), {name: drafter})
+
+
+class ControlledDrafter(BaseDrafter):
+    """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
+
+    def __init__(self, session: Session, free: FreeDrafts, others: dict[str, BaseDrafter]) -> None:
+        self.controller, self.free, self.others, self._session = free.controller, free, others, session
+        # Without free drafts, what makes no estimates always drafts.
+        always = (session.is_tensor_parallel or other.expected_speedup == math.inf for other in others.values())
+        self._always = next(iter(others), None) if free.findings is None and any(always) else None
+        self._unsettled = 0  # see :attr:`Target.unsettled`, before the round
+        self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
+        # Who was asked in this round, and whose draft is verified if another source drafted, with that draft.
+        self._asked: str | None = None
+        self._used: str | None = None
+        self._draft: Draft | None = None
+        self._is_free_awake = False  # whether free drafts take part in this round, with what grammars force
+        self._tops: Tops | None = None
+        self._lengths: list[int] = []
+        self._note()
+
+    def _note(self) -> None:
+        """Notes what the loop wants to know of all drafters; with free drafts nobody waits for ended rows."""
+        self.steps = sum(drafter.steps for drafter in self.others.values())
+        waits = self.free.findings is None
+        self.needs_ended_rows = waits and any(other.needs_ended_rows for other in self.others.values())
+        self.reads_logits = any(other.reads_logits for other in self.others.values())
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        self.free.read(text)
+        controller, target, rows = self.controller, self._session.target, sum(count > 0 for count in max_new)
+        self._begun, self._unsettled = self._now(), target.unsettled
+        self._lengths, active = list(text.lengths), target.active_rows
+        controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
+        self._asked, self._used, self._draft = self._free_arm(max_new), None, None
+        self._is_free_awake, constraint = self._asked is not None, self._session.constraint
+        trees = list[TokenTree]()
+        if self._is_free_awake or constraint:
+            trees = self.free.plan(text, max_new, is_awake=self._is_free_awake)
+        size = max(map(len, trees), default=0)
+        drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if trees else []
+        is_free = self._is_free_awake or size > 0
+        free = controller.expected(size, sum(tree.expected for tree in drafting)) if is_free else 0.0
+        other = None
+        # Where a grammar forces tokens in all rows, no other source is asked; else a draft is for the other rows, too.
+        if self._is_free_awake or not size or not all(map(len, drafting)):
+            promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
+            other = self._always or controller.choose(promised, free)
+        if other is not None:
+            self._asked = other
+            draft = allowed(text, self.others[other].propose(text, max_new), constraint)
+            if draft.size:
+                self._used, self._draft = other, draft
+                return self._grafted(text, max_new, draft, other) if self._is_free_awake else draft
+        if size and not self._is_free_awake:
+            self._asked = None
+        return self.free.draft(trees, Draft.none(text)) if trees else Draft.none(text)
+
+    def _free_arm(self, max_new: list[int]) -> str | None:
+        """Which of the free drafts are awake in this round, if any."""
+        if self.free.findings is None or not any(max_new) or self.controller.curve.wants_plain:
+            return None
+        if self.controller.pays(FREE):
+            return FREE
+        return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
+
+    def look(self, logits: Logits) -> Tops | None:
+        self._tops = Tops(logits) if self._is_free_awake else None
+        return self._tops
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        new = sum(text.lengths) - sum(self._lengths)
+        self.free.learn(text, verdicts, self._tops)
+        seconds, is_usual = self._now() - self._begun, self._session.target.unsettled == self._unsettled
+        draft = self._draft
+        of_used = verdicts if draft is None else [verdict.up_to(draft.size) for verdict in verdicts]
+        for name, drafter in self.others.items():
+            if name == self._used:
+                drafter.update(text, of_used, logits)
+            elif drafter.observe is not None:
+                drafter.observe(text, verdicts, logits)
+        self._note()
+        if not is_usual:
+            return
+        if draft is not None:
+            accepted = sum(node >= 0 for verdict in of_used for node in verdict.nodes)
+            # Free tokens beside and after its draft are not what it is chosen for.
+            gained = min(new, accepted + sum(bool(verdict.tokens) for verdict in of_used))
+            self.controller.record(self._asked, 0, new, seconds, accepted, sum(draft.lengths), gained)
+        else:
+            nodes = logits.shape[1] - 1
+            # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.
+            self.controller.record(MATCHES if nodes and self._asked is None else self._asked, nodes, new, seconds)
+
+    def finish(self, text: Text) -> None:
+        self.free.finish(text)
+        for drafter in self.others.values():
+            drafter.finish(text)
+
+    def report(self, stats: GenerationStats) -> None:
+        for drafter in self.others.values():
+            drafter.report(stats)
+
+    def _grafted(self, text: Text, max_new: list[int], draft: Draft, source: str) -> Draft:
+        """The draft of another source with free tokens beside and after it, as far as they pay."""
+        rate = self.controller.arms[source].acceptance_rate
+        tokens, *sure = read(draft.tokens, *([] if draft.sure is None else [draft.sure]))
+        rates = sure[0] if sure else [[rate] * draft.size] * text.batch_size
+        seeds = list(map(Seed.of_row, tokens, parents_of(draft), rates))
+        grow = self._session.takes_trees and not draft.skips_verification
+        trees = self.free.plan(text, max_new, seeds) if grow else [seed.tree for seed in seeds]
+        grafted = self.free.draft(trees, replace(draft, listed=tokens), seeds)
+        return grafted if grafted.size > draft.size else draft

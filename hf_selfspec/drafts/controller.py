@@ -1,0 +1,215 @@
+"""The one place that decides which source drafts in a round, if any, by the tokens and times of earlier rounds."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..model.forks import new_lock
+from .cost_curve import CostCurve, one_at_a_time
+
+# A smaller expected speed-up is within the error of such an estimate.
+LEAST_SPEEDUP = 1.02
+# The arm of free drafts, and their arm in rounds where they pay only since the last tokens occurred before. Other arms
+# have the names of their sources.
+FREE, MATCHES = "free drafts", "matches"
+# The weight of the rounds before against the next one.
+_MEMORY = 0.98
+# The speed-up that is assumed of a source that was never timed: it is tried where free drafts do not promise more.
+_HOPED = 2.0
+# Rounds after which results are trusted. Those of free drafts come in bursts, so they take more rounds, or this loss in
+# plain rounds.
+_TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
+# Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose
+# at least so many plain rounds, and one of free drafts, which learn from wrong tokens, at most so many.
+_PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
+# Contexts of up to 1,024, 4,096, 16,384, ... slots share a curve, and so do batches of more than eight rows that differ
+# by an eighth. The last one is the maximum number of curves.
+_FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
+# The sums of :class:`ArmStats`, in which older rounds count less.
+_SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
+
+
+@dataclass
+class ArmStats:
+    """The results of one source."""
+
+    trusted_after: int = _TRIED  # rounds after which they are trusted
+    most_lost: float = math.inf  # the most that a round is taken to lose, in plain rounds
+    may_lose: float = math.inf  # plain rounds, before results are trusted sooner
+    rounds: int = 0  # in which it drafted, since they were doubted last
+    weight: float = 0.0  # number of rounds in the sums, in which older ones count less
+    gained: float = 0.0  # tokens of a row
+    most: float = 0.0  # tokens of a row if all of them were right
+    spent: float = 0.0  # times, in plain rounds
+    accepted: float = 0.0  # of its own tokens
+    drafted: float = 0.0
+    waiting: int = 0  # rounds since it drafted last
+    lost: float = 0.0  # plain rounds, since it was doubted last
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α, starting with one accepted and one rejected token before the first round."""
+        return (self.accepted + 1.0) / (self.drafted + 2.0)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there are enough results, or it has lost enough."""
+        return self.rounds >= self.trusted_after or (self.rounds >= _TRIED and self.lost >= self.may_lose)
+
+    def speedup(self, promised: float | None) -> float:
+        """Tokens per second over those of plain rounds. Until results are trusted it is ``promised``, the source's own
+        estimate, but no more than if all of its tokens had been right."""
+        if promised == 0.0:
+            return 0.0
+        if self.is_trusted:
+            return self.gained / self.spent
+        hoped = _HOPED if promised is None else promised
+        return min(hoped, self.most / self.spent) if self.drafted else hoped
+
+    def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0, rows: int = 1) -> None:
+        self.waiting = 0
+        self.rounds += 1
+        if self.rounds == 1 and not self.weight:
+            return  # the first round selects and warms up kernels
+        self.lost += spent - gained
+        self._scale(_MEMORY)
+        self.weight += 1.0
+        self.gained += gained
+        self.most += max(gained, 1.0 + drafted / rows)
+        self.spent += spent
+        self.accepted += accepted
+        self.drafted += drafted
+
+    def _scale(self, factor: float) -> None:
+        for name in _SUMS:
+            setattr(self, name, factor * getattr(self, name))
+
+    def wait(self, pace: float) -> None:
+        """Records a round of another source, ``pace`` times as fast as plain ones. A source that would lose little is
+        tried again."""
+        self.waiting += 1
+        is_tried = self.is_trusted or self.drafted > 0.0
+        if is_tried and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
+            loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
+            rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
+            if rounds_lost * min(loss, self.most_lost) <= self.waiting * _PRICE:
+                if self.is_trusted:
+                    return self.doubt()
+                self._scale(0.0)
+                self.rounds = 1  # kernels are warm
+
+    def doubt(self) -> None:
+        """Trusts the results only after some more rounds, and gives those before the weight of as many."""
+        if self.is_trusted:
+            self._scale(min(1.0, _TRIED / self.weight))
+            self.rounds, self.lost = self.trusted_after - _TRIED, 0.0
+
+
+class Measurements:
+    """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
+
+    _lock = new_lock()  # held while curves are looked up, and results read or changed
+
+    def __init__(self, other: Measurements | None = None) -> None:
+        self.arms = defaultdict[str, ArmStats](ArmStats, {FREE: ArmStats(_TRIED_FREE, _MOST_LOST, _LOST)})
+        self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
+
+    @one_at_a_time
+    def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
+        """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
+        reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
+        step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
+        rows = -(-rows // step) * step
+        curve = self._curves.pop((device, rows, reach), None)
+        if curve is None:
+            curve = CostCurve(on_cpu, rows, is_frozen)
+            measured = [key for key, other in self._curves.items() if key[0] == device and other.is_measured]
+            if measured:
+                nearest = min(measured, key=lambda key: (abs(math.log(key[1] / rows)), abs(key[2] - reach)))
+                curve.begin_like(self._curves[nearest])
+            if len(self._curves) >= _MOST:
+                self._curves.pop(next(iter(self._curves)))
+        self._curves[device, rows, reach] = curve  # the last one in use
+        return curve
+
+
+class Controller:
+    """Chooses in each round between sources and nothing; frozen, it times nothing, so all processes decide alike."""
+
+    def __init__(self, measurements: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
+        self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
+        self._measurements, self._device, self._on_cpu, self._is_frozen = measurements, device, on_cpu, is_frozen
+        self.arms, self._rows, self._lock = measurements.arms, 0, measurements._lock
+        with self._lock:
+            self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
+
+    def begin(self, rows: int, running: int, context: int) -> None:
+        """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
+        self._rows = rows
+        self.curve = self._measurements.curve(self._device, running, context, self._on_cpu, self._is_frozen)
+
+    @one_at_a_time
+    def speedup(self, name: str, promised: float | None = None) -> float:
+        """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""
+        if not self._rows:
+            return 0.0
+        if self._is_frozen:
+            return math.inf if name == FREE else 0.0
+        # The first rounds tell what nothing costs, against which all else is measured.
+        return 0.0 if self.curve.wants_plain else self.arms[name].speedup(promised)
+
+    def pays(self, name: str, promised: float | None = None) -> bool:
+        """Whether a source is expected to be faster than nothing by more than the error of the estimate."""
+        return self.speedup(name, promised) >= LEAST_SPEEDUP
+
+    def expected(self, nodes: int, tokens: float) -> float:
+        """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
+        return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
+
+    def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
+        """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
+        best = max(promised, key=lambda name: self.speedup(name, promised[name]), default=None)
+        if best is None:
+            return None
+        speedup = self.speedup(best, promised[best])
+        return best if speedup >= LEAST_SPEEDUP and speedup > free else None
+
+    @one_at_a_time
+    def record(
+        self,
+        name: str | None,
+        nodes: int,
+        tokens: int,
+        seconds: float,
+        accepted: int = 0,
+        drafted: int = 0,
+        gained: int | None = None,
+    ) -> None:
+        """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
+        rows gain ``tokens``, of which the source has brought ``gained``, by default all."""
+        if not self._rows:
+            return
+        curve = self.curve
+        if name is None:
+            curve.add_plain(tokens, seconds)
+        elif name in (FREE, MATCHES):
+            curve.add(nodes, tokens, seconds)
+            seconds = curve.costs[min(nodes, len(curve.costs) - 1)]  # whatever disturbed this round
+        elif curve.is_measured:
+            curve.see(tokens, seconds)
+        if curve.is_measured:
+            used = self.arms.get(name or "")
+            pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
+            for stats in self.arms.values():
+                if stats is used:
+                    gained = tokens if gained is None else gained
+                    stats.add(gained / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
+                else:
+                    stats.wait(pace)
+
+    def round_seconds(self) -> tuple[float, ...]:
+        """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
+        return self.curve.costs if self.curve.is_measured else ()

@@ -1,0 +1,168 @@
+"""What a round costs by its number of drafted tokens, and how fast decoding is at present, measured on the rounds."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import wraps
+from statistics import median
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..model.forks import new_lock
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
+# larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
+SIZES = (0, 1, 2, 3, 7, 15, 31)
+# First guesses of the time of a forward by its number of tokens of all rows, in units of a forward over one; further
+# tokens add as much as the last ones. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward
+# is bound by reading its weights from memory, until there are many tokens.
+_TOKENS = (1, 2, 3, 4, 8, 16, 32, 64)
+_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4)
+_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3)
+# How many times are kept for each size, and rounds between two looks at them. Disturbances only make a time longer, so
+# the lower quartile counts; the first guess enters like one more measured time.
+_KEPT, _REFRESHED = 9, 8
+# After this many rounds without a size, one of its times is dropped, so that the size is tried again eventually.
+_STALE = 128
+# Plain rounds that are timed before anything is compared with them, and rounds after which another one is.
+_PLAIN, _PLAIN_AGAIN = 2, 128
+# The weight of the rounds before against the next one in the present speed: 0.98 to 0.995 were best on traces of 45
+# texts; 0.9 lost 2 %.
+_MEMORY = 0.99
+
+
+def one_at_a_time(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """Lets one thread at a time into such methods of objects that share a ``_lock``."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class CostCurve:
+    """Times of rounds for one model on one device, batch size and range of context; ``costs`` are the seconds that one
+    of free drafts takes with 0, 1, 2, ... drafted tokens, their own work included. Threads may share it."""
+
+    def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
+        forwards = _ON_CPU if on_cpu else _ELSEWHERE
+        self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
+        self._is_frozen = is_frozen
+        self._lock = new_lock()
+        self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
+        self._plain: deque[float] = deque(maxlen=_KEPT)
+        self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
+        self._tokens = self._seconds = 0.0
+        self._total = self._until_refresh = self._since_plain = 0
+        self.costs = self._measured()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether costs are in seconds: before a round was timed, and in a frozen curve, only their ratios count."""
+        return any(self._times) or bool(self._plain)
+
+    @property
+    @one_at_a_time
+    def plain(self) -> float:
+        """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
+        return min((_lower_quartile(times) for times in (self._plain, self._times[0]) if times), default=self.costs[0])
+
+    @property
+    def wants_plain(self) -> bool:
+        return not self._is_frozen and (len(self._plain) < _PLAIN or self._since_plain >= _PLAIN_AGAIN)
+
+    @property
+    @one_at_a_time
+    def pace(self) -> float:
+        """Present speed of decoding in tokens per second, all rows; at least one token for each plain round."""
+        return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / self.plain)
+
+    @one_at_a_time
+    def add_plain(self, tokens: int, seconds: float) -> None:
+        """Records a round in which nothing was done but to generate ``tokens`` tokens."""
+        if seconds > 0 and not self._is_frozen:
+            if self._rounds[0]:
+                self.see(tokens, seconds)
+                self._since_plain = 0
+                self._plain.append(seconds)
+                if len(self._plain) == 1:
+                    self.costs = self._measured()
+            self._rounds[0] += 1  # the first round selects and warms up kernels
+
+    @one_at_a_time
+    def add(self, drafted: int, tokens: int, seconds: float) -> None:
+        if self._is_frozen:
+            return self.see(tokens, self.costs[min(drafted, SIZES[-1])])
+        if seconds <= 0:
+            return  # the system clock was set back
+        if self.is_measured:  # otherwise costs are not in seconds yet
+            self.see(tokens, seconds)
+        if drafted > SIZES[-1]:
+            return
+        size = bisect_left(SIZES, drafted)
+        self._rounds[size] += 1
+        self._total += 1
+        self._last[size] = self._total
+        if self._rounds[size] > 1:  # as above
+            self._times[size].append(seconds)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0 or self._rounds[size] == 2:
+            self._until_refresh = _REFRESHED
+            for other, last in enumerate(self._last):
+                if self._total - last >= _STALE and self._times[other]:
+                    self._times[other].popleft()
+                    self._last[other] = self._total
+            self.costs = self._measured()
+
+    @one_at_a_time
+    def begin_like(self, other: CostCurve) -> None:
+        """Starts with the times of rounds over other rows, or another context, as one time of each size."""
+        self._rounds[0] = 1  # kernels are warm
+        with other._lock:
+            if other._plain:
+                ratio = self._forwards[0] / other._forwards[0]
+                self._plain.extend([median(other._plain) * ratio] * _PLAIN)
+            for size, times in enumerate(other._times):
+                if times:
+                    self._times[size].append(median(times) * self._forwards[size] / other._forwards[size])
+        self.costs = self._measured()
+
+    @one_at_a_time
+    def see(self, tokens: int, seconds: float) -> None:
+        self._since_plain += 1
+        self._tokens = self._tokens * _MEMORY + tokens
+        self._seconds = self._seconds * _MEMORY + seconds
+
+    def _measured(self) -> tuple[float, ...]:
+        times = [self._times[0] or self._plain, *self._times[1:]]
+        guesses = [seconds / self._forwards[0] for seconds in self._forwards]
+        logs = [math.log(_lower_quartile(x) / guess) if x else 0.0 for x, guess in zip(times, guesses, strict=True)]
+        counts = [len(of_size) for of_size in times]
+        # How much slower than the guesses this machine is; sizes with more times count more.
+        scale = sum(log * count for log, count in zip(logs, counts, strict=True)) / max(sum(counts), 1)
+        steps = [
+            guess * math.exp((count * log + scale) / (count + 1))
+            for guess, log, count in zip(guesses, logs, counts, strict=True)
+        ]
+        # More tokens never cost less, so where times contradict that, the shortest one counts.
+        steps = [min(steps[size:]) for size in range(len(steps))]
+        return tuple(steps[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1))
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
+
+
+def _guessed(forwards: Sequence[float], tokens: int) -> float:
+    """The time of a forward over ``tokens`` tokens, in units of a forward over one."""
+    if tokens <= _TOKENS[-1]:
+        return forwards[bisect_left(_TOKENS, tokens)]
+    slope = (forwards[-1] - forwards[-2]) / (_TOKENS[-1] - _TOKENS[-2])
+    return forwards[-1] + slope * (tokens - _TOKENS[-1])

@@ -1,0 +1,226 @@
+"""Free drafts of one generation: trees of what earlier text and the model's own logits foretell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from ...batch import Draft, Text, Verdict
+from ...model.logits import Tops
+from ...model.transfer import upload
+from ..controller import Controller
+from ..cost_curve import SIZES
+from ..source import Session
+from .kept_texts import LookupFindings
+from .rates import Rates
+from .row import LookupRow
+from .successors import Successors
+from .suffix import SuffixIndex
+from .tree import Sources, TokenTree, grow
+
+# The first guess for the longest matches: no higher probability is believed.
+_SUREST = 0.975
+_NOTHING = TokenTree()
+_NO_SOURCES = Sources(SuffixIndex(), SuffixIndex(), Successors(0), Rates(), 0, 1.0)
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What another source has drafted for a row: its tree, and which node of the draft each of its nodes is."""
+
+    tree: TokenTree = _NOTHING
+    nodes: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of_row(cls, tokens: list[int], parents: list[int], rates: list[float]) -> Seed:
+        """The nodes of a row that count, with how likely each is to be reached by the acceptance rates by depth."""
+        nodes, index_of = [0], {0: 0}
+        depths, reach = [0], [1.0]
+        kept_parents: list[int] = []
+        for node, parent in enumerate(parents, start=1):
+            if parent >= 0:
+                index, rate = index_of[parent], rates[depths[index_of[parent]]]
+                # Siblings share the probability that the first child leaves.
+                reach.append(reach[index] * ((1.0 - rate) * rate if index in kept_parents else rate))
+                index_of[node] = len(nodes)
+                nodes.append(node)
+                kept_parents.append(index)
+                depths.append(depths[index] + 1)
+        kept = tuple(tokens[node - 1] for node in nodes[1:])
+        return cls(TokenTree(kept, tuple(kept_parents), tuple(reach[1:])), tuple(nodes))
+
+
+class FreeDrafts:
+    """The texts of all rows, and the trees that are drafted from them and from what grammars force, or where there are
+    no ``findings`` from grammars alone."""
+
+    def __init__(
+        self, findings: LookupFindings | None, session: Session, controller: Controller, max_nodes: int = SIZES[-1]
+    ) -> None:
+        self.findings, self.controller = findings, controller
+        self._lock = nullcontext() if findings is None else findings.lock
+        self.trees: list[TokenTree] = []
+        self._session, self._max_nodes = session, session.affordable(max_nodes)
+        self._rows: list[LookupRow] = []
+        self._lengths: list[int] = []
+        self._nodes: list[list[int]] = []
+        if findings is not None:
+            session.target.cache.reserve(self._max_nodes + 1)
+
+    def read(self, text: Text) -> None:
+        if self.findings is not None and not self._rows:
+            mode = "sampled" if self._session.scorer.do_sample else "greedy"
+            self._rows = [LookupRow(self.findings, mode, tokens) for tokens in self._tokens(text)]
+            self._lengths = list(text.lengths)
+
+    def promise(self, max_new: list[int]) -> float:
+        """The expected speed-up of drafts of what followed the last tokens before; nothing else is looked for."""
+        with self._lock:
+            likelihoods = [row.likelihood() for row, count in zip(self._rows, max_new, strict=True) if count]
+        likely = [min(share, _SUREST) for share in likelihoods if share]
+        if not likely:
+            return 0.0
+        # Of a line each token is as likely as the first one where all before it are right.
+        return max(
+            self.controller.expected(size, len(likelihoods) + sum(p * (1 - p**size) / (1 - p) for p in likely))
+            for size in SIZES[1:-1]
+        )
+
+    def plan(
+        self, text: Text, max_new: list[int], seeds: Sequence[Seed] = (), is_awake: bool = True
+    ) -> list[TokenTree]:
+        """The trees of all rows, each as large as pays when they are verified together; of what grammars force alone
+        unless ``is_awake``."""
+        rows, curve = sum(count > 0 for count in max_new), self.controller.curve
+        if not is_awake:  # forced tokens only have to be faster than nothing
+            return self._grown(text, max_new, seeds, is_awake, rows / curve.costs[0])
+        trees = self._grown(text, max_new, seeds, is_awake, curve.pace)
+        if max(max_new) < len(curve.costs):
+            # Near the end the tokens that are left have no room for the longest drafts, whose pace is out of reach.
+            tokens, pace = self._rest(trees, max_new)
+            if tokens > 0 and pace < curve.pace:
+                shorter = self._grown(text, max_new, seeds, is_awake, pace)
+                trees = min(trees, shorter, key=lambda each: self._seconds(each, max_new))
+        return trees
+
+    def _rest(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> tuple[float, float]:
+        """The expected tokens of a row that a round with these trees leaves, and the pace of all rows for them."""
+        tokens = max(count - sum(tree.reach) for tree, count in zip(trees, max_new, strict=True))
+        curve, rows = self.controller.curve, sum(count > 0 for count in max_new)
+        costs = enumerate(curve.costs[: max(math.ceil(tokens), 1)], start=1)
+        return max(tokens, 0.0), min(curve.pace, rows * max(size / cost for size, cost in costs))
+
+    def _seconds(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> float:
+        """Expected time to the end of the call from a round with these trees on."""
+        tokens, pace = self._rest(trees, max_new)
+        costs, rows = self.controller.curve.costs, sum(count > 0 for count in max_new)
+        # Drafts of others can have more nodes than are priced.
+        return costs[min(max(map(len, trees)), len(costs) - 1)] + tokens * rows / pace
+
+    def _grown(
+        self, text: Text, max_new: list[int], seeds: Sequence[Seed], is_awake: bool, pace: float
+    ) -> list[TokenTree]:
+        """See :meth:`plan`: the trees that pay where text is else written at a ``pace``, in tokens a second."""
+        rows, session, curve = sum(count > 0 for count in max_new), self._session, self.controller.curve
+        trees = [seed.tree for seed in seeds] or [_NOTHING] * len(max_new)
+        begun, constraint, branching = list(trees), session.constraint, session.takes_trees and is_awake
+        with self._lock:
+            for row, count in enumerate(max_new):
+                if count:
+                    sources = self._rows[row].sources if is_awake else _NO_SOURCES
+                    deepest = min(count, session.max_draft) if is_awake else count
+                    guide = constraint.at(text, row) if constraint else None
+                    trees[row] = grow(sources, curve.costs, pace / rows, deepest, branching, begun[row], guide)
+        sizes, bound = [len(tree) for tree in begun], self._max_nodes
+        most = self._together(trees, sizes, pace) if rows > 1 else bound
+        return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
+
+    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int], pace: float) -> int:
+        """How many free nodes per row pay where all rows are verified together, as wide as the largest tree."""
+        costs = self.controller.curve.costs
+        drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
+        gains = [0.0] * (most + 1)
+        for tree, seed in zip(trees, seeds, strict=True):
+            for size, reach in enumerate(accumulate(tree.reach[seed:]), start=1):
+                gains[size] += reach
+            for size in range(len(tree) - seed + 1, most + 1):
+                gains[size] += sum(tree.reach[seed:])
+        last = len(costs) - 1
+        return max(range(most + 1), key=lambda size: gains[size] - pace * costs[min(drafted + size, last)])
+
+    def draft(self, trees: list[TokenTree], seeded: Draft, seeds: Sequence[Seed] = ()) -> Draft:
+        """The trees as a draft: what another source has ``seeded``, perhaps nothing, and free tokens behind it, which
+        were not sampled."""
+        seeds, size = seeds or [Seed()] * len(trees), seeded.size
+        grown = list(zip(trees, (len(seed.tree) for seed in seeds), strict=True))
+        more = max(len(tree) - count for tree, count in grown)
+        self.trees = trees
+        self._nodes = [
+            [*seed.nodes, *range(size + 1, size + 1 + len(tree) - count)]
+            for seed, (tree, count) in zip(seeds, grown, strict=True)
+        ]
+        if not more:
+            return seeded
+        added = [[*tree.tokens[count:], *[0] * (more - len(tree) + count)] for tree, count in grown]
+        parents = None
+        if size or any(tree.parents != tuple(range(len(tree))) for tree in trees):
+            parents = [
+                [*line, *(nodes[parent] for parent in tree.parents[count:]), *[-1] * (more - len(tree) + count)]
+                for line, nodes, (tree, count) in zip(parents_of(seeded), self._nodes, grown, strict=True)
+            ]
+        if size:
+            tokens = torch.cat([seeded.tokens, upload(added, seeded.tokens.device)], dim=1)
+        else:
+            tokens = torch.tensor(added, device="cpu")
+        assert seeded.listed is not None
+        return replace(
+            seeded,
+            tokens=tokens,
+            listed=[[*first, *free] for first, free in zip(seeded.listed, added, strict=True)],
+            lengths=[tree.depth for tree in trees],
+            parents=parents,
+            num_drawn=size if seeded.num_drawn is None else seeded.num_drawn,
+        )
+
+    def learn(self, text: Text, verdicts: list[Verdict], tops: Tops | None) -> None:
+        """Learns from a round, ``tops`` being ``None`` where nothing was drafted."""
+        if self.findings is None:
+            return
+        with self._lock:
+            for row, verdict in enumerate(verdicts):
+                count = text.lengths[row] - self._lengths[row]
+                if verdict.tokens and count:
+                    emitted = verdict.tokens[:count]
+                    if tops is None:
+                        self._rows[row].follow(emitted)
+                    else:
+                        tokens, shares = (values[self._nodes[row]] for values in tops.of(row))
+                        self._rows[row].learn(self.trees[row], emitted, tokens, shares)
+                self._lengths[row] = text.lengths[row]
+
+    def finish(self, text: Text) -> None:
+        if self.findings is not None:
+            self.findings.end([row.text.tokens for row in self._rows] or self._tokens(text))
+
+    def _tokens(self, text: Text) -> list[list[int]]:
+        """The tokens of each row after the last id that is not one; with given embeddings, ids may be anything."""
+        padding, vocabulary = self._session.target.padding, self._session.vocabulary
+        slots = [0] * text.batch_size if padding is None else padding.argmax(1).tolist()
+        rows = []
+        for ids, slot, base, length in zip(text.ids.tolist(), slots, text.base, text.lengths, strict=True):
+            tokens = ids[max(0, slot - base) : length]
+            ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < vocabulary]
+            rows.append(tokens[ends[-1] :] if ends else tokens)
+        return rows
+
+
+def parents_of(draft: Draft) -> list[list[int]]:
+    """For each row the parents of all nodes, -1 for those that do not count."""
+    if draft.parents is not None:
+        return draft.parents
+    return [[node if node < length else -1 for node in range(draft.size)] for length in draft.lengths]

@@ -1,0 +1,168 @@
+"""What free drafts learn about a model, shared by all calls and threads of a ``SelfSpec``."""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ...learned.findings import Findings
+from ...model.forks import new_lock
+from .rates import Rates
+from .successors import Successors
+from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
+
+# How many tokens of earlier texts are kept by default.
+STORED = 65_536
+# Tokens that are added to the store while others wait.
+_PIECE = 4_096
+
+
+class LookupFindings(Findings):
+    """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
+
+    def __init__(self, most_stored: int = STORED, vocabulary: int = 1 << 31) -> None:
+        self.lock = new_lock()
+        self.successors = Successors()
+        self.store = SuffixIndex()
+        self._adding = new_lock()  # held while the store changes, before ``lock``
+        self._most_stored, self._vocabulary = most_stored, vocabulary
+        self.rates = defaultdict[str, Rates](Rates)
+        self._texts = 0
+
+    def next_text(self) -> int:
+        with self.lock:
+            self._texts += 1
+            return self._texts
+
+    def end(self, texts: Sequence[Sequence[int]]) -> None:
+        self.add_texts(texts)
+        self.changed()
+
+    def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
+        """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""
+        most, pieces, kept = self._most_stored, set[tuple[int, ...]](), list[list[int]]()
+        with self._adding:
+            for text in reversed(texts):
+                if sum(map(len, kept)) >= most:
+                    break
+                if new := self._unknown_end(text, pieces):
+                    kept.append([SEPARATOR, *new[-(most // 2) :]])
+            added = list(chain(*reversed(kept)))
+            if len(self.store.tokens) + len(added) > most:
+                # The older half goes; others draft from what there is, until the rest is indexed.
+                count, store = max(most // 2, min(len(added), most)), SuffixIndex()
+                store.extend([*self.store.tokens, *added][-count:])
+                self.store = store
+                return
+            for start in range(0, len(added), _PIECE):
+                with self.lock:
+                    self.store.extend(added[start : start + _PIECE])
+
+    def _unknown_end(self, text: Sequence[int], pieces: set[tuple[int, ...]]) -> Sequence[int]:
+        """The end of a text that is neither in the store nor among ``pieces``, to which those of the text are added."""
+        new = None
+        for start in range(0, len(text), LONGEST_MATCH):
+            piece = tuple(text[start : start + LONGEST_MATCH])
+            if new is None and not (piece in pieces or self._is_stored(piece)):
+                # The rest is stored with the tokens before it, by which it is found.
+                new = max(0, start - LONGEST_MATCH)
+            if len(piece) == LONGEST_MATCH:
+                pieces.add(piece)
+        return () if new is None else text[new:]
+
+    def _is_stored(self, piece: Sequence[int]) -> bool:
+        match = self.store.match(piece)
+        return match is not None and match.length == LONGEST_MATCH
+
+    def forget(self) -> None:
+        with self._adding, self.lock:
+            self.successors.forget()
+            self.store = SuffixIndex()
+            self.rates.clear()
+
+    def state(self) -> dict[str, Any]:
+        with self.lock:
+            knowledge = {
+                # Texts could be reconstructed from these, so they are left out where texts are not kept.
+                "successors": (self.successors if self._most_stored else Successors(0)).state(),
+                "store": np.array(self.store.tokens, np.int32),
+                "rates": {mode: rates.state() for mode, rates in self.rates.items()},
+            }
+            return {"known": _packed(knowledge)}
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Adds unknown texts, as older ones, and unknown pairs of another's :meth:`state`, as long as there is room."""
+        theirs = self._checked(state)
+        with self._adding, self.lock:
+            self.successors.merge(theirs["successors"])
+            mine = self.store.tokens
+            older: list[int] = []
+            for text in reversed(_unknown(texts_of(theirs["store"]), texts_of(mine))):
+                if len(older) + len(text) + 1 > self._most_stored - len(mine):
+                    break
+                older = [SEPARATOR, *text, *older]
+            if older:
+                self.store = SuffixIndex()
+                self.store.extend([*older, *mine])
+
+    def restore(self, state: dict[str, Any]) -> None:
+        knowledge = self._checked(state)
+        store = SuffixIndex()
+        store.extend(knowledge["store"][-self._most_stored :] if self._most_stored else [])
+        rates = {mode: Rates.of(of_mode) for mode, of_mode in knowledge["rates"].items()}
+        with self._adding, self.lock:
+            self.successors.restore(knowledge["successors"])
+            self.store, self.rates = store, defaultdict(Rates, rates)
+
+    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The knowledge in the state of another or an earlier process, with tokens of this model alone."""
+        knowledge: dict[str, Any] = _unpacked(state["known"])
+        _check_tokens(np.asarray(knowledge["successors"]["tokens"]), self._vocabulary)
+        store = np.asarray(knowledge["store"])
+        _check_tokens(store, self._vocabulary)
+        if store.ndim != 1:
+            raise ValueError(f"a store of the shape {store.shape}")
+        return knowledge | {"store": store.tolist()}
+
+
+def _unknown(texts: list[list[int]], stored: list[list[int]]) -> list[list[int]]:
+    """The texts that are not among the stored ones; the beginning of either may be missing."""
+    by_end = defaultdict[tuple[int, ...], list[list[int]]](list)
+    for text in stored:
+        by_end[tuple(text[-LONGEST_MATCH:])].append(text)
+
+    def is_stored(text: list[int]) -> bool:
+        alike = by_end[tuple(text[-LONGEST_MATCH:])]
+        return any(text[-(shorter := min(len(text), len(other))) :] == other[-shorter:] for other in alike)
+
+    return [text for text in texts if not is_stored(text)]
+
+
+def _packed(state: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        data = base64.b64encode(np.ascontiguousarray(state).tobytes()).decode("ascii")
+        return {"dtype": state.dtype.str, "shape": list(state.shape), "base64": data}
+    return {name: _packed(value) for name, value in state.items()} if isinstance(state, dict) else state
+
+
+def _unpacked(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if "base64" in state:
+        dtype = np.dtype(str(state["dtype"]))
+        if dtype.hasobject:
+            raise ValueError("arrays hold numbers")
+        return np.frombuffer(base64.b64decode(state["base64"], validate=True), dtype).reshape(state["shape"])
+    return {name: _unpacked(value) for name, value in state.items()}
+
+
+def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
+    if tokens.dtype.kind not in "iu":
+        raise ValueError(f"tokens of the type {tokens.dtype}")
+    if tokens.size and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, but the model has 0 to {vocabulary - 1}")

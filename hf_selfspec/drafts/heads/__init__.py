@@ -1,0 +1,1 @@
+"""Drafts from fitted or shipped heads."""

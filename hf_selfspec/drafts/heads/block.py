@@ -1,0 +1,189 @@
+"""Drafting with a block head: all tokens of a draft in one forward (DFlash, arXiv 2602.06036; DSpark, 2607.05147)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+from typing_extensions import Self
+
+from ...batch import Draft, Text
+from ...errors import UnsupportedModelError
+from ...learned.saving import register
+from ...model.cache.speculative_cache import SpeculativeCache
+from ...model.forward_pass import ForwardPass, obeying
+from ...model.head import output_head, spread
+from ...model.patching import within
+from ...model.transfer import RowNumbers
+from ...modules.block import BlockHead
+from ...modules.draft_module import module_of
+from ..growing import DraftStep
+from ..source import Drafter, DraftSource, Session
+from ..states import StatesDraft
+from ..stop.rules import FixedLength, ProductThreshold
+
+
+@register("draft")
+@dataclass(frozen=True)
+class Block(DraftSource):
+    """Drafts with a block head that others publish: DFlash (arXiv 2602.06036) or DSpark (arXiv 2607.05147).
+
+    One forward of a few layers, which read some of the model's states, drafts all tokens of a block; a Markov head adds
+    to each slot's logits what the token before it suggests. A draft ends below a confidence on a CPU, by the confidence
+    head where there is one, see :class:`ProductThreshold`; on a GPU the whole block is verified, so that nothing waits.
+
+    Args:
+        head: the folder or Hub repository of a checkpoint of speculators (0.9: ``dflash``, ``dspark``), or of
+            transformers' assistants with ``speculation_type="dflash"``.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such head, it is damaged, or a variant that is not served. One of
+            another model is refused by ``generate``.
+    """
+
+    head: BlockHead | str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        kept, module = module_of("Block(head)", self.head, BlockHead)
+        object.__setattr__(self, "head", kept)
+        object.__setattr__(self, "_head", module)
+
+    @classmethod
+    def from_pretrained(cls, checkpoint: str | os.PathLike[str]) -> Self:
+        """Returns drafts with the head of a checkpoint, see :class:`Block`."""
+        return cls(checkpoint)
+
+    def start(self, session: Session) -> Drafter:
+        head: BlockHead = self.__dict__["_head"]
+        model = session.target.model
+        weight, has_head = model.get_input_embeddings().weight, output_head(model) is not None
+        # Parameters that are spread over processes have a device mesh, or no values in this process.
+        is_plain = weight.is_floating_point() and not (weight.is_meta or hasattr(weight, "device_mesh"))
+        if not is_plain or not (has_head or head.lm_head is not None):
+            raise UnsupportedModelError(
+                f"{session.anatomy.model_name} has no plain embedding in this process's memory (quantised, offloaded, "
+                "spread over processes?) or no output head, which block heads need. Take another draft."
+            )
+        session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
+        is_free = model.device.type == "cpu"  # to look at confidences, which a GPU would have to send
+        sure = list[torch.Tensor]()
+        has_own = head.confidence_head is not None
+        usual = ProductThreshold(confidence=(lambda logits, _: sure[-1].to(logits.device)) if has_own else None)
+        return BlockDraft(session.with_usual_stop(usual if is_free else FixedLength(head.num_tokens)), head, sure)
+
+
+class BlockDraft(StatesDraft):
+    """Drafts with a block head, which puts what its confidence head knows of each slot, ``[b]``, into ``sure``. Entry
+    ``e`` of its cache is made of the state of one verified token; what a block writes behind these is overwritten."""
+
+    in_one_forward = True
+
+    def __init__(self, session: Session, head: BlockHead, sure: list[torch.Tensor]) -> None:
+        target = session.target
+        super().__init__(session, head.read_layers(target.model))
+        self._block = head
+        self._cache = SpeculativeCache(len(head.layers), len(self._taken), target.cache.capacity)
+        self._cache.owner, self._cache.has_few_sizes = "block", target.cache.has_few_sizes
+        # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
+        self._slot = self._most = 0
+        self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
+        self._sure = sure
+        self._key: tuple[object, ...] = ()  # what its graph is for
+        self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        steps, self._slot, self._most = self.steps, 0, min(self.session.longest, max(max_new))
+        self._sure.clear()
+        draft = super().propose(text, max_new)
+        self.steps = steps + (self._slot > 0)
+        if self._sure and draft.size:
+            draft.sure = torch.stack(self._sure, dim=1).to(draft.tokens.device)
+        return draft
+
+    def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
+        head, slots = self._block.on(states.device, states.dtype), entries.onwards(states.shape[1], states.device)
+        self._cache.place = self.target.cache.place  # known since the prompt
+        self._cache.seek(entries, states.shape[1])
+        with torch.no_grad(), within(self.target.autocast):
+            head.take_in(states, self._positions(slots.expand(len(states), -1)), self._cache)
+        self._like = states.new_empty(0)  # tells where and in what type the head runs
+
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
+        if not self._slot:
+            self._run(text, feed)
+        states, logits = self._states[:, self._slot], self._logits[:, self._slot]
+        head = self._block.on(states.device, states.dtype)
+        features = states  # of the confidence head
+        if head.markov_head is not None:
+            with within(self.target.autocast):
+                embedded = head.markov_head.markov_w1(feed[:, -1].to(states.device))
+                added, self._memory = head.markov_head(embedded, states, self._memory)
+            logits = logits + added.to(logits)
+            if head.confidence_head is not None and head.settings["confidence_head_with_markov"]:
+                features = torch.cat([states, embedded], dim=-1)
+        if head.confidence_head is not None:
+            self._sure.append(head.confidence_head.proj(features)[:, 0].float().sigmoid())
+        self._slot += 1
+        if self._tokens is not None:
+            logits = spread(logits, self._tokens, head.vocabulary)
+        return DraftStep(logits, states, None)
+
+    def _run(self, text: Text, feed: torch.Tensor) -> None:
+        """Runs the block behind the tokens ``[b, 1]``: states and logits of the slots that are drafted."""
+        self.take_in(text)
+        device, graphs, cache = self._like.device, self.target.graphs, self._cache
+        head, ends, b = self._block.on(device, self._like.dtype), RowNumbers(self._taken), len(feed)
+        self._tokens = head.tokens if self._tokens is None else self._tokens
+        cache.seek(ends, head.block_size)
+        slots = ends.onwards(head.block_size, device).expand(b, -1)
+
+        def eager(feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+            return self._forward(head, feed, slots, positions, max(ends) + head.block_size, ends.are_equal)
+
+        def fixed(
+            feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *buffers: torch.Tensor
+        ) -> list[torch.Tensor]:
+            with cache.written_at(slots, buffers):
+                return self._forward(head, feed, slots, positions, cache.capacity, False)
+
+        inputs = feed, slots.contiguous(), self._positions(slots).contiguous()
+        if graphs is None or feed.device != device:
+            states, self._logits = eager(*inputs)
+        else:
+            self._key = self._key or (head, *(weight.data_ptr() for weight in head.parameters()))
+            states, self._logits = graphs.run_head(self._key, fixed, eager, inputs, cache)
+        first = head.first_slot
+        self._states = states[:, first:]
+        if head.markov_head is not None:
+            with torch.no_grad(), within(self.target.autocast):
+                self._memory = states.new_zeros(b, head.markov_head.rank)
+                if first and head.markov_head.way == "rnn":  # the slot of the text's last token comes before
+                    embedded = head.markov_head.markov_w1(feed[:, -1].to(device))
+                    _, self._memory = head.markov_head(embedded, states[:, 0], self._memory)
+
+    def _forward(
+        self,
+        head: BlockHead,
+        feed: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        length: int,
+        is_even: bool,
+    ) -> list[torch.Tensor]:
+        """States ``[b, B, d]`` of a block, and logits of the slots that draft, on a CPU those that are wanted."""
+        model = self.target.model
+        embedding = model.get_input_embeddings().weight  # without norms or scales of the model's own
+        masks = feed.new_full((len(feed), head.block_size - 1), head.mask_token)
+        embedded = functional.embedding(torch.cat([feed, masks], dim=1).to(embedding.device), embedding)
+        with torch.no_grad(), within(self.target.autocast), obeying(ForwardPass(self.plan)):
+            states = head(embedded.to(self._like), slots, positions, length, is_even, self._cache)
+            wanted = self._most if slots.device.type == "cpu" else head.num_tokens
+            drafted = states[:, head.first_slot : head.first_slot + wanted]
+            if head.lm_head is not None:
+                return [states, head.lm_head(drafted)]
+            output = output_head(model)
+            assert output is not None
+            weight = next(output.parameters())  # one that is offloaded has a hook that loads it and moves states
+            return [states, output(drafted if weight.is_meta else drafted.to(weight.device))]

@@ -1,0 +1,211 @@
+"""Drafting with MTP layers, which read the model's last states (DeepSeek-V3, arXiv 2412.19437, §2.2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import Self
+
+from ...batch import Draft, Text
+from ...errors import SettingError, UnsupportedOptionError
+from ...learned.saving import register
+from ...model.anatomy import Anatomy
+from ...model.attention.interface import MaskSpec, at_positions
+from ...model.cache.speculative_cache import SpeculativeCache
+from ...model.forward_pass import ForwardPass
+from ...model.head import HeadRows
+from ...model.patching import within
+from ...model.plan import LayerPlan
+from ...model.transfer import RowNumbers, at_places
+from ...modules.draft_module import module_of
+from ...modules.eagle import load_eagle3
+from ...modules.mtp import MtpHead
+from ...modules.reduced_head import ReducedHead
+from ...modules.shipped import shipped_mtp
+from ..growing import DraftStep
+from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from ..states import StatesDraft, picked
+from ..stop.rules import ProductThreshold
+
+
+@register("draft")
+@dataclass(frozen=True)
+class MTP(DraftSource):
+    """Drafts with MTP layers and the model's own output head: one layer a token, which has seen the last states.
+
+    Args:
+        head: an :class:`MtpHead`, or the folder or Hub repository that holds one; ``None`` for the layers that ship
+            with the model, see :func:`hf_selfspec.load_mtp`, which loads them where none are attached yet.
+        head_rows: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such head.
+    """
+
+    head: MtpHead | str | os.PathLike[str] | None = None
+    head_rows: ReducedHead | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, module_class in (("head", MtpHead), ("head_rows", ReducedHead)):
+            if (value := getattr(self, name)) is not None:
+                kept, module = module_of(f"MTP({name})", value, module_class)
+                object.__setattr__(self, name, kept)
+                object.__setattr__(self, f"_{name}", module)
+        if self.head is not None and any(part.is_meta for part in self.__dict__["_head"].parameters()):
+            raise SettingError(
+                "MTP(head) has no weights yet: load them with MtpHead.load(folder) or load_state_dict(..., "
+                "assign=True), or make a head by MtpHead.of(model)."
+            )
+        if self.head_rows is not None and self.head is not None and self.__dict__["_head"].output is not None:
+            raise SettingError("MTP(head_rows): this head has an output head of its own. Leave `head_rows` out.")
+
+    @classmethod
+    def from_eagle3(cls, checkpoint: str | os.PathLike[str], state_layers: Sequence[int] = ()) -> Self:
+        """Returns drafts with an EAGLE-3 head (arXiv 2503.01840) that others publish, for Llama- and Qwen-like models.
+
+        Args:
+            checkpoint: the folder or Hub repository, in the original format (``midlayer.*``) or that of speculators.
+            state_layers: the layers of the model whose entering states the head reads; by default those that its
+                configuration names, else 2, ``L // 2`` and ``L - 3``.
+
+        Raises:
+            SettingError, SettingTypeError: there is no such head, it is damaged, or a variant that is not served. One
+                of another model is refused by ``generate``.
+        """
+        return cls(load_eagle3(checkpoint, state_layers))
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        if self.head is None:
+            raise UnsupportedOptionError(
+                f"{anatomy.model_name}'s own MTP layers need no export: engines read them from its checkpoint."
+            )
+        return DraftBlocks(LayerPlan(anatomy.num_layers), mtp=self.__dict__["_head"])
+
+    def start(self, session: Session) -> Drafter:
+        target = session.target
+        head: MtpHead = shipped_mtp(target.model) if self.head is None else self.__dict__["_head"]
+        head.check(session.knowledge.fingerprint)
+        tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
+        rows = None if tokens is None or head.output is not None else HeadRows(target.model, tokens)
+        return MtpDraft(session.with_usual_stop(ProductThreshold()), head, rows)
+
+
+class MtpDraft(StatesDraft):
+    """Drafts with MTP layers. Entry ``e`` of a layer's cache is made of one token and what was known before it: of the
+    model's states where these are known, else of the head's own."""
+
+    def __init__(self, session: Session, head: MtpHead, head_rows: HeadRows | None) -> None:
+        target = session.target
+        super().__init__(session, head.read_layers(target.model), head_rows=head_rows)
+        self._mtp, self._last = head, len(head.layers) - 1
+        self._caches = [SpeculativeCache(1, len(self._taken), target.cache.capacity) for _ in head.layers]
+        # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
+        self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
+        self._counts = [0] * len(self._taken)
+        self._depth = 0
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        self._depth = 0
+        draft = super().propose(text, max_new)
+        if self._depth:
+            self._end()
+        return draft
+
+    def take_in(self, text: Text) -> None:
+        self._depth = 0
+        self._begin(text)
+        self._end(least=1)  # a draft begins with the state that leaves the first layer
+
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
+        if self._mtp.output is not None:
+            states = self._predicted(text, feed)
+            with within(self.target.autocast):
+                logits = self._mtp.on(states.device, states.dtype).own_logits(states)
+            return DraftStep(logits[:, -1], states[:, -1], None)
+        # All layers pass on what they get: the model's own code brings the head's states to the logits.
+        run = ForwardPass(
+            self.plan,
+            start=self.plan.num_layers,
+            head_input_fn=lambda states: self._predicted(text, feed).to(states),
+            head_rows=self.head,
+        )
+        step = self.target.step(feed, cursors, run)
+        assert step.logits is not None
+        return DraftStep(step.logits[:, -1], at_places(self._states, self._ends)[:, -1], None)
+
+    @property
+    def _ends(self) -> list[int]:
+        """For each row the last of the states that enter the next layer."""
+        return [max(count - 1, 0) for count in self._counts]
+
+    def _predicted(self, text: Text, feed: torch.Tensor) -> torch.Tensor:
+        """The states ``[b, 1, d]`` that predict what follows the tokens ``[b, 1]``."""
+        if not self._depth:
+            self._begin(text)
+        else:
+            self._follow(feed)
+        return at_places(self._states, self._ends)
+
+    def _begin(self, text: Text) -> None:
+        """Takes in the tokens since the last draft, with the model's states before them."""
+        for row, base in enumerate(text.base):  # embedded prompts have no tokens
+            if (late := base - self._first[row]) > 0:
+                del self._places[row][:late]
+                self._first[row] = base
+        self._counts = [len(places) for places in self._places]
+        self._waiting = [picked(torch.cat(self._waiting, dim=1), self._places)]
+        rows = zip(self._first, self._taken, text.base, strict=True)
+        begins = RowNumbers([first + taken - base for first, taken, base in rows])
+        states = self._waiting[0]
+        columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
+        self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.session.vocabulary - 1)
+        self._run(states, self._taken)
+
+    def _follow(self, feed: torch.Tensor) -> None:
+        """Runs the next layer with the tokens ``[b, 1]`` that were drafted, or the last one on its own state."""
+        ends = RowNumbers(self._ends)
+        if self._depth <= self._last:
+            places = ends.on(feed.device).expand(len(feed), 1)
+            self._tokens = self._tokens.roll(-1, 1).scatter(1, places, feed)
+            self._run(self._states, self._taken)
+        else:
+            states, starts = at_places(self._states, ends), zip(self._taken, self._entered, strict=True)
+            self._tokens, self._counts = feed, [1] * len(feed)
+            self._run(states, [taken + count + self._depth - 1 - self._last for taken, count in starts])
+
+    def _run(self, states: torch.Tensor, starts: Sequence[int]) -> None:
+        """Runs a layer over tokens and states, which are entries from ``starts`` on."""
+        layer, tokens = min(self._depth, self._last), self._tokens
+        (b, s), device, target = tokens.shape, states.device, self.target
+        cache, begun = self._caches[layer], RowNumbers(starts)
+        cache.seek(begun, s)
+        slots = begun.onwards(s, device).expand(b, s)
+        spec = MaskSpec(slots, max(starts) + s, is_even=begun.are_equal) if max(starts) else None
+        positions = self._positions(slots, ahead=layer + 1)
+        if (limit := target.anatomy.position_limit) is not None:
+            positions = positions.clamp(max=limit - 1)
+        head = self._mtp.on(device, states.dtype)
+        embedding = head.embedding
+        embedded = target.model.get_input_embeddings()(tokens) if embedding is None else embedding(tokens.to(device))
+        with torch.no_grad(), within(target.autocast), at_positions(spec):
+            states = states if self._depth else head.fuse(states)
+            self._states = head(embedded.to(device), states, target.following.positions(positions, None), cache, layer)
+        self._depth += 1
+        if self._depth == 1:
+            self._entered = self._counts
+
+    def _end(self, least: int = 0) -> None:
+        """Runs the layers that a short draft has not come to, since all have to know the text; then what is known of
+        the text stays, except for entries in which a later layer has a drafted token, and the ``least`` last ones."""
+        while self._depth <= self._last:
+            self._follow(self._tokens[:, -1:])
+        self._counts = self._entered
+        kept = max(self._last, least)
+        late = [list(range(max(count - kept, 0), count)) for count in self._counts]
+        ends = zip(self._taken, self._counts, late, strict=True)
+        self._taken = [taken + count - len(columns) for taken, count, columns in ends]
+        self._places = [list(range(len(columns))) for columns in late]
+        self._waiting = [picked(self._waiting[0], late)] if kept else []

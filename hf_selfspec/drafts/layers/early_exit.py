@@ -1,0 +1,186 @@
+"""Early exit: drafting with the first layers and the model's head (LayerSkip §4.2), or some of its rows (FR-Spec)."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedModel
+
+from ...errors import SettingError
+from ...learned.saving import register
+from ...model.anatomy import Anatomy
+from ...model.head import HeadRows
+from ...model.plan import LayerPlan
+from ...modules.draft_module import DraftModule, module_of
+from ...modules.lora import DraftLora
+from ...modules.reduced_head import ReducedHead
+from ...search.choice import ExitChoice
+from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
+from ..source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from ..stop.rules import ConfidenceThreshold
+from .partial import PartialDraft
+from .probing import ProbingDraft
+
+_M = TypeVar("_M", bound=DraftModule)
+
+
+class ExitSource(DraftSource, Generic[_M]):
+    """A source that drafts at an exit layer, perhaps with a fitted ``module``, or some rows of the head."""
+
+    module: _M
+    head: ReducedHead | StrPath | None = None
+
+    def _load(self, setting: str, module_class: type[DraftModule]) -> Any:
+        """Loads the module that a setting holds or names, and makes a relative path a whole one."""
+        whole, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
+        object.__setattr__(self, setting, whole)
+        return module
+
+    def _load_head(self) -> None:
+        if self.head is not None:
+            object.__setattr__(self, "_reduced", self._load("head", ReducedHead))
+
+    def __repr__(self) -> str:
+        settings: Any = fields(self)  # type: ignore[arg-type]  # of a dataclass that derives from it
+        shown = [(setting.name, getattr(self, setting.name)) for setting in settings]
+        values = ", ".join(f"{name}={value!r}" for name, value in shown if name != "head" or value is not None)
+        return f"{type(self).__name__}({values})"
+
+    def head_rows(self, model: PreTrainedModel) -> HeadRows | None:
+        """Returns what runs in place of a model's head in one generation, ``None`` for the whole head."""
+        return None if self.head is None else HeadRows(model, self.__dict__["_reduced"].tokens)
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan | None:
+        """The blocks that run for this model, ``None`` where a probe has to find them."""
+        raise NotImplementedError
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        self.plan(anatomy)
+
+    def exit_at(self, layer: int, anatomy: Anatomy) -> LayerPlan:
+        """The blocks below the exit layer that the module was fitted to."""
+        if layer >= anatomy.num_layers:
+            raise SettingError(
+                f"the {self.module.kind} is for exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} "
+                "layers. Use it with the model that it was fitted to."
+            )
+        return LayerPlan.early_exit(anatomy.num_layers, layer)
+
+
+@register("draft")
+@dataclass(frozen=True, repr=False)
+class EarlyExit(ExitSource[DraftModule]):
+    """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
+
+    Lossless with any model; fast with a model whose early layers were trained to predict tokens.
+
+    Args:
+        layer: the exit layer ``E``, from 1 to ``L-1``, or ``None`` for the fastest one, found by a probe on the first
+            text that each model generates.
+        head: a :class:`ReducedHead` with the tokens that can be drafted, or the folder or Hub repository that holds
+            one, see ``fit_reduced_head``; ``None`` for all tokens. Drafts with one run without compiled graphs.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    layer: int | None = None
+    head: ReducedHead | StrPath | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
+        self._load_head()
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan | None:
+        return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        if self.head is not None:
+            raise SettingError(
+                f"{self!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
+                "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
+                "--speculative-token-map)."
+            )
+        if (plan := self.plan(anatomy)) is not None:
+            return DraftBlocks(plan)
+        return DraftBlocks.of_choice(repr(self), find_choice(ExitChoice), anatomy)
+
+    def start(self, session: Session) -> Drafter:
+        plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
+        if plan is None or session.stop is None:
+            return ProbingDraft(session, self.layer, head)
+        return PartialDraft(session, plan, head)
+
+
+@register("draft")
+@dataclass(frozen=True, repr=False)
+class EarlyExitLora(ExitSource[DraftLora]):
+    """Drafts with layers ``0 .. E-1`` with LoRA that is off in verification, and the model's own norm and head.
+
+    The model's output is that without LoRA. Drafts run without compiled graphs.
+
+    Args:
+        lora: the LoRA, or the folder or Hub repository that holds it, see ``fit_draft_lora``.
+        head: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such LoRA or head.
+    """
+
+    lora: DraftLora | StrPath
+    head: ReducedHead | StrPath | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module", self._load("lora", DraftLora))
+        self._load_head()
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan:
+        return self.exit_at(self.module.exit_layer, anatomy)
+
+    def start(self, session: Session) -> Drafter:
+        self.module.check(session.knowledge.fingerprint)
+        substitutes = self.module.substitutes(session.anatomy)
+        plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, substitutes)
+        draft = PartialDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
+        session.target.substitutes.append(substitutes)
+        return draft
+
+
+@register("draft")
+@dataclass(frozen=True)
+class EarlyExitOnly(DraftSource):
+    """Generates with layers ``0 .. layer-1`` alone: fast, and **not** what the whole model would generate.
+
+    The early-exit baseline of LayerSkip (Tables 1, 2 and 11).
+
+    Args:
+        layer: the exit layer ``E``, from 1 to ``L-1``.
+
+    Raises:
+        SettingError, SettingTypeError: ``layer`` is not allowed.
+    """
+
+    layer: int
+
+    lossless = False
+
+    def __post_init__(self) -> None:
+        check_count("EarlyExitOnly(layer)", self.layer, most=MOST_LAYERS)
+
+    @property
+    def fixed_because(self) -> str:
+        return f"{self!r} generates without drafts"
+
+    def whole_model(self, anatomy: Anatomy) -> LayerPlan:
+        return _plan("EarlyExitOnly", self.layer, anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        return DraftBlocks(self.whole_model(anatomy))
+
+    def start(self, session: Session) -> Drafter:
+        return BaseDrafter()
+
+
+def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:
+    check_exit(name, "layer", layer, anatomy.num_layers, anatomy.model_name)
+    return LayerPlan.early_exit(anatomy.num_layers, layer)

@@ -1,0 +1,114 @@
+"""Applies logits processors and warpers at each position, with that position's own prefix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as lp
+
+from ..batch import Text
+from ..errors import NumericalError
+from ..model.internals import prefix_function
+from .grammar.rows import GrammarMask
+from .stateless import PREFIX_FREE, ROW_BLIND, is_stateless, stateful
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Scorer:
+    """Turns logits into the scores from which a token is chosen, as plain ``generate`` would."""
+
+    def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
+        self.do_sample = do_sample
+        self.stateful = stateful(processors)  # names; with any, all are called only as by plain `generate`
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
+        self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
+        self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
+        others = [processor for processor in processors if not isinstance(processor, GrammarMask)]
+        # The one that alone depends on the prefix, and whose masks can be known for all nodes of a draft at once.
+        is_alone = len(self.grammars) == 1 and not self.grammars[0].is_prefix_function
+        is_alone &= all(type(processor) in PREFIX_FREE for processor in others)
+        self.grammar = self.grammars[0] if is_alone else None
+        self._empty = len(processors) == 0
+        self.processors = processors
+        self._rows = [
+            lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
+            for row in range(batch_size)
+        ]
+        self._batch_size = batch_size
+        self._row_blind = all(type(processor) in ROW_BLIND for processor in others)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self._empty and not self.do_sample
+
+    @property
+    def for_drafts(self) -> Scorer:
+        """The scorer without processors that may keep a state: these must not see tokens that are not emitted."""
+        if not self.stateful:
+            return self
+        stateless = lp.LogitsProcessorList(processor for processor in self.processors if is_stateless(processor))
+        return Scorer(stateless, self._batch_size, self.do_sample)
+
+    def everywhere(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds, or with the tokens ``[..., v]`` that
+        :attr:`grammar` allows."""
+        if self._empty:
+            return logits
+        flat = logits.reshape(-1, logits.shape[-1])
+        no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+        for processor in self.processors:  # the list itself would look up what each of them takes, in every call
+            if allowed is not None and processor is self.grammar:
+                flat = flat.masked_fill(~allowed.view_as(flat), -torch.inf)
+            else:
+                flat = processor(no_prefix, flat)
+        return flat.view_as(logits)
+
+    def roughly(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of logits ``[..., v]``; raw logits if processors need a prefix: they change draft and target alike."""
+        return self.everywhere(logits) if self.prefix_free else logits
+
+    def row(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
+        # Many processors expect their batch's size and identify a row by its place, so each place gets a copy.
+        copies = 1 if self._row_blind else self._batch_size
+        return self._rows[row](prefix.expand(copies, -1), logits.expand(copies, -1).clone())[row % copies]
+
+    def ahead(self, text: Text, ahead: int, logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
+        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``ahead`` scratch columns, for the wanted rows."""
+        if self.prefix_free:
+            return self.everywhere(logits)
+        if all(wanted) and min(text.lengths) == max(text.lengths):
+            return self.processors(text.with_draft(ahead), logits.clone())
+        scores = logits.clone()
+        for row, want in enumerate(wanted):
+            if want:
+                scores[row] = self.row(row, text.prefix(row, ahead), logits[row])
+        return scores
+
+
+def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
+    if isinstance(processor, GrammarMask):
+        return lambda input_ids, scores: processor.of_row(row, input_ids[0], scores)
+    if type(processor) is lp.RepetitionPenaltyLogitsProcessor:
+        ignored = processor.prompt_ignore_length  # one number for each row since transformers 5.24, as a tensor
+        if not isinstance(ignored, torch.Tensor) or len(ignored) != batch_size:
+            return processor
+        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+    if batch_size == 1 or type(processor) is not lp.PrefixConstrainedLogitsProcessor:
+        return processor
+    # A prefix function must not be called for copies in other rows.
+    allowed = prefix_function(processor)
+    return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+
+
+def check_highest(highest: Iterable[float], model_name: str) -> None:
+    """Raises a ``NumericalError`` where no token can be chosen by a model's highest logits."""
+    if not all(map(math.isfinite, highest)):
+        raise NumericalError(
+            f"{model_name} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
+            "bfloat16 and float32 do not)."
+        )

@@ -1,0 +1,301 @@
+"""The interface of draft sources: the settings, the session that they start in, and the drafter that runs in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel
+
+from ..batch import Draft, Text, Verdict
+from ..errors import SettingError, UnsupportedOptionError
+from ..learned.knowledge import KnowledgeOfCall
+from ..model.anatomy import Anatomy
+from ..model.attention.exact import MOST_TOKENS
+from ..model.forks import cached_property
+from ..model.module_tools import is_tensor_parallel, vocabulary_of
+from ..model.plan import LayerPlan
+from ..model.target import Target
+from ..modules.mtp import MtpHead
+from ..search.choice import Choice
+from ..stats import GenerationStats
+from .grammar.rows import Constraint
+from .scoring import Scorer
+from .siblings import Tree
+from .stop.rules import Memory, StopRule, longest_draft
+
+# Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
+RoundSeconds = Callable[[], Sequence[float]]
+# Returns what a probe or a search has chosen for a model, given the kind of choice; ``None`` where there is none yet.
+FindChoice = Callable[[type[Any]], Any]
+
+# See :meth:`Session.affordable`.
+_LOGITS = 2**26
+
+
+class Drafter(Protocol):
+    """Proposes tokens while one generation runs.
+
+    A drafter may also have the attributes of :class:`BaseDrafter`; where it lacks one, the default there counts.
+    """
+
+    @property
+    def steps(self) -> int:
+        """Number of the draft's forwards so far, each counted once for the whole batch."""
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """Drafts after each row's last token.
+
+        Args:
+            text: the batch; the model's cache holds everything before each row's last token.
+            max_new: for each row the maximum number of tokens; a row with 0 takes no part.
+        """
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
+        """Learns which of the draft's tokens were accepted.
+
+        Args:
+            text: the batch with the new tokens.
+            verdicts: for each row what verification decided.
+            logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one.
+        """
+        return None
+
+    def finish(self, text: Text) -> None:
+        """Learns from the whole text, after the generation."""
+        return None
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what only the drafter knows to the statistics of the call."""
+        return None
+
+
+class BaseDrafter(Drafter):
+    """Base class of drafters, which drafts and learns nothing and has nothing to report.
+
+    Attributes:
+        steps: see :class:`Drafter`.
+        needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
+            text; a cascade does not wait for them.
+        expected_speedup: how much faster than rounds without a draft it expects to be now: 0 where it would not draft,
+            ``None`` where it does not know, infinity if it makes no estimates and always drafts.
+        observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
+            source drafted.
+        look: called as ``look(logits)`` with a :class:`~hf_selfspec.model.logits.Logits` before :meth:`update`; returns
+            what will be read of them, so that the verdict is read in the same transfer.
+        reads_logits: whether :meth:`update` looks at logits; otherwise those of rows that have ended may be missing.
+    """
+
+    steps: int = 0
+    needs_ended_rows: bool = False
+    expected_speedup: float | None = math.inf
+    observe: Callable[[Text, list[Verdict], Any], None] | None = None
+    look: Callable[[Any], Any] | None = None
+    reads_logits: bool = True
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """Drafts nothing."""
+        return Draft.none(text)
+
+
+class _Completed(BaseDrafter):
+    """A drafter of a class that does not derive from ours, with the defaults for what it lacks."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def __getattribute__(self, name: str) -> Any:
+        drafter = object.__getattribute__(self, "_drafter")
+        return getattr(drafter, name) if hasattr(drafter, name) else object.__getattribute__(self, name)
+
+
+def completed(drafter: Drafter) -> BaseDrafter:
+    """Returns a drafter with the defaults for what it lacks."""
+    return drafter if isinstance(drafter, BaseDrafter) else _Completed(drafter)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One generation, as a source gets it at the start.
+
+    Attributes:
+        target: the model with its cache.
+        scorer: logits processors for drafts: those that keep no state.
+        stop, tree, max_draft: see :class:`SelfSpec`; ``None`` for the source's own choice.
+        eos_tokens: ids that end a row.
+        new_tokens: number of tokens for which slots are reserved at first.
+        max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
+        stateful: names of processors, criteria and streamers that may keep a state or change the model.
+        knowledge: what is known from earlier calls.
+        is_synced: whether several processes run the same forwards.
+        in_cascade: whether other sources draft where this one does not.
+        round_seconds: the cost curve from timed rounds of other sources; empty if there are none.
+        constraint: what grammars allow and force; falsy without grammars. Forbidden tokens are cut from any draft.
+    """
+
+    target: Target
+    scorer: Scorer
+    stop: StopRule | None
+    tree: Tree | None
+    max_draft: int
+    eos_tokens: frozenset[int]
+    new_tokens: int
+    max_new: int | None
+    stateful: tuple[str, ...]
+    knowledge: KnowledgeOfCall
+    is_synced: bool = False
+    in_cascade: bool = False
+    round_seconds: RoundSeconds = tuple
+    constraint: Constraint = field(default_factory=Constraint)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The parts of the model."""
+        return self.target.anatomy
+
+    @property
+    def num_rows(self) -> int:
+        """``b``."""
+        return len(self.target.roots)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """``v``, number of tokens that the model can generate."""
+        return vocabulary_of(self.target.model)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether the model runs in several processes, whose timings differ."""
+        return is_tensor_parallel(self.target.model)
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether drafts can be trees."""
+        return self.anatomy.tree and self.target.padding is None
+
+    @cached_property
+    def longest(self) -> int:
+        """Maximum number of tokens in a draft, or on the line of a tree."""
+        return self.affordable(longest_draft(self.stop, self.max_draft))
+
+    def affordable(self, tokens: int) -> int:
+        """``tokens``, or fewer where with so many drafted tokens of a row a verification's float32 logits would not be
+        small (below 64 MiB, or 1/64 of the model), or exact results not possible."""
+        model, size = self.target.model, 4 * self.num_rows * self.vocabulary
+        if self.target.is_exact:
+            tokens = min(tokens, MOST_TOKENS - 1)
+        if (tokens + 1) * size <= _LOGITS:
+            return tokens
+        return min(tokens, max(1, max(_LOGITS, model.get_memory_footprint() // 64) // size - 1))
+
+    @property
+    def memory(self) -> Memory:
+        """What the stop rule keeps from call to call."""
+        return self.knowledge.in_process("stop rule", lambda _: Memory())
+
+    def with_usual_stop(self, usual_stop: StopRule) -> Session:
+        """The session with ``usual_stop`` where no stop rule was given."""
+        return replace(self, stop=self.stop or usual_stop)
+
+
+@dataclass(frozen=True)
+class DraftBlocks:
+    """A draft that needs nothing but the blocks of a plan, and perhaps MTP layers."""
+
+    plan: LayerPlan
+    mtp: MtpHead | None = None
+
+    @classmethod
+    def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:
+        """The blocks that a probe or a search of the source ``name`` has chosen."""
+        if choice is None or not choice.drafts:
+            model, pays = anatomy.model_name, "that pays on this machine"
+            outcome = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
+            raise SettingError(
+                f"{name} has {outcome}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
+                "what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
+                "SkipLayers(attention=[...], mlp=[...])."
+            )
+        return cls(choice.plan)
+
+
+class DraftSource:
+    """Settings of a way to draft. To write your own, derive a frozen dataclass from it.
+
+    :meth:`start` returns the drafter of one generation. The decode loop, the controller of a cascade and saving use
+    only this interface. ``hf_selfspec.register("draft")`` lets a source be saved by its name.
+
+    Attributes:
+        lossless: whether the output is the model's own.
+        takes_forwards: whether all drafts take forwards of the model, or of parts of it.
+    """
+
+    lossless = True
+    takes_forwards = True
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a cascade leaves it out without a warning where it cannot draft for a model."""
+        return False
+
+    @property
+    def fixed_because(self) -> str:
+        """Why stop rules and trees have no effect, empty if they have."""
+        return ""
+
+    def check_synced(self) -> None:
+        """Checks that drafts leave the forwards of several processes in step.
+
+        Raises:
+            UnsupportedOptionError: they do not.
+        """
+        if self.takes_forwards:
+            raise UnsupportedOptionError(
+                "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same forwards on every process, "
+                f"which drafts by {self!r} do not keep. Take SelfSpec.lookup(), whose drafts take no forward, or call "
+                "generate without `assistant`."
+            )
+
+    def start(self, session: Session) -> Drafter:
+        """Returns the drafter of one generation.
+
+        Raises:
+            SelfSpecError: the source cannot draft for this model or call. Nothing was generated yet.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method `start(session) -> Drafter`")
+
+    def save(self, folder: Path, model: PreTrainedModel) -> None:
+        """Saves what the source has made of a model next to its settings, by default nothing."""
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """Checks what can be checked before prompts are laid out; by default nothing.
+
+        Args:
+            anatomy: the parts of the model.
+            max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
+
+        Raises:
+            SelfSpecError: the source cannot draft for this model or call.
+        """
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """Returns the part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.
+
+        Args:
+            anatomy: the parts of the model.
+            find_choice: returns what was found for the model.
+
+        Raises:
+            SelfSpecError: there is no such part.
+        """
+        raise UnsupportedOptionError(
+            f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
+            "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
+        )
+
+    def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:
+        """The blocks that stand in for the whole model, ``None`` for all of it."""
+        return None

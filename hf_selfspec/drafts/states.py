@@ -1,0 +1,117 @@
+"""What drafts with heads have in common that read the model's states and keep something of each verified token.
+
+What each kind of head sees and keeps, for a text whose tokens up to ``n`` were verified:
+
+============  ===================================  ==============================  ==================================
+head          entry ``e`` of its cache is made of  a draft's first step reads      what a round leaves
+============  ===================================  ==============================  ==================================
+MTP, EAGLE-3  state of token ``e``, token e + 1    entries up to ``n``             entries made of the model's states;
+                                                                                   those of drafted tokens are made anew
+block         state of token ``e``                 entries up to ``n``, and the    entries of verified tokens; the next
+                                                   block's own, behind them        block is written over this one
+adapter       state of token ``e`` after layer E   entries up to ``n`` and that    entries of verified tokens; those of
+                                                   of its own token, from layer E  drafted ones are made anew
+============  ===================================  ==============================  ==================================
+
+States come with each verification, whoever drafted. They wait in ``_waiting``, of which ``_places`` tells the columns
+that count in each row, until a draft begins, or too many wait: then the head takes them in, and ``_taken`` grows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..batch import Text, Verdict
+from ..errors import UnsupportedModelError
+from ..model.head import HeadRows
+from ..model.plan import LayerPlan
+from ..model.transfer import RowNumbers, upload
+from .layers.partial import PartialDraft
+from .source import Session
+
+# So many states of the model wait at most until the head takes them in, where others draft.
+_WAITING = 512
+
+
+class StatesDraft(PartialDraft):
+    """Drafts with a head of its own caches. The states of verified tokens, whoever drafted these, wait until the head
+    takes them in."""
+
+    def __init__(
+        self,
+        session: Session,
+        layers: tuple[int, ...],
+        plan: LayerPlan | None = None,
+        head_rows: HeadRows | None = None,
+    ) -> None:
+        target = session.target
+        super().__init__(session, plan or LayerPlan(session.anatomy.num_layers), head_rows)
+        rows = len(target.cache.cursors)
+        self._padded = [0] * rows if target.padding is None else (target.padding == 0).sum(1).tolist()
+        # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
+        # count; the slot of the token after each row's first state, and its states that were taken in and stay.
+        self._waiting: list[torch.Tensor] = []
+        self._places: list[list[int]] = [[] for _ in range(rows)]
+        self._first = [0] * rows
+        self._taken = [0] * rows
+        target.observe_prefill(layers, self._see_prompt, keeps_verified=True)
+
+    def take_in(self, text: Text) -> None:
+        """Takes in the states that wait, all that are known of ``text``."""
+        if self._waiting:
+            self._enter(picked(torch.cat(self._waiting, dim=1), self._places), RowNumbers(self._taken))
+            self._taken = [taken + len(places) for taken, places in zip(self._taken, self._places, strict=True)]
+            self._waiting, self._places = [], [[] for _ in self._taken]
+
+    def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
+        """Makes entries of the head's cache, in each row from ``entries`` on, of states ``[b, s, n d]``: of the first
+        ``len(self._places[row])`` of a row, behind which there is junk that later entries write over."""
+        raise NotImplementedError
+
+    def _positions(self, entries: torch.Tensor, ahead: int = 0) -> torch.Tensor:
+        """The positions in the text of entries ``[b, s]``, each made with the token so far ``ahead`` of its state."""
+        shifts = [first - 1 - padded + ahead for first, padded in zip(self._first, self._padded, strict=True)]
+        return entries + RowNumbers(shifts).on(entries.device)
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        super().update(text, verdicts, logits)
+        self.observe(text, verdicts, logits)
+
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]  # None by default
+        """Keeps the states of the tokens before the new ones."""
+        states, rows = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
+        assert states is not None
+        begun = [first - 1 + taken + len(places) for first, taken, places in rows]
+        ends = zip(verdicts, text.last_slots(), begun, strict=True)
+        self._keep(states, [verdict.sources[: root - slot] for verdict, root, slot in ends])
+        if sum(piece.shape[1] for piece in self._waiting) > _WAITING:
+            self.take_in(text)
+
+    def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
+        if states.dim() != 3:
+            raise UnsupportedModelError(
+                f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which no head can take."
+            )
+        if not self._waiting:
+            self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
+        new = []
+        for cursor, length, first, places in zip(cursors, lengths, self._first, self._places, strict=True):
+            # Rows whose prompt ended in an earlier piece get junk.
+            next_slot = first - 1 + len(places)
+            new.append(list(range(next_slot - cursor, length)) if next_slot >= cursor else [])
+        self._keep(states, new)
+
+    def _keep(self, states: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
+        width = sum(piece.shape[1] for piece in self._waiting)
+        self._waiting.append(picked(states, columns))
+        for places, new in zip(self._places, columns, strict=True):
+            places += range(width, width + len(new))
+
+
+def picked(values: torch.Tensor, columns: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Of values ``[b, s, d]`` those at each row's columns, ``[b, n, d]``, with junk after short rows."""
+    most = max(map(len, columns))
+    if all(list(row) == list(range(len(row))) for row in columns):
+        return values if most == values.shape[1] else values[:, :most].clone()  # a view would keep all of them
+    index = upload([[*row, *[0] * (most - len(row))] for row in columns], values.device)
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))

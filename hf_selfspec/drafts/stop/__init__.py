@@ -1,0 +1,1 @@
+"""When a draft ends."""

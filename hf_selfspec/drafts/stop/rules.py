@@ -1,0 +1,252 @@
+"""Rules that decide when a draft is long enough.
+
+A rule is a callable in the manner of a ``LogitsProcessor``:
+``rule(input_ids [b, s], logits [b, v], hidden_states [b, d]) -> BoolTensor [b]``. It is called after each drafted
+token, which is the last column of ``input_ids``; ``logits`` are the draft's own, from which that token was chosen, and
+``hidden_states`` are the states that the logits were computed from. In a batch, shorter rows are aligned right and
+repeat their first column on the left. ``True`` ends the row's draft *after* that token: a rule never drops one. Any
+function with this signature works as well.
+
+A rule that remembers something, from token to token or from draft to draft, has a method ``start`` instead, which
+returns what is called while one generation runs (:class:`RunningRule`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+
+from ...errors import SettingTypeError
+from ...learned.saving import register
+from ...model.forks import new_lock
+from ...model.transfer import upload
+from ...validation import MOST_DRAFT, check_count, check_share
+
+# Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
+Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Values = TypeVar("_Values", torch.Tensor, np.ndarray)
+
+
+class RunningRule(Protocol):
+    """A stop rule while one generation runs; ``b`` is the batch size."""
+
+    def begin(self) -> None:
+        """Starts a new draft in each row."""
+        return None
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns ``[b]`` whether each row's draft ends with the token that was just drafted."""
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learns how many tokens of each row's draft were accepted; rows with an empty draft are ignored."""
+        return None
+
+
+class Memory:
+    """What a rule keeps from one generation to the next, shared by threads."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.lock = new_lock()
+
+
+@runtime_checkable
+class RememberingRule(Protocol):
+    """A stop rule with a memory."""
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        """Returns what decides in one generation.
+
+        Args:
+            rows: number of rows of the batch.
+            max_draft: maximum number of tokens in a draft.
+            memory: what was kept from earlier generations with the same model and the same kind of call.
+        """
+
+
+StopRule = RuleFunction | RememberingRule
+
+
+class BoundedRule:
+    """A rule that compares one number per token with a bound; how it runs and how it is replayed follow from these."""
+
+    threshold: float = -math.inf
+    confidence: Confidence | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_share(f"{name}(threshold)", self.threshold, zero=False, one=False)
+        if self.confidence is not None and not callable(self.confidence):
+            raise SettingTypeError(
+                f"{name}(confidence) must be a function of (logits, hidden_states), a LinearProbe or None, got "
+                f"{self.confidence!r}."
+            )
+
+    def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The confidence ``[b]`` of a token, finite where the logits are valid."""
+        if self.confidence is None:
+            return confidence(logits)
+        sure = self.confidence(logits, hidden_states)
+        if not isinstance(sure, torch.Tensor) or sure.shape != logits.shape[:1]:
+            raise SettingTypeError(
+                f"the confidence {self.confidence!r} must return a tensor [{logits.shape[0]}], one probability per "
+                f"row, got {sure!r}."
+            )
+        return sure.float()
+
+    def value(self, before: _Values | None, sure: _Values) -> _Values:
+        """What is compared with the threshold, given a token's confidence and this value for the token before it."""
+        return sure
+
+    def lengths(self, sure: np.ndarray, max_draft: int) -> np.ndarray:
+        """The lengths ``[b, n]`` of drafts from each token on, in texts with these confidences that wrap around."""
+        n, most = sure.shape[1], longest_draft(self, max_draft)
+        ahead = np.tile(sure, most // n + 2)
+        values, value = list[np.ndarray](), None
+        for depth in range(most):
+            value = self.value(value, ahead[:, depth : depth + n])
+            values.append(value)
+        is_low = np.stack(values) < self.threshold
+        return np.where(is_low.any(0), is_low.argmax(0) + 1, most)
+
+
+class RunningBound(RunningRule):
+    """A :class:`BoundedRule` while one generation runs, with a threshold for each row."""
+
+    def __init__(self, rule: BoundedRule, thresholds: Sequence[float]) -> None:
+        self.thresholds = tuple(thresholds)
+        self.needs_logits_alone = rule.confidence is None
+        self._rule = rule
+        self._value: torch.Tensor | None = None
+        self._uploaded: tuple[tuple[float, ...], torch.Tensor | None] = self.thresholds, None
+
+    def begin(self) -> None:
+        self._value = None
+
+    def values(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The value ``[b]`` of the next token."""
+        self._value = self._rule.value(self._value, self._rule.sure(logits, hidden_states))
+        return self._value
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        values = self.values(logits, hidden_states)
+        return values < self._on(values.device)
+
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """The thresholds ``[b]``, uploaded after each change; equal ones need no upload."""
+        uploaded, bounds = self._uploaded
+        if bounds is None or uploaded is not self.thresholds or bounds.device != device:
+            if len(set(self.thresholds)) == 1:
+                bounds = torch.full((len(self.thresholds),), self.thresholds[0], device=device, dtype=torch.float32)
+            else:
+                bounds = upload(np.array(self.thresholds, np.float32), device)
+            self._uploaded = self.thresholds, bounds
+        return bounds
+
+
+class _Function(RunningRule):
+    """A function as a rule, which remembers nothing."""
+
+    def __init__(self, rule: RuleFunction) -> None:
+        self._rule = rule
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._rule(input_ids, logits, hidden_states)
+
+
+def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+    """Starts ``rule`` for one generation, see :meth:`RememberingRule.start`."""
+    if type(rule) in (FixedLength, ConfidenceThreshold):  # a subclass may decide otherwise when it is called
+        assert isinstance(rule, BoundedRule)
+        return RunningBound(rule, [rule.threshold] * rows)
+    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule)
+
+
+def longest_draft(rule: object, max_draft: int) -> int:
+    """The maximum number of tokens in a draft, which a rule may lower with an attribute ``max_draft``."""
+    return min(max_draft, getattr(rule, "max_draft", max_draft))
+
+
+@register("stop")
+@dataclass(frozen=True)
+class FixedLength(BoundedRule):
+    """Always drafts ``num_tokens`` tokens (LayerSkip §4.3).
+
+    Args:
+        num_tokens: length of a draft, from 1 to 1,024.
+
+    Raises:
+        SettingError, SettingTypeError: ``num_tokens`` is not allowed.
+    """
+
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_count("FixedLength(num_tokens)", self.num_tokens, most=MOST_DRAFT)
+
+    @property
+    def max_draft(self) -> int:
+        """The upper bound that this rule sets on a draft's length."""
+        return self.num_tokens
+
+    def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return logits.amax(-1)  # any number will do, since none ends a draft; the maximum is cheap
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+
+
+@register("stop", "rule")
+@dataclass(frozen=True)
+class ConfidenceThreshold(BoundedRule):
+    """Stops after a token whose confidence is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
+
+    Args:
+        threshold: between 0 and 1, both excluded.
+        confidence: returns the probability ``[b]`` that a drafted token is accepted, given its ``logits`` ``[b, v]``
+            and ``hidden_states`` ``[b, d]``, for example a :class:`LinearProbe`; ``None`` for the top-1 probability.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    threshold: float = 0.8
+    confidence: Confidence | None = None
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.sure(logits, hidden_states) < self.threshold
+
+
+@register("stop", "rule")
+@dataclass(frozen=True)
+class ProductThreshold(BoundedRule):
+    """Stops after the token at which the product of the draft's confidences falls below ``threshold``.
+
+    AdaSPEED §II.A: verification accepts tokens up to the first wrong one, so all tokens before must be right, too.
+
+    Args:
+        threshold: between 0 and 1, both excluded. (AdaSPEED starts at 0.8 and adapts it, see
+            :class:`AdaptiveThreshold`.)
+        confidence: as in :class:`ConfidenceThreshold`.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    threshold: float = 0.4
+    confidence: Confidence | None = None
+
+    def value(self, before: _Values | None, sure: _Values) -> _Values:
+        return sure if before is None else before * sure
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        return RunningBound(self, [self.threshold] * rows)
+
+
+def confidence(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the top-1 probability ``[b]`` of logits ``[b, v]``."""
+    return logits.softmax(-1, dtype=torch.float32).amax(-1)

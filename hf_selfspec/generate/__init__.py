@@ -1,0 +1,1 @@
+"""One call of ``generate``: from the wrapper to the ids."""

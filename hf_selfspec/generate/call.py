@@ -1,0 +1,345 @@
+"""One call of ``generate``, from what transformers has prepared to the decoded text: refuse, lay out, run the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from ..batch import Text
+from ..drafts.controlled import controlled
+from ..drafts.grammar.rows import Constraint, with_grammars
+from ..drafts.scoring import Scorer
+from ..drafts.siblings import Tree
+from ..drafts.source import DraftSource, Session
+from ..drafts.stateless import stateful
+from ..errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
+from ..learned.knowledge import KnowledgeOfCall
+from ..model.anatomy import Anatomy
+from ..model.attention.exact import reduced_precision
+from ..model.cache.handover import empty
+from ..model.cache.speculative_cache import cache_for
+from ..model.forks import cached_property
+from ..model.graphs.runner import GraphRunner
+from ..model.inputs import Inputs
+from ..model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
+from ..model.kernels.linear import are_faster
+from ..model.module_tools import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
+from ..model.patching import without_checkpointing
+from ..model.plan import LayerPlan
+from ..model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, has_gaps
+from ..model.target import Target
+from ..settings import Settings
+from ..stats import GenerationStats, generated
+from .decoder import Decoder
+from .output import Output
+from .probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
+from .refusals import check_call, check_exact, check_length
+from .stopping import Stopper
+from .unseen import UNKNOWN, Unseen, why_plain
+
+# Initial cache slots where the final length of the text is not known.
+FIRST_SLOTS = 1024
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ``generate`` has prepared, as it passes it to a callable that decodes (``custom_generate``)."""
+
+    anatomy: Anatomy
+    model: PreTrainedModel
+    input_ids: torch.LongTensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    synced_gpus: bool
+    streamer: BaseStreamer | None
+    model_kwargs: dict[str, Any]
+
+    @property
+    def past(self) -> Any:
+        return given_cache(self.model_kwargs)
+
+    @property
+    def has_own_cache(self) -> bool:
+        return is_of_user(self.past)
+
+    @cached_property
+    def stopper(self) -> Stopper:
+        return Stopper(self.stopping_criteria)
+
+    @property
+    def max_new(self) -> int | None:
+        """Maximum number of new tokens, ``None`` if unlimited."""
+        return None if self.stopper.max_length is None else self.stopper.max_length - self.input_ids.shape[1]
+
+    @property
+    def has_static_cache(self) -> bool:
+        """Whether transformers has made a static cache, which a call fills at its end."""
+        return isinstance(self.past, StaticCache) and not self.has_own_cache
+
+    def with_cache(self) -> Call:
+        """The call with a dynamic cache, also where the model's own config switches it off: the ids are the same."""
+        if self.model_kwargs.get("use_cache") is not False and not self.has_static_cache:
+            return self
+        cache = None if self.has_static_cache else self.past
+        if cache is None:
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
+
+
+def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
+    """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` then
+    serves calls that the ``SelfSpec`` cannot serve, and invalid logits are no error."""
+    call, decoder, unseen = prepared.with_cache(), None, UNKNOWN
+    knowledge = spec._knowledge_of(call.model, bool(call.generation_config.do_sample), len(call.input_ids) > 1)
+    try:
+        unseen = Unseen.of(call.model)
+        _check(call, spec._source, knowledge)
+        why = _why_plain(call, spec, knowledge, unseen)
+        if not why:
+            lay_out = partial(_lay_out, spec=spec, knowledge=knowledge, checks_logits=not default_of, unseen=unseen)
+            decoder = lay_out(call)
+            if unseen and spec._source.lossless:
+                with listing_once(False):
+                    drafted, why = _on_probation(call, unseen)
+                if not why and drafted.anatomy != call.anatomy:
+                    decoder = lay_out(drafted)
+            # Modules of others may treat rows by their place in the batch.
+            decoder.target.cache.has_unknown_readers = bool(unseen)
+            decoder.stats.checked = str(unseen)
+            if not why:
+                return _decode(prepared, decoder, knowledge)
+    except Exception as error:  # a SelfSpec that the caller did not choose must not make the call fail
+        if isinstance(error, PlainError):
+            if not default_of:
+                raise error.__cause__ or error from None
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
+        if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
+            raise
+        call, why = prepared, left_to_plain(call.anatomy.model_name, default_of, error)
+    return _decode_plainly(prepared if prepared.has_static_cache else call, knowledge, why)
+
+
+def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
+    knowledge.knowledge.check(call.model)
+    check_call(call.anatomy, call.model, call.input_ids, call.model_kwargs)
+    if call.synced_gpus:
+        source.check_synced()
+    source.check(call.anatomy, call.max_new)
+    if call.has_own_cache and source.whole_model(call.anatomy) is not None:
+        raise UnsupportedOptionError(
+            "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be used "
+            f"again. Leave out `{CACHE_NAME}`."
+        )
+
+
+def _why_plain(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> str:
+    """Why transformers' own loop serves the call as well or better, for example since no draft pays; else empty."""
+    if not spec._source.lossless:
+        return ""
+    if why := why_plain(call.model) or ("" if spec.trust else unseen.why_plain):
+        return left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
+    findings = knowledge.all_findings()
+    is_idle = bool(findings) and all(finding.is_idle for finding in findings)
+    # Tensor-parallel processes each have their own timings of linear layers.
+    if is_idle and (is_tensor_parallel(call.model) or not are_faster(all_modules(call.model), len(call.input_ids))):
+        return "no draft pays"
+    mask = call.model_kwargs.get("attention_mask")
+    if mask is None or not has_gaps(mask):
+        return ""
+    warn_once(
+        "the prompts are padded on the right, or have masked columns between their tokens, so this call is left to "
+        "transformers' own loop, which continues after the last column: nothing is drafted. For faster results (and "
+        "correct ones, where padding is on the right) set the tokenizer's padding_side='left', and mask no columns "
+        "behind a row's first token."
+    )
+    return "its prompts have masked columns after their first tokens"
+
+
+def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
+    """Returns the call of a model that the tests have not seen, with what this model supports, and why plain
+    ``generate`` serves the call (empty where it does not)."""
+    if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
+        reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
+        return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
+    outcome = on_probation(call, unseen, partial(decoded_logits, lay_out=_lay_out))
+    if why := outcome.why_plain:
+        why = left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
+    return replace(call, anatomy=outcome.applied(call.anatomy)), why
+
+
+def _lay_out(
+    call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool, unseen: Unseen | None = None
+) -> Decoder:
+    batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
+    compile_config = _compile_config(call, spec.compile)
+    inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
+    anatomy, prompt = inputs.anatomy, inputs.prompt
+    check_length(call.model, inputs, config.max_length)
+    scorer = Scorer(with_grammars(call.logits_processor), batch_size, bool(config.do_sample))
+    constraint = Constraint(scorer.grammars, stopper.eos_tokens)
+    new_tokens = FIRST_SLOTS if call.max_new is None else min(call.max_new, FIRST_SLOTS)
+    target = Target(
+        call.model,
+        anatomy,
+        cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past, moves=call.has_own_cache),
+        padding=prompt.padding,
+        reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+        following=inputs.following,
+        plan=source.whole_model(anatomy),
+        is_exact=_is_exact(call, spec, inputs, is_whole=source.lossless and compile_config is None),
+    )
+    on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
+    if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
+        GraphRunner.install(target, compile_config, compares=bool(unseen))
+    # Others' streamers may change the model between two tokens.
+    streamers = [] if call.streamer is None or not source.lossless else [call.streamer]
+    functions = (*scorer.stateful, *stopper.stateful, *stateful(streamers))
+    session = Session(
+        target=target,
+        scorer=scorer.for_drafts,
+        stop=spec.stop,
+        tree=_usable_tree(spec.tree, anatomy, prompt),
+        max_draft=spec.max_draft,
+        eos_tokens=stopper.eos_tokens,
+        new_tokens=new_tokens,
+        max_new=call.max_new,
+        stateful=(*functions, *(grammar.name for grammar in scorer.grammars)),
+        knowledge=knowledge,
+        is_synced=call.synced_gpus,
+        constraint=constraint,
+    )
+    text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed)
+    stats = GenerationStats(together_for=", ".join(functions) if batch_size > 1 else "")
+    return Decoder(
+        target=target,
+        inputs=inputs,
+        output=Output(text, stopper, config, pad_token(config) or 0, call.streamer, stats, in_step=bool(functions)),
+        draft=controlled(source.start(session), session, repr(source)),
+        scorer=scorer,
+        vocabulary=session.vocabulary,
+        checks_logits=checks_logits,
+        is_lossless=source.lossless,
+        waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
+        keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
+    )
+
+
+def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> bool:
+    """Whether forwards must have the results of plain ``generate``, bit for bit; raises where they cannot."""
+    # accelerate puts its mixed precision around a model's forward.
+    casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
+    if not spec.exact or not (casts or _is_rounded(call.model)):
+        return False
+    reasons = {
+        "autocast is on": casts,
+        "a cache of your own is given": call.has_own_cache,
+        "parts of the model, or graphs, are asked for": not is_whole,
+    }
+    check_exact(call.model, inputs, call.generation_config, reasons)
+    return True
+
+
+def _promise(decoder: Decoder) -> str:
+    """How far ids are those of plain ``generate``, see :class:`GenerationStats`."""
+    target = decoder.target
+    if not decoder.is_lossless:
+        return "none"
+    if decoder.scorer.do_sample:
+        return "distribution"
+    if target.is_exact:
+        return "bit for bit"
+    is_rounded = target.autocast is not None or _is_rounded(target.model)
+    return "near-ties" if is_rounded else "token for token"
+
+
+def _is_rounded(model: PreTrainedModel) -> bool:
+    """Whether matrices may be multiplied in less than float32's precision."""
+    size = model.dtype.itemsize
+    return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
+
+
+def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileConfig | None:
+    """How forwards are compiled, if the ``SelfSpec`` (:attr:`SelfSpec.compile`) or the call wants that."""
+    if wanted:
+        return CompileConfig() if wanted is True else wanted
+    config: CompileConfig | None = None if wanted is False else call.generation_config.compile_config
+    if config is not None and call.input_ids.device.type == "cpu" and not compiles_on_cpu(config):
+        return None  # as in transformers
+    return config
+
+
+def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
+    if prompt.padding is not None:
+        warn_once(
+            f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
+            "shortest acceptance. The output is exact; small batches are faster."
+        )
+    if tree is None or (anatomy.tree and prompt.padding is None):
+        return tree
+    warn_once(
+        f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
+        "is exact all the same."
+    )
+    return None
+
+
+def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
+    cache = call.past if decoder.target.plan is None else None
+    try:
+        with decoder.target.prepared(), listing_once(False):
+            ids = decoder.run()
+            if cache is not None and decoder.keeps_rows:
+                with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
+                    decoder.hand_back(cache)
+    except BaseException:
+        if decoder.target.cache.was_given:
+            empty(cache)
+            warn_once("the cache that was given is empty now, since its call ended with an error.")
+        raise
+    finally:
+        decoder.target.cache.let_go()  # frees memory now, not when Python next looks for reference cycles
+        knowledge.write()
+    with only_warned("keeping a call's statistics"):
+        decoder.stats.promise = _promise(decoder)
+        knowledge.knowledge.add_call(decoder.stats)
+    for criterion in call.stopping_criteria:
+        if type(criterion) is MaxLengthCriteria:
+            criterion(ids[:, :-1], None)  # lets transformers warn of a text longer than the model was made for
+    return decoder.output.returned(ids, cache) if call.generation_config.return_dict_in_generate else ids
+
+
+def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
+    options = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "anatomy"}
+    options |= options.pop("model_kwargs")
+    begun = perf_counter()
+    with without_checkpointing(call.model), listing_once(False):
+        output = sample(**options)
+    seconds = perf_counter() - begun
+    with only_warned("keeping a call's statistics"):
+        ids = output if isinstance(output, torch.Tensor) else output.sequences
+        eos_tokens = call.stopper.eos_tokens
+        padding = pad_token(call.generation_config) if eos_tokens else None
+        counts = [generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
+        stats = GenerationStats.of_plain(counts, seconds, why, LayerPlan(call.anatomy.num_layers).picture())
+        for findings in knowledge.all_findings():
+            if findings.is_idle:
+                findings.report(stats)
+        knowledge.knowledge.add_call(stats)
+    return output

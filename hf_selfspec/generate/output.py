@@ -1,0 +1,142 @@
+"""What a call has generated so far: rows, where they end, what a streamer has shown and what is returned with them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..batch import Text, Verdict
+from ..model.logits import Logits
+from ..model.prompt import CACHE_NAME
+from ..stats import GenerationStats
+from .stopping import Stopper
+
+
+@dataclass(eq=False)
+class Output:
+    """The rows of one call; ``done`` tells which of them get no more tokens."""
+
+    text: Text
+    stopper: Stopper
+    config: GenerationConfig  # what is returned besides the ids
+    pad_token: int  # id for rows that have ended
+    streamer: Any  # receives each token once all rows have it; None for none
+    stats: GenerationStats
+    in_step: bool  # whether processors and criteria are called for all rows together
+
+    def __post_init__(self) -> None:
+        b, config = self.text.batch_size, self.config
+        self.done, self.streamed = [False] * b, 0
+        self._ended: list[int | None] = [None] * b
+        scores = config.return_dict_in_generate and config.output_scores
+        logits = config.return_dict_in_generate and config.output_logits
+        # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
+        self.scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self.in_step else None
+        self.steps: list[torch.Tensor] | None = [] if scores and self.in_step else None
+        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
+        self.stats.from_draft = [[] for _ in range(b)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(self.done)
+
+    def ends_unevenly(self) -> bool:
+        """Whether a row's text is shorter than the others', so that the cache to hand back needs a forward over it."""
+        return min(self.text.lengths) < self.text.prompt_width + max(self.counts())
+
+    def counts(self) -> list[int]:
+        """Tokens of each row that are shown (the rest is padding)."""
+        if (shared := self._shared_count()) is not None:
+            return [shared] * self.text.batch_size
+        generated = (length - self.text.prompt_width for length in self.text.lengths)
+        return [count if end is None else end for count, end in zip(generated, self._ended, strict=True)]
+
+    def shown(self, most: int) -> list[list[int]]:
+        """The tokens of each row that are shown, at most ``most``."""
+        return [tokens[: min(count, most)] for tokens, count in zip(self.text.new, self.counts(), strict=True)]
+
+    def take(self, row: int, verdict: Verdict, count: int, logits: Logits) -> list[int]:
+        """Takes the first ``count`` tokens of a verdict, and returns them."""
+        accepted = [node >= 0 for node in verdict.nodes[:count]]
+        self.stats.from_draft[row] += accepted
+        self.stats.tokens += count
+        self.stats.accepted += sum(accepted)
+        if self.stats.verify_passes:
+            self.stats.accepted_lengths[sum(accepted)] += 1
+        if verdict.stopped and count == len(verdict.tokens) and self._ended[row] is None:
+            self._ended[row] = self.text.lengths[row] + count - self.text.prompt_width
+        if self._logits is not None:
+            self._logits[row] += [
+                logits.of_all[row, node].to(torch.float32, copy=True) for node in verdict.sources[:count]
+            ]
+        if self.scores is not None:
+            self.scores[row] += verdict.scores[:count]
+        return verdict.tokens[:count]
+
+    def append(self, new: list[list[int]]) -> None:
+        """Appends tokens to the text of each row, and updates which rows are done."""
+        self.text.append(new)
+        self.done = [self._is_done(row) for row in range(len(new))]
+
+    def stream(self) -> None:
+        """Shows what all rows have."""
+        if self.streamer is None:
+            return
+        counts, width = self.counts(), self.text.prompt_width
+        open_rows = [length - width for length, done in zip(self.text.lengths, self.done, strict=True) if not done]
+        ready = min(open_rows) if open_rows else max(counts)
+        while (step := self.streamed) < ready:
+            rows = zip(self.text.new, counts, strict=True)
+            tokens = [row[step] if step < count else self.pad_token for row, count in rows]
+            self.put(tokens, [any(drafted[step : step + 1]) for drafted in self.stats.from_draft])
+
+    def put(self, tokens: list[int], from_draft: list[bool]) -> None:
+        """Shows the next token of each row."""
+        self.streamed += 1
+        if self.streamer is not None:
+            if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
+                self.streamer.from_draft = from_draft
+            self.streamer.put(torch.tensor(tokens, device="cpu"))
+
+    def ids(self) -> torch.Tensor:
+        """``[b, s]`` as ``generate`` returns them."""
+        text, counts = self.text, self.counts()
+        ids = text.ids[:, : text.prompt_width + max(counts)].clone()
+        for row, count in enumerate([] if self.in_step else counts):  # else rows that have ended were padded already
+            ids[row, text.prompt_width + count :] = self.pad_token
+        return ids
+
+    def returned(self, ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
+        """What ``generate(return_dict_in_generate=True)`` returns; steps after a row's end hold zeros."""
+        steps = ids.shape[1] - self.text.prompt_width
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=_by_step(self.scores, steps) if self.steps is None else tuple(self.steps),
+            logits=_by_step(self._logits, steps),
+            **{CACHE_NAME: cache},
+        )
+
+    def _shared_count(self) -> int | None:
+        """Number of tokens of every row, if rows that end are not padded: plain ``generate`` keeps generating them."""
+        if self.stopper.has_eos or any(end is None for end in self._ended):
+            return None
+        return max(end for end in self._ended if end is not None)
+
+    def _is_done(self, row: int) -> bool:
+        if self._ended[row] is None:
+            return False
+        if self.stopper.has_eos:
+            return True
+        count, length = self._shared_count(), self.text.lengths[row]
+        at_most = self.stopper.max_length is not None and length >= self.stopper.max_length
+        return at_most or (count is not None and length - self.text.prompt_width >= count)
+
+
+def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

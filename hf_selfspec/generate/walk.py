@@ -1,0 +1,202 @@
+"""From the full model's logits over a draft to the tokens that follow.
+
+A walk starts at the last token of the text and moves to the child that holds the token chosen there, until there is
+none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
+the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
+(:mod:`.acceptance`). Either way, the same forward yields one token more than were accepted.
+
+Rows walk one after another (:func:`verify`), or all together where logits processors or stopping criteria keep a state
+(:func:`verify_in_step`).
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..batch import Draft, Text, Verdict
+from ..drafts.scoring import Scorer, check_highest
+from ..model.logits import Logits, Tops, best_tokens, draw
+from ..model.transfer import read, upload
+from .acceptance import accept_line, choose_greedy, choose_sampled
+from .stopping import Stopper
+
+# The token that follows a row's node, by its children and their tokens, and its index among these or ``None``.
+_Choose = Callable[[int, int, list[int], list[int]], tuple[int, int | None]]
+
+# Where nodes are scored one by one: the host need not wait there, and not all are reached.
+_ONE_BY_ONE = "cpu"
+
+
+def _step(draft: Draft, drafted: list[list[int]], row: int, node: int, choose: _Choose, verdict: Verdict) -> int:
+    """Adds the token after a row's node to its verdict; returns the child that holds the token, -1 if there is none."""
+    children = draft.children(row, node)
+    token, index = choose(row, node, children, [drafted[row][child - 1] for child in children])
+    child = -1 if index is None else children[index]
+    verdict.add(token, child, node)
+    return child
+
+
+def verify(
+    text: Text,
+    draft: Draft,
+    logits: Logits,
+    scorer: Scorer,
+    stopper: Stopper,
+    done: list[bool],
+    scores_so_far: list[list[torch.Tensor]] | None,
+    model_name: str | None = None,
+    along: Tops | None = None,
+) -> list[Verdict]:
+    """Walks each row from its last token through the draft as far as the full model agrees.
+
+    Args:
+        text: the batch; columns after each row's length are used as scratch.
+        draft: ``t`` drafted tokens after each row's last one.
+        logits: the full model's at the last token and at each drafted one.
+        scorer: logits processors; the tokens are chosen from its scores.
+        stopper: stopping criteria, tested after each token; the walk ends where one is met.
+        done: rows that have ended; their verdict is empty.
+        scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
+        model_name: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
+        along: what the draft needs of the logits, read in the same transfer.
+
+    Returns:
+        A verdict for each row.
+
+    Raises:
+        NumericalError: a NaN or an infinity among the logits.
+    """
+    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
+    # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
+    # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
+    device = logits.values.device
+    grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
+    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
+    unlisted = [draft.tokens] if draft.listed is None else []
+    scores: torch.Tensor | None = None
+    if scorer.is_greedy and scores_so_far is None:
+        *fetched, highest = _greedy(logits, unlisted, along, text.batch_size)
+    else:
+        if at_once:
+            scores = scorer.everywhere(logits.of_all)
+        elif grammar is not None:
+            allowed = grammar.of_nodes(text, draft, [not ended for ended in done], stopper.eos_tokens)
+            scores = scorer.everywhere(logits.of_all, upload(allowed.numpy(), device))
+        elif not draft.size:
+            scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
+        chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
+        checked = [] if model_name is None else [logits.of_all.amax(-1)]
+        fetched = read(*unlisted, *(chosen or ()), *checked, along=along)
+        highest = fetched.pop() if checked else []
+    drafted = fetched.pop(0) if draft.listed is None else draft.listed
+    if model_name is not None:
+        check_highest(chain.from_iterable(highest), model_name)
+    # What the full model chooses at each row and node, if that could be computed for all at once. For a line of drawn
+    # tokens also whether the next one is accepted, and the token that takes its place if it is not.
+    tokens, accepted, instead = (*fetched, None, None, None)[:3]
+    verdicts = [Verdict([], [], False, []) for _ in done]
+    pick = choose_sampled if scorer.do_sample else choose_greedy
+
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
+        is_kept = draft.skips_verification and bool(children)
+        if is_kept and scores_so_far is None:
+            return candidates[0], 0
+        if accepted is not None and candidates:
+            return (candidates[0], 0) if accepted[row][node] else (instead[row][node], None)
+        if tokens is not None:
+            token = tokens[row][node]
+            return token, candidates.index(token) if token in candidates else None
+        if scores is not None:
+            at_node = scores[row, node]
+        elif scorer.prefix_free:
+            at_node = scorer.everywhere(logits.of_all[row, node])
+        else:
+            at_node = scorer.row(row, text.prefix(row, len(verdicts[row].tokens)), logits.of_all[row, node])
+        if scores_so_far is not None:
+            # A copy: a view would keep the rejected positions alive as well.
+            verdicts[row].scores.append(at_node.clone())
+        return (candidates[0], 0) if is_kept else pick(at_node, candidates, *draft.candidates(row, node, children))
+
+    reads_text = stopper.reads_text or not (scorer.prefix_free or grammar is not None)
+    for row, verdict in enumerate(verdicts):
+        node = -1 if done[row] else 0
+        while node >= 0 and not verdict.stopped:
+            node = _step(draft, drafted, row, node, choose, verdict)
+            count, token = len(verdict.tokens), verdict.tokens[-1]
+            if reads_text:
+                text.put_one(row, count - 1, token)
+            scores_of_row = None if scores_so_far is None else [*scores_so_far[row], *verdict.scores]
+            verdict.stopped = stopper(text, row, count, token, scores_of_row)
+    return verdicts
+
+
+def verify_in_step(
+    text: Text,
+    draft: Draft,
+    logits: torch.Tensor,
+    scorer: Scorer,
+    stopper: Stopper,
+    done: list[bool],
+    steps: list[torch.Tensor] | None,
+    pad_token: int,
+    show: Callable[[list[int], list[bool]], bool],
+) -> tuple[list[Verdict], torch.Tensor]:
+    """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
+    processors and criteria are called for the whole batch as by plain ``generate``. They may write to the ids
+    ``[b, s]``, which are returned, too; the draft after a token that they replace is dropped. ``show`` gets the new
+    tokens, and whether each was drafted; it returns whether the next ones can come from the same forward."""
+    pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
+
+    def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
+        return pick(scores[row], candidates, *draft.candidates(row, node, children))
+
+    drafted, nodes = draft.tokens.tolist(), [0 for _ in done]
+    verdicts, ids = [Verdict([], [], False, []) for _ in done], text.with_draft(0).clone()
+    for _ in range(draft.size + 1):
+        at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
+        scores = scorer.processors(ids, at_nodes)
+        if steps is not None:
+            steps.append(scores)
+        for row, verdict in enumerate(verdicts):
+            if not done[row]:
+                nodes[row] = _step(draft, drafted, row, nodes[row], choose, verdict)
+        tokens = [pad_token if ended else verdict.tokens[-1] for verdict, ended in zip(verdicts, done, strict=True)]
+        ids = torch.cat([ids, upload(tokens, ids.device)[:, None]], dim=1)
+        ends, written = read(stopper.criteria(ids, None if steps is None else tuple(steps)), ids[:, -1])
+        from_draft = [False for _ in done]
+        for row, verdict in enumerate(verdicts):
+            if not done[row]:
+                verdict.stopped = bool(ends[row])
+                if written[row] != tokens[row]:
+                    nodes[row] = verdict.nodes[-1] = -1
+                from_draft[row] = verdict.nodes[-1] >= 0
+        goes_on = show(tokens, from_draft)
+        if not goes_on or min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
+            break
+    for verdict, ended, chosen in zip(verdicts, done, ids[:, max(text.lengths) :].tolist(), strict=True):
+        verdict.tokens = [] if ended else chosen
+    return verdicts, ids
+
+
+def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
+    """The drafted tokens if they are ``unlisted``, and for all nodes the tokens with the highest logits and these."""
+    if along is None:
+        return read(*unlisted, *logits.best)
+    listed, best = read(*unlisted, along=along), along.best(num_rows)
+    return [*listed, *(read(*logits.best) if best is None else best)]
+
+
+def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
+    """What the full model chooses from scores ``[b, t + 1, v]``, ``None`` where a node needs them one by one."""
+    if not do_sample:
+        return (best_tokens(scores),)
+    p = scores.softmax(-1)
+    if draft.q is None:
+        return (draw(p),)
+    if draft.is_tree or draft.q.shape[1] < draft.size or draft.num_drawn is not None:
+        return None
+    q = draft.q[:, : draft.size].to(p.device)
+    accepted, instead = accept_line(p[:, :-1], q, draft.tokens.to(p.device))
+    return draw(p), accepted, instead

@@ -1,1 +1,0 @@
-"""Where a ``SelfSpec`` enters ``generate`` and pipelines."""

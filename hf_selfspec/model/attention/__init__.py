@@ -1,0 +1,1 @@
+"""Attention as our forwards call it: over trees, ragged rows and long prompts, exactly."""

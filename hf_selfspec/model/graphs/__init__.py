@@ -1,0 +1,1 @@
+"""Forwards that a GPU replays as captured graphs."""

@@ -1,0 +1,310 @@
+"""Forwards over a few tokens by graphs: from round to round only the values of tensors change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import CompileConfig, PreTrainedModel
+
+from ...errors import warn_once
+from ..anatomy import Anatomy
+from ..attention.exact import float32_precisions, reduced_precision
+from ..attention.interface import MaskSpec
+from ..cache.speculative_cache import SpeculativeCache
+from ..forward_pass import Best, ForwardPass
+from ..internals import has_peft_layers
+from ..kernels.experts import experts_by_size
+from ..layout import Feed, TreeLayout
+from ..module_tools import has_hooks, is_compiled, is_tensor_parallel
+from ..patching import autocast_on
+from ..target import Target
+from ..transfer import read
+from .captures import Run
+from .graphs import COMPARISONS, PLACES, Graph, Graphs, graphs_of
+from .shapes import NoGraphError, Place, capturing, size_for
+
+# The rounding of TF32; how many roundings results may be apart, as a share of their length, and how much of it at
+# most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
+_REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-9, 2.0**-3
+_LARGEST = 1e4  # larger numbers do not count then: they mask logits
+# The share of a GPU's memory that keys and values of calls that are over may take; beyond it calls make new graphs.
+_KEPT = 1 / 8
+
+
+# What a forward returns: tensors, and the likeliest tokens; ``None`` in place of what was not computed.
+Outcome = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class GraphRunner:
+    """Runs the forwards of one generation with the graphs of its model."""
+
+    target: Target
+    graphs: Graphs
+    compares: bool  # whether each call compares results: unknown code may compute with numbers that change
+    _compared_here: set[Graph] = field(default_factory=set)
+
+    @classmethod
+    def install(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> None:
+        """Makes forwards of a generation over a few tokens graphs, if they can be; where they cannot and were asked for
+        (a ``config``), that warns."""
+        why = why_no_graphs(target.model, target.anatomy)
+        if not target.takes_any_rows or target.following.offsets is not None:
+            why = why or "its prompts have padding, images or other inputs that forwards need"
+        if why:
+            if config is not None:
+                warn_once(
+                    f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the "
+                    "same."
+                )
+            return
+        graphs = graphs_of(target.model, config)
+        if not graphs.refused:
+            target.graphs, target.cache.has_few_sizes = cls(target, graphs, compares), True
+            if config is not None:
+                target.cache.shapes = ()  # a compiler takes no buffers that share memory
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
+        graphs, cache, place = self.graphs, self.target.cache, None
+        if _needs_addresses(self.target.model.device):
+            try:
+                place = cache.place = graphs.places.pop()
+                place.take(self.target.model.device)
+            except IndexError:
+                self.target.graphs = None
+                warn_once(
+                    f"{graphs.whose} runs without graphs in some calls, which takes several times as long, since they "
+                    f"serve {PLACES} at a time. The output is the same."
+                )
+        try:
+            yield
+        finally:
+            graphs.report()
+            if place is not None:
+                device = self.target.model.device
+                limit = _KEPT * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+                kept = sum(other.bytes for other in (place, *graphs.places))
+                if graphs.refused or (graphs.config is None and kept > limit):  # captures are quick
+                    graphs.forget(lambda key: key[0] is place)
+                    cache.place, place = None, Place()
+                place.leave(device)
+                graphs.places.append(place)
+
+    def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
+        """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
+        target, tokens, nodes, window = self.target, feed.tokens, feed.nodes, self.target.cache.window
+        is_whole = target.module_of(run) is target.model
+        device, (b, s), substitutes = tokens.device, tokens.shape[:2], run.plan.substitutes
+        is_changed = run.calls_functions or (substitutes is not None and not substitutes.is_lasting)
+        is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
+        size = None if is_changed or is_part else size_for(s, self.graphs.cheap_tokens // b)
+        if size is None or self.graphs.are_left_out():
+            return target.run_eagerly(feed, run)
+        target.cache.seek(feed.starts, size)
+        inputs = [
+            _filled(tokens, size),
+            _plain(feed.starts.on(device).expand(b, 1)),
+            _plain(feed.last.on(device).expand(b, 1)),
+            *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
+            *([] if run.state is None else [_filled(run.state, size)]),
+            *([] if window is None else [_plain(window.bases.on(device).expand(b, 1))]),
+        ]
+        # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
+        parts = (is_whole, run.plan, run.start, run.stop, run.capture, run.chooses, window and window.capacity)
+
+        def name() -> str:
+            shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {target.cache.capacity} slots"
+            return f"{shape}, layers {run.plan.picture()}"
+
+        def unpadded(results: Sequence[torch.Tensor]) -> Outcome:
+            values = iter(results)
+            logits = next(values)[:, :s] if is_whole else None
+            captured = next(values)[..., :s, :] if run.capture else None
+            exit_state = next(values)[..., :s, :]
+            return logits, captured, exit_state, Best(*(choice[:, :s] for choice in values)) if run.chooses else None
+
+        def eager() -> Outcome:
+            run.captured = run.exit_state = None  # perhaps those of a comparison
+            return target.run_eagerly(feed, run), run.captured, run.exit_state, None
+
+        # On a GPU both ways are bound by launches and weights, whose number does not depend on that of tokens.
+        count, forward = size if tokens.is_cuda else s, partial(self._forward, run, nodes is not None)
+        outcome = self._outcome(parts, count, forward, inputs, target.cache, name, unpadded, eager)
+        logits, run.captured, run.exit_state, run.best = outcome
+        return logits
+
+    def run_head(
+        self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
+    ) -> Sequence[torch.Tensor]:
+        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
+        these and its buffers, unless ``eager`` over the inputs is faster."""
+        is_here = cache.place is not None and cache.place is self.target.cache.place
+        if not is_here or self.graphs.config is not None or self.graphs.are_left_out():
+            return eager(*inputs)
+        return self._outcome((head,), 0, forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
+
+    def _outcome(
+        self,
+        parts: tuple[Hashable, ...],
+        count: int,
+        forward: Run,
+        inputs: Sequence[torch.Tensor],
+        cache: SpeculativeCache,
+        name: Callable[[], str],
+        unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
+        eager: Callable[[], Outcome],
+    ) -> Outcome:
+        """The results, ``unpadded``, of the graph of ``forward`` over ``inputs`` and the buffers of ``cache``, which
+        depends on ``parts``, or those of the model's own code; see :meth:`FasterWay.faster_of`."""
+        place, buffers, device = cache.place, cache.buffers(), inputs[0].device
+        shaped, version, addresses = [*inputs, *buffers], None, None
+        if place is not None:
+            shaped, version, addresses = [*inputs], place.version, cache.addresses()
+            self.graphs.forget(lambda key: key[0] is place and key[1] != version)
+        modes = (_modes(device), self.target.autocast, cache.capacity, device, len(buffers))
+        shapes = ((tensor.shape, tensor.dtype) for tensor in shaped)
+        key: Hashable = (place, version, addresses, *parts, *modes, *shapes)
+        begun = perf_counter()
+        graph = self.graphs.find(key, forward, [*inputs, *buffers], name, len(buffers))
+        self.target.waited_seconds += perf_counter() - begun
+
+        def by_code() -> Outcome:
+            is_awaited = self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(count, True)
+            self.target.unsettled += is_awaited
+            return eager()
+
+        if graph is None:
+            return by_code()
+
+        run = graph.run
+        ways = lambda: unpadded(run(*inputs, *buffers)), by_code, lambda: unpadded(forward(*inputs, *buffers))
+        try:
+            is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
+            if is_new or (self.compares and graph not in self._compared_here):
+                return self._compared(graph, count, *ways)
+            return graph.faster_of(count, *ways[:2])
+        except Exception as error:  # of a device, else the model's own code raises it again
+            self.graphs.failed(error, key)
+            return by_code()
+
+    def _compared(self, graph: Graph, count: int, *ways: Callable[[], Outcome]) -> Outcome:
+        """The outcome of the model's own code, the second of three ``ways``; raises an error where that of the graph,
+        the first, is further from that of the same forward without it, the last (mostly it is the same bit for bit),
+        than this from the own code's, or where this is more than rounding. So only near ties choose other tokens."""
+        by_graph, by_code, filled = ways
+        if graph.compared < 0:
+            graph.compared = 0
+            return by_code()
+        self.target.unsettled += 1
+        with capturing.during(True):
+            of_filled = filled()
+        (of_graph, of_code), excesses = graph.results(count, by_graph, by_code), list[torch.Tensor]()
+        for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
+            if replayed is not None and own is not None and expected is not None:
+                dtypes = torch.float32, expected.dtype, *(self.target.autocast or ())[1:]
+                reduced = _REDUCED if reduced_precision(expected.device) else 0.0
+                rounded = _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
+                by_filling, least = _apart(own, expected), min(rounded, _FILLED if self.graphs.config else _REPLAYED)
+                excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / by_filling.clamp(min=least)]
+        if isinstance(best := of_graph[-1], Best):
+            highest = (scores := of_graph[0].float()).gather(-1, best.tokens[..., None])[..., 0]
+            excesses.append(2.0 * (torch.stack([highest, best.highest]) != scores.amax(-1)).any())
+        if not all(excess <= 1 for excess in read(torch.stack(excesses))[0]):
+            raise NoGraphError("its results are not those of the model's own code")
+        graph.compared += 1
+        self._compared_here.add(graph)
+        return of_code
+
+    def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
+        target, cache, values = self.target, self.target.cache, iter(inputs)
+        tokens, cursor, last = next(values), next(values), next(values)
+        tree = TreeLayout.of_packed(next(values)) if is_tree else None
+        run = replace(run, state=None if run.state is None else next(values))
+        bases: Any = None if cache.window is None else next(values)
+        slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = slots if tree is None else cursor + tree.offsets(tokens.device)
+        spec = MaskSpec(positions, cache.capacity, is_fixed=True)
+        if tree is not None:
+            spec.key_positions, spec.visible = tree.keys(slots, cache.capacity, 0)
+        if cache.window is not None:
+            n = cache.window.capacity
+            keys, visible = torch.arange(n, device=tokens.device)[None], None
+            if tree is not None:
+                keys, visible = tree.keys(slots - bases, n, 0)
+            spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
+            spec.window.begin_at(bases)
+        kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
+        with cache.written_at(slots, list(values), bases), experts_by_size(target.model):
+            logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
+        results = [value for value in (logits, run.captured, run.exit_state) if value is not None]
+        if run.chooses and logits is not None:
+            scores = logits.float()
+            results += [scores.argmax(-1), scores.amax(-1)]
+        return results
+
+
+def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
+    """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
+    has_indexers = any(getattr(block, "indexer", None) is not None for block in anatomy.attention)
+    is_spread = is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1
+    reasons = {
+        "it has recurrent states, which a graph cannot write by slot": anatomy.is_recurrent,
+        "it has indexers, whose keys a graph cannot write by slot": has_indexers,
+        "it builds masks of its own": not (anatomy.tree and anatomy.ragged),
+        "the model is compiled already, as a whole; pass the model itself": is_compiled(model),
+        "it is spread over several devices": is_spread,
+        "its adapters can be switched from call to call; merge them first": has_peft_layers(model),
+        "its modules have hooks, which graphs would not run; remove them first": has_hooks(model, ("transformers",)),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _apart(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far results are apart, as a share of their length."""
+    values, expected = values.float(), expected.float()
+    parts = (torch.where(expected.abs() < _LARGEST, part, 0.0).norm() for part in (values - expected, expected))
+    return next(parts).nan_to_num(math.inf) / next(parts).clamp(min=1e-30)
+
+
+def _needs_addresses(device: torch.device) -> bool:
+    """Whether graphs write where they were recorded, as CUDA graphs do."""
+    return device.type != "cpu"
+
+
+def _modes(device: torch.device) -> Hashable:
+    """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
+    modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    precisions = tuple(float32_precisions().values())
+    return autocast_on(device), modes, torch.get_num_threads(), torch.get_default_dtype(), precisions
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    """The values with contiguous strides; a graph would treat other strides as another shape."""
+    return values.contiguous().view(-1).view(values.shape)
+
+
+def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Pads ``[b, s, ...]`` at the end with zeros to ``[b, size, ...]``."""
+    missing = size - values.shape[1]
+    if not missing:
+        return _plain(values)
+    return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1)
+
+
+def _filled_layout(packed: torch.Tensor, size: int) -> torch.Tensor:
+    """Pads a packed layout ``[b, t, t + 2]`` to ``size`` tokens; the padding tokens see only themselves."""
+    b, t = packed.shape[:2]
+    filled = torch.eye(size, size + 2, dtype=packed.dtype, device=packed.device).repeat(b, 1, 1)
+    filled[:, :t, :t] = packed[:, :, :t]
+    filled[:, :t, size:] = packed[:, :, t:]
+    return filled

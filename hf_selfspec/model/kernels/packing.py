@@ -1,0 +1,287 @@
+"""Linear layers in four bits: how their weights are rounded and packed, and what multiplies with them.
+
+One thread of an AMD EPYC (AVX-512 BF16), bfloat16, torch 2.13, one token: a 4096 x 4096 layer takes 2.94 ms, and 0.89
+in four bits; 2.76 and 1.59 for four tokens. A head of 49,152 tokens and width 576: 7.0 and 1.8; 8.1 and 3.0. In float16
+and float32 torch's kernels of a CPU are references, which take 7 to 20 times as long as the layer itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from psutil import virtual_memory
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...errors import UnsupportedModelError
+from ..anatomy import Anatomy
+from ..fingerprint import samples
+from ..forks import new_lock
+from ..module_tools import all_modules
+from ..plan import Substitutes
+from .linear import linear_layers
+
+# Rounded weights: numbers from 0 to 15, two in a byte [n, k / 2], and for each group its scale and the value of its
+# number 8 [k / GROUP_SIZE, n, 2].
+Rounded = tuple[torch.Tensor, torch.Tensor]
+# How many numbers are rounded at once, so that large layers take no more memory for it than small ones.
+_PIECE = 2**20
+# The shares of a group's range that 16 values cover at first, and how often they are fitted to it then. With one share
+# and six turns SmolLM2 agrees with itself less (0.730 of 8,192 tokens of WikiText-2 for 0.740, weights dithered as in
+# RESULTS), with 1.0, 0.9 and 0.8 no more (0.739).
+_CLIPS, _TURNS = (1.0, 0.85), 3
+# Values of a row with one scale, which kernels take from 32 on; see RESULTS for 64.
+GROUP_SIZE = 32
+# The smallest share of the numbers in layers that is packed: with less, drafts are hardly faster than the model.
+_LEAST = 0.5
+
+_logger = logging.getLogger(__name__)
+
+
+class Kernel(NamedTuple):
+    """What multiplies with packed weights on one kind of device."""
+
+    pack: Callable[[torch.Tensor], torch.Tensor]  # maps rounded numbers to the layout that it reads
+    multiply: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], torch.Tensor]  # maps [t, k] to [t, n]
+    most: int  # tokens up to which it is faster than the layer itself
+
+
+def _tiles(numbers: torch.Tensor) -> torch.Tensor:
+    """The layout of CUDA's kernel: tiles that are as wide as the rows allow."""
+    inner = next(count for count in (8, 4, 2) if numbers.shape[1] % (8 * count) == 0)
+    return torch._convert_weight_to_int4pack(numbers, inner)
+
+
+def one_a_byte(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of four bits ``[n, k]`` from two in a byte ``[n, k / 2]``."""
+    return torch.stack([numbers >> 4, numbers & 15], dim=-1).flatten(1)
+
+
+_KERNELS = {
+    "cpu": Kernel(
+        lambda numbers: torch._convert_weight_to_int4pack_for_cpu(one_a_byte(numbers).int(), 1),
+        torch._weight_int4pack_mm_for_cpu,
+        most=8,
+    ),
+    "cuda": Kernel(_tiles, torch._weight_int4pack_mm, most=16),
+}
+
+
+# AMD's GPUs with matrix cores, as torch 2.6 names those that its kernel of four bits runs on.
+_CDNA = "gfx90a", "gfx940", "gfx941", "gfx942"
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """Returns what multiplies with packed weights on a device, ``None`` where nothing is faster than the layer."""
+    is_served = device.type != "cuda" or _has_tensor_cores(device)
+    return _KERNELS.get(device.type) if dtype is torch.bfloat16 and is_served else None
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU has what torch's kernel of four bits is written for."""
+    if torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    # AMD's numbers say nothing of it: those of RDNA are higher than those of CDNA.
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0] in _CDNA
+
+
+def fits(module: nn.Module) -> bool:
+    """Returns whether the weight of a linear layer can be packed, and is multiplied faster then."""
+    weight: Any = module.weight
+    is_plain = type(weight) is nn.Parameter and weight.dim() == 2
+    return is_plain and kernel_for(weight.device, weight.dtype) is not None and has_widths(module)
+
+
+def has_widths(module: nn.Module) -> bool:
+    """Returns whether kernels take a linear layer's rows and columns."""
+    rows, width = _weight(module).shape
+    return width % GROUP_SIZE == 0 and rows % 16 == 0
+
+
+def why_not(anatomy: Anatomy, layers: Mapping[int, nn.Module], fits: Callable[[nn.Module], bool] = fits) -> str:
+    """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
+    if (config := getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)) is not None:
+        method = (config if isinstance(config, dict) else config.to_dict()).get("quant_method")
+        return f"its weights are quantised already ({getattr(method, 'value', method)}). Load it in bfloat16."
+    unpacked = {weight for layer in layers.values() for weight in layer.parameters()}
+    total = sum(weight.numel() for weight in unpacked)
+    unpacked -= {module.weight for _, module in linear_layers(layers) if fits(module)}
+    if sum(weight.numel() for weight in unpacked) <= (1 - _LEAST) * total:
+        return ""
+    weight = max(unpacked, key=torch.Tensor.numel)
+    if hasattr(weight, "device_mesh") or weight.device.type == "meta":
+        return "its weights are spread over processes or offloaded. Load it on one device of one process."
+    if type(weight) is not nn.Parameter or weight.element_size() < 2:
+        return "its weights are quantised already. Load it in bfloat16."
+    if kernel_for(weight.device, weight.dtype) is None:
+        return (
+            f"torch has no kernel for four bits that is faster than its layers in {weight.dtype} on this "
+            f"{weight.device.type}. Load it in bfloat16, on a CPU or a GPU of compute capability 8.0 or more."
+        )
+    return (
+        f"most of its weights, as one of {list(weight.shape)}, are not in linear layers (experts?) or not of widths "
+        "that kernels take. Leave Quantized out."
+    )
+
+
+def shapes(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of the rounded numbers and scales of a linear layer."""
+    rows, width = _weight(module).shape
+    return (rows, width // 2), (width // GROUP_SIZE, rows, 2)
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Returns the memory that the packed weight of a linear layer takes."""
+    numbers, scales = shapes(module)
+    return prod(numbers) + 2 * prod(scales)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """The weight ``[n, k]`` of a linear layer."""
+    weight: Any = module.weight
+    return weight.detach().t() if isinstance(module, Conv1D) else weight.detach()
+
+
+def _by_groups(weight: torch.Tensor) -> Rounded:
+    """16 evenly spaced values for each group, by least squares: numbers and the line through them in turn, from
+    several first lines."""
+    values = weight.float().unflatten(1, (-1, GROUP_SIZE))  # [n, k / GROUP_SIZE, GROUP_SIZE]
+    low, high = values.aminmax(dim=-1, keepdim=True)
+    least, best = torch.full_like(low, torch.inf), [torch.empty_like(values), low, low]
+    for clip in _CLIPS:
+        scale = ((high - low) * clip / 15).clamp(min=1e-8)
+        middle = (high + low + scale) / 2
+        for _ in range(_TURNS):
+            numbers = ((values - middle) / scale + 8).round_().clamp_(0, 15)
+            mean = numbers.mean(-1, keepdim=True)
+            numbers -= mean
+            spread = numbers.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            scale = (numbers.mul_(values).sum(-1, keepdim=True) / spread).clamp(min=1e-8)
+            middle = values.mean(-1, keepdim=True) + scale * (8 - mean)
+        scale, middle = (value.to(weight.dtype).float() for value in (scale, middle))  # as the kernel reads them
+        numbers = ((values - middle) / scale + 8).round_().clamp_(0, 15)
+        error = ((numbers - 8) * scale + middle).sub_(values).square_().sum(-1, keepdim=True)
+        best = [torch.where(error < least, new, old) for new, old in zip((numbers, scale, middle), best, strict=True)]
+        least = least.minimum(error)
+    numbers, scales = best[0].flatten(1).to(torch.uint8), torch.cat(best[1:], dim=-1)
+    return numbers[:, ::2] << 4 | numbers[:, 1::2], scales.transpose(0, 1).to(weight.dtype)
+
+
+def rounded(module: nn.Module) -> Rounded:
+    """Rounds the weight of a linear layer."""
+    weight = _weight(module)
+    numbers, scales = zip(*map(_by_groups, weight.split(max(1, _PIECE // weight.shape[1]))), strict=True)
+    return torch.cat(numbers), torch.cat(scales, dim=1)
+
+
+class PackedLinear:
+    """A linear layer with a packed weight, as a :class:`~.plan.Substitutes` has it."""
+
+    def __init__(self, module: nn.Module, from_file: Rounded | None = None) -> None:
+        weight: Any = module.weight
+        kernel = kernel_for(weight.device, weight.dtype)
+        assert kernel is not None
+        self.state = _states([module])[0]
+        self._parameters, self._kernel = module._parameters, kernel
+        numbers, scales = rounded(module) if from_file is None else from_file
+        self.weight, self.scales = kernel.pack(numbers.to(weight.device)), scales.to(weight, copy=True)
+
+    def __call__(self, forward: Callable[..., Any], input: torch.Tensor) -> Any:
+        rows = input.reshape(-1, input.shape[-1]).contiguous()
+        if len(rows) > self._kernel.most or rows.dtype is not self.scales.dtype:  # as in autocast
+            return forward(input)
+        product = self._kernel.multiply(rows, self.weight, GROUP_SIZE, self.scales)
+        product = product.view(*input.shape[:-1], product.shape[-1])
+        bias = self._parameters["bias"]
+        return product if bias is None else product + bias
+
+    def follow(self, changed: Rounded, state: State) -> None:
+        """Takes over changed numbers in place, so that graphs with this layer stay."""
+        self.weight.copy_(self._kernel.pack(changed[0]))
+        self.scales.copy_(changed[1])
+        self.state = state
+
+
+# Layers of a model that are packed, by their names.
+Wanted = Mapping[str, nn.Module]
+# Shape, device and dtype of a weight, and what changes with its values.
+State = tuple[object, ...]
+
+
+def _states(modules: Iterable[nn.Module]) -> list[State]:
+    """Optimizers count their changes of a weight; those of ``weight.data``, which are not counted, show in values."""
+    weights: list[Any] = [module.weight for module in modules]
+    counts = [None if weight.is_inference() else weight._version for weight in weights]
+    values = samples(weights).view(len(weights), -1).tolist()
+    return [
+        (*_layout(weight), count, weight.data_ptr(), *numbers)
+        for weight, count, numbers in zip(weights, counts, values, strict=True)
+    ]
+
+
+def _layout(weight: Any) -> tuple[object, ...]:
+    return weight.shape, weight.device, weight.dtype
+
+
+@dataclass(eq=False)
+class _PackedModel:
+    """What was packed of one model."""
+
+    layers: dict[nn.Module, PackedLinear] = field(default_factory=dict)
+    substitutes: dict[Hashable, Substitutes] = field(default_factory=dict)
+
+
+_models: weakref.WeakKeyDictionary[PreTrainedModel, _PackedModel] = weakref.WeakKeyDictionary()
+_lock = new_lock()
+
+
+def packed(
+    model: PreTrainedModel, wanted: Wanted, read: Callable[[Wanted], Iterable[tuple[str, Rounded]]] = lambda _: ()
+) -> Substitutes:
+    """Returns layers of a model with packed weights, made once, shared by threads, and freed with the model; those
+    whose weights have changed since are packed again. ``read`` yields names and rounded weights from a file."""
+    with _lock, torch.inference_mode(False), torch.no_grad():  # other calls could not write to inference tensors
+        of_model, present = _models.setdefault(model, _PackedModel()), set(all_modules(model))
+        layers = of_model.layers
+        for module, layer in list(layers.items()):
+            if module not in present or layer.state[:3] != _layout(module.weight):
+                del layers[module]
+                of_model.substitutes.clear()
+        if missing := {name: module for name, module in wanted.items() if module not in layers}:
+            _check_room(model, missing)
+            for name, numbers in read(missing):
+                layers[missing[name]] = PackedLinear(missing[name], numbers)
+        for module, state in zip(wanted.values(), _states(wanted.values()), strict=True):
+            if module not in layers:
+                layers[module] = PackedLinear(module)
+            elif layers[module].state != state:
+                layers[module].follow(rounded(module), state)
+        of = {module: layers[module] for module in wanted.values()}
+        return of_model.substitutes.setdefault(frozenset(of.values()), Substitutes(of, first_layer=0, is_lasting=True))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return virtual_memory().available
+    # The device counts as taken what torch keeps for its next tensors.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _check_room(model: PreTrainedModel, wanted: Wanted) -> None:
+    size, device = sum(map(packed_bytes, wanted.values())), model.device
+    free = _free_bytes(device)
+    what = f"{size / 2**20:,.0f} MiB, {size / model.get_memory_footprint():.0%} of {type(model).__name__},"
+    if size > free:
+        raise UnsupportedModelError(
+            f"drafts with packed weights take {what} but {device} has {free / 2**20:,.0f} MiB left. Free memory, or "
+            "draft with fewer layers."
+        )
+    _logger.warning(f"{type(model).__name__}: packing {len(wanted)} layers for drafts takes {what} once.")

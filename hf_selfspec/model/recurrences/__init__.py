@@ -1,1 +1,0 @@
-"""Recurrent states of hybrid and state-space models: which can be rolled back, and how each is updated."""

@@ -1,1 +1,0 @@
-"""Rules for when drafting stops."""

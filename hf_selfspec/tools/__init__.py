@@ -1,0 +1,1 @@
+"""What tells whether it pays, and the command line."""

@@ -1,0 +1,275 @@
+"""Drafts for other engines: the part of a model that drafts, as a checkpoint of its own."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, cast
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from ..drafts.source import DraftSource
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..learned import saving
+from ..learned.files import check_folder, folder_written_whole, path_of, reported
+from ..learned.knowledge import KnowledgeOfCall
+from ..model.anatomy import Anatomy
+from ..model.forward_pass import ForwardPass, obeying, partial_forwards
+from ..model.internals import ADAPTED
+from ..model.module_tools import is_tensor_parallel
+from ..model.patching import evaluating
+from ..model.plan import LayerPlan
+from ..modules.draft_module import CONFIG
+from ..modules.mtp import MtpHead
+from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
+from ..search.choice import Choice, choice_of_state
+from ..validation import StrPath
+from .checkpoint import draft_model
+
+# Tokens of a draft in the card's commands if the SelfSpec sets no number, as in the engines' own examples.
+USUAL_TOKENS = 5
+
+_NAME = "SelfSpec.export_draft"  # in messages
+_C = TypeVar("_C", bound=Choice)
+_README = "README.md"
+# Model types that ship without MTP layers, but for which speculators 0.9 makes them.
+_OF_SPECULATORS = ("qwen3",)
+# The tag by which a card written here is recognised.
+TAG = "hf_selfspec-draft"
+# Files that show that a folder holds a model.
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
+_WEIGHTS = "model*.safetensors*"
+
+# Tokens of the text on which the logits of the checkpoint are compared with those of the model's blocks.
+_TOKENS = 16
+# How far apart logits may be, as a share of the largest one: other kernels round differently. The models of the tests
+# agree within 1e-5; a wrong or incomplete layer changes logits by a tenth or more.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def export_draft(
+    source: DraftSource,
+    knowledge: KnowledgeOfCall,
+    folder: StrPath,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tokens: int,
+) -> None:
+    """Writes what a source drafts with, see :meth:`SelfSpec.export_draft`; engines are to draft ``tokens`` at once."""
+    inner = knowledge.model
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise SettingTypeError(f"{_NAME}(tokenizer) must be a tokenizer of transformers or None, got {tokenizer!r}.")
+    at = path_of(folder)
+    _check_place(folder, at)
+    _check_model(inner)
+    anatomy = Anatomy.of(inner)
+    blocks = source.blocks(anatomy, partial(_choice, knowledge))
+    if blocks.mtp is not None:
+        blocks.mtp.check(knowledge.fingerprint)
+        _write_mtp(inner, blocks.mtp, at, tokens)
+        return
+    if anatomy.is_recurrent:
+        raise UnsupportedModelError(
+            f"{_NAME}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
+            "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
+        )
+    draft = draft_model(inner, anatomy, blocks.plan)
+    _check_agreement(inner, anatomy, blocks.plan, draft)
+    card = card_of(source, tokens, at, knowledge, blocks.plan, draft)
+    with reported(at), folder_written_whole(at) as inside:
+        draft.save_pretrained(inside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(inside)
+        (inside / _README).write_text(card, encoding="utf-8")
+        written = {file.name for file in inside.iterdir()}
+    # Loaders would take shards of an earlier draft for parts of this one.
+    for file in [file for file in at.glob(_WEIGHTS) if file.name not in written]:
+        with reported(file):
+            file.unlink()
+
+
+def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, draft: PreTrainedModel) -> None:
+    """Compares the logits of the draft with those of the model's blocks on a text of a few tokens."""
+    vocabulary = model.get_input_embeddings().weight
+    ids = torch.arange(1, _TOKENS + 1, device=vocabulary.device)[None] * 7919 % len(vocabulary)  # spread over all
+    with torch.no_grad(), evaluating(model):
+        expected = partial_logits(model, anatomy, plan, ids).float()
+        logits = draft(input_ids=ids, use_cache=False).logits.float()
+    apart = (logits - expected).abs().max().item()
+    allowed = _TOLERANCE.get(model.dtype, 0.0) * max(1.0, expected.abs().max().item())
+    if not apart <= allowed:
+        raise UnsupportedModelError(
+            f"the checkpoint would not predict what this part of {anatomy.model_name} predicts (logits differ by "
+            f"{apart:.2g}, at most {allowed:.2g} is rounding): the model treats positions, residuals or the number of "
+            "its layers in a way of its own. Nothing was written. Export another part, or use this one with "
+            "generate(assistant=...)."
+        )
+
+
+def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[1, s, v]`` of the blocks when they run inside the whole model."""
+    with partial_forwards(model, anatomy):
+        if plan.skipped_attention != plan.skipped_mlp:
+            with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # records what blocks return besides states
+                model(input_ids=ids, use_cache=False)
+        with obeying(ForwardPass(plan)):
+            return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
+
+
+def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> None:
+    """Writes MTP layers as checkpoints of the model's type have them, or else as speculators does."""
+    if head.state_layers or head.eagle3 is not None:
+        trouble = f"this head reads the states before layers {list(head.state_layers)}, for which no format has a place"
+    elif ships_layers(model):
+        with reported(at), folder_written_whole(at) as inside:
+            save_file(_named(model, head, format_of(model)), inside / LAYERS_ALONE)
+        return
+    elif model.config.model_type not in _OF_SPECULATORS or len(head.layers) > 1:
+        trouble = f"{type(model).__name__} ships with none, and speculators' format has one layer of {_OF_SPECULATORS}"
+    else:
+        count, (settings,) = model.config.num_hidden_layers, head.configs
+        types = (settings.get("layer_types") or ["full_attention"]) * count
+        size = {"vocab_size": model.config.vocab_size, "num_hidden_layers": count, "layer_types": types}
+        config = {
+            "speculators_model_type": "mtp",
+            "architectures": ["MTPDraftModel"],
+            "num_nextn_predict_layers": 1,
+            "transformer_layer_config": settings | size,
+            "speculators_config": {
+                "algorithm": "mtp",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": model.config.name_or_path, "architectures": [type(model).__name__]},
+            },
+        }
+        note = f"---\ntags: [{TAG}]\n---\n\nAn MTP layer for {type(model).__name__}, in the format of speculators 0.9. "
+        with reported(at), folder_written_whole(at) as inside:
+            save_file(_named(model, head, SPECULATORS), inside / SAFE_WEIGHTS_NAME)
+            (inside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+            (inside / _README).write_text(note + "It reads what leaves the final norm.\n", encoding="utf-8")
+        return
+    raise UnsupportedModelError(
+        f"{_NAME}: engines take MTP layers in the format of models that ship with them, or in that of speculators; "
+        f"{trouble}. Use it with generate(assistant=...)."
+    )
+
+
+def _named(model: PreTrainedModel, head: MtpHead, names: MtpFormat) -> dict[str, torch.Tensor]:
+    """The tensors of a head by the names of a format."""
+    tensors = dict[str, torch.Tensor]()
+    for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
+        layer = names.of_layer(number, Anatomy.of(model).num_layers)
+        halves = part.projection.weight.chunk(2, dim=1)
+        tensors[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)
+        for field in ("embedding_norm", "state_norm"):
+            tensors[f"{layer[field]}.weight"] = getattr(part, field).weight
+        for key, value in _as_saved(settings, part.decoder.state_dict()).items():
+            is_block = key.startswith(FIRST)
+            tensors[f"{layer['block']}{key[len(FIRST) :]}" if is_block else f"{layer['norm']}.weight"] = value
+    return {key: value.detach().to(model.dtype).contiguous() for key, value in tensors.items()}
+
+
+def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a decoder as transformers saves them, in whose files experts are apart."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    stack = Anatomy.of(model).stack
+    inside = next(name for name, module in model.named_modules() if module is stack)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict={f"{inside}.{name}": value for name, value in state.items()})
+        return load_file(Path(folder) / SAFE_WEIGHTS_NAME)
+
+
+def _choice(knowledge: KnowledgeOfCall, choice_class: type[_C]) -> _C | None:
+    """The choice of that class that was used last, else one that was loaded and not used yet."""
+    used: _C | None = knowledge.knowledge.choice(knowledge.model, choice_class)
+    if used is not None or (saved := knowledge.read()) is None:
+        return used
+    with saving.reading(saved.path):
+        depth = knowledge.model.config.num_hidden_layers
+        choices = [choice_of_state(state, depth) for state in saved.findings.values()]
+    return next((choice for choice in choices if isinstance(choice, choice_class)), None)
+
+
+def _check_place(folder: StrPath, at: Path) -> None:
+    check_folder(f"{_NAME}(folder)", folder, (_README,))
+    card = at / _README
+    is_ours = card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace")
+    held = [file.name for pattern in _MODEL_FILES for file in at.glob(pattern)]
+    if held and not is_ours:
+        raise SettingError(
+            f"{_NAME}(folder={os.fspath(folder)!r}): there is {held[0]} of another model. Give a new folder; only "
+            "a draft that was exported earlier is replaced."
+        )
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = {str(tensor.device) for tensor in tensors}
+    if any(hasattr(module, ADAPTED) for module in model.modules()):
+        why, what = "it has adapters (PEFT)", "Merge them first: model = model.merge_and_unload()"
+    elif getattr(model, "hf_quantizer", None) is not None:
+        why, what = "it is quantised", "Load it in its own precision, and quantise the draft with the engine's tools"
+    elif is_tensor_parallel(model) or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        why, what = "its tensors are spread over processes, or are not plain tensors", "Load it in one process"
+    elif "meta" in devices or len(devices) > 1:
+        why, what = f"its tensors are on {', '.join(sorted(devices))}", 'Load it on one device: device_map="cpu"'
+    elif model.config.get_text_config(decoder=True) is not model.config:
+        why, what = (
+            "it is more than a text model (images, sound), for which engines take no draft model",
+            "Load its text model alone, with the class for causal language models of its family",
+        )
+    else:
+        return
+    raise UnsupportedModelError(f"{_NAME}: {type(model).__name__} cannot be exported, since {why}. {what}.")
+
+
+def card_of(
+    source: DraftSource, tokens: int, folder: Path, knowledge: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
+) -> str:
+    """The card of a draft in a folder, as Markdown.
+
+    The commands are from the engines' own documentation in November 2026: vLLM's "Draft Models"
+    (features/speculative_decoding/draft_model), SGLang's "Standalone Speculative Decoding"
+    (advanced_features/speculative_decoding), TensorRT-LLM's "Speculative Decoding" (features/speculative-decoding,
+    Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
+    """
+    picture, layers = plan.picture(), draft.config.num_hidden_layers
+    is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
+    environment = Environment(
+        loader=PackageLoader("hf_selfspec.export"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["repr"] = repr
+    return environment.get_template("card.md.jinja").render(
+        tag=TAG,
+        model=knowledge.model.config.name_or_path or type(knowledge.model).__name__,
+        folder=str(folder),
+        what="The first layers and the output head" if is_exit else "Some of its blocks",
+        layers=f"{layers} layer{'s' if layers > 1 else ''}",
+        parameters=draft.num_parameters(),
+        draft=repr(source),
+        picture=picture,
+        fingerprint=knowledge.fingerprint().name,
+        notes=_notes(plan, draft),
+        tokens=tokens,
+        vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),
+    )
+
+
+def _notes(plan: LayerPlan, draft: PreTrainedModel) -> list[str]:
+    notes = []
+    if alone := plan.skipped_attention ^ plan.skipped_mlp:
+        notes.append(
+            f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
+            "still compute: leave out whole layers where that costs too much"
+        )
+    if len(set(getattr(draft.config, "layer_types", None) or [])) > 1:
+        notes.append(
+            "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
+            "(llama.cpp for some families) can use this draft only where that gives the same kinds"
+        )
+    return notes

@@ -1,1 +1,0 @@
-"""Verification: which tokens of a draft the full model accepts."""

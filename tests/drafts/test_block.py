@@ -1,0 +1,237 @@
+"""Block heads as drafts: ids and distributions are the model's, in every company."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from transformers import PreTrainedModel
+
+from helpers.architectures import build
+from helpers.blocks import CONFIGS, block_of, published, right_block_of
+from helpers.calls import unchanged
+from helpers.fitted import adapter_of, mtp_of
+from helpers.models import BATCH, ROW, tiny_llama
+from helpers.sampling import check_exact, each_family, exact_joint, sample
+from helpers.watched import watched
+from hf_selfspec import (
+    Block,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    load_head,
+    load_mtp,
+)
+from hf_selfspec.drafts import MTP, Cascade, Lookup, cascade, states
+from hf_selfspec.drafts.attached import source_of
+from hf_selfspec.drafts.free.free import Seed
+from hf_selfspec.errors import UnsupportedModelError
+from hf_selfspec.modules.block import BlockHead
+from hf_selfspec.modules.shipped import attached_head
+
+# Free drafts are worth their verification, as on a device that memory bounds.
+pytestmark = pytest.mark.machine("verification_is_free")
+
+SPECS: dict[str, Callable[[BlockHead], SelfSpec]] = {
+    "alone": lambda head: SelfSpec(Block(head)),
+    "cascade": lambda head: SelfSpec(Cascade([Lookup(), Block(head)]), FixedLength(3)),
+    "tree": lambda head: SelfSpec(Block(head), FixedLength(4), TopKTree(((0.9999, 3), (1.0, 1)))),
+    "exit beside": lambda head: SelfSpec(Cascade([Lookup(), Block(head), EarlyExit(2)]), ConfidenceThreshold(0.1)),
+}
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    model = build(name)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.every_run("llama-.*-right|qwen3_next-alone-right|mixtral-alone-right|gemma3_text-cascade-random")
+@pytest.mark.parametrize("is_right", [False, True], ids=["random", "right"])
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "bamba", "gemma3_text", "mixtral"])
+def test_ids_are_plain(name: str, kind: str, is_right: bool) -> None:
+    if kind == "tree" and name in ("qwen3_next", "bamba"):
+        pytest.skip("recurrent states take lines")
+    model, options = model_of(name), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    for inputs in (BATCH, {key: value[1:2] for key, value in BATCH.items()}):
+        plain = model.generate(**inputs, **options)
+        answers = plain[:, BATCH["input_ids"].shape[1] - 1 :]
+        head = right_block_of(model, answers) if is_right else block_of(model, layers=(1, 2), **CONFIGS["dspark rnn"])
+        spec = SPECS[kind](head)
+        with warnings.catch_warnings(), unchanged(model):
+            warnings.filterwarnings("ignore", message=".*is left out")
+            for _ in range(2):
+                assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
+        assert spec.stats is not None
+        assert not is_right or kind != "alone" or spec.stats.acceptance_rate > 0.3
+
+
+@pytest.mark.every_run("llama tree-dspark rnn|llama-dspark")
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated", "dspark rnn"])
+@each_family
+def test_drawn_tokens_have_the_models_distribution(
+    name: str, family: Callable[[], PreTrainedModel], tree: TopKTree | None
+) -> None:
+    """Each slot is drawn from its logits with all that its Markov head has added."""
+    model = family()
+    spec = SelfSpec(Block(block_of(model, layers=(1, 2, 3), scale=0.05, **CONFIGS[name])), FixedLength(3), tree)
+    check_exact(sample(spec, model, rows=1000), exact_joint(model, []))
+
+
+def test_a_stop_rule_gets_the_states_of_slots() -> None:
+    """Not what a confidence head reads beside them."""
+    model, shapes = tiny_llama(), set[tuple[int, ...]]()
+
+    def rule(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        shapes.add(tuple(hidden_states.shape))
+        return torch.zeros(len(logits), dtype=torch.bool)
+
+    spec = SelfSpec(Block(block_of(model, **CONFIGS["dspark"])), rule)
+    model.generate(**ROW, max_new_tokens=8, assistant=spec)
+    assert shapes == {(1, model.config.hidden_size)}
+
+
+@pytest.mark.parametrize("most", [0, 8])
+@pytest.mark.parametrize("kind", ["mtp", "block"])
+def test_states_that_wait_are_bounded(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that has just taken in what has waited drafts as ever."""
+    model = tiny_llama(factor=0.5)
+    source = MTP(mtp_of(model)) if kind == "mtp" else Block(block_of(model, **CONFIGS["dspark"]))
+    drafts: list[list[Any]] = []
+    for limit in (states._WAITING, most):
+        monkeypatch.setattr(states, "_WAITING", limit)
+        drafts.append([])
+        kept = drafts[-1]
+        spec = SelfSpec(
+            watched(source, lambda _, draft, kept=kept: kept.append((draft.tokens.tolist(), draft.lengths))),
+            FixedLength(3),
+        )
+        model.generate(**BATCH, max_new_tokens=12, assistant=spec)
+    assert drafts[0] == drafts[1]
+
+
+def test_drafts_end_below_a_confidence() -> None:
+    """By the confidence head, where there is one: the product of what it returns stays above the usual threshold up to
+    the last token but one of each draft."""
+    model = tiny_llama(factor=0.5)
+    head = block_of(model, **CONFIGS["dspark gated"])
+    assert head.confidence_head is not None
+    lengths: list[list[int]] = []
+    for bias in (-9.0, -0.1, 9.0):
+        with torch.no_grad():
+            head.confidence_head.proj.weight.zero_()
+            head.confidence_head.proj.bias.fill_(bias)
+        lengths.append([])
+        kept = lengths[-1]
+        model.generate(
+            **ROW,
+            max_new_tokens=10,
+            assistant=SelfSpec(watched(Block(head), lambda _, draft, kept=kept: kept.append(draft.lengths[0]))),
+        )
+    assert [max(of) for of in lengths] == [1, 2, head.num_tokens]
+
+
+def test_free_drafts_are_grafted_by_the_confidence_heads_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free tokens go behind what the head is sure of, with the probability that it returns for each token."""
+    model, seeds = model_of("llama"), list[tuple[float, ...]]()
+    head = block_of(model, layers=(1, 2), **CONFIGS["dspark"])
+    assert head.confidence_head is not None
+    with torch.no_grad():
+        head.confidence_head.proj.weight.zero_()
+        head.confidence_head.proj.bias.fill_(math.log(4.0))  # 0.8
+    of_row = Seed.of_row
+    monkeypatch.setattr(Seed, "of_row", lambda *row: seeds.append(of_row(*row).tree.reach) or of_row(*row))
+    spec = SelfSpec(Cascade([Lookup(), Block(head)]), FixedLength(3))
+    plain = model.generate(**ROW, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    for _ in range(2):
+        assert torch.equal(model.generate(**ROW, max_new_tokens=40, do_sample=False, assistant=spec), plain)
+    assert any(seed == pytest.approx((0.8, 0.64, 0.512)) for seed in seeds)
+
+
+def test_positions_keep_their_digits_in_fewer_bits() -> None:
+    """Frequencies of rotary positions stay in float32 in a copy of a head in bfloat16."""
+    model = tiny_llama(factor=0.5)
+    for head in (mtp_of(model), block_of(model)):
+        kept, copied = (dict(of.named_buffers()) for of in (head, head.on(torch.device("cpu"), torch.bfloat16)))
+        assert any("inv_freq" in name for name in kept)
+        assert all(
+            torch.equal(value, copied[name]) and value.dtype == copied[name].dtype for name, value in kept.items()
+        )
+
+
+def test_an_embedding_that_is_no_plain_tensor_is_refused() -> None:
+    """Before anything is generated; in a cascade other drafts that read states begin all the same."""
+    model = tiny_llama(factor=0.5)
+    head, beside = block_of(model), mtp_of(model)
+    plain = model.generate(**ROW, max_new_tokens=8)
+    spread = type("Spread", (torch.nn.Parameter,), {"device_mesh": None})
+    model.model.embed_tokens.weight = spread(model.model.embed_tokens.weight.data)
+    with pytest.raises(UnsupportedModelError, match="no plain embedding in this process's memory"):
+        model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Block(head)))
+    spec = SelfSpec(Cascade([Lookup(), Block(head), MTP(beside)]))
+    with pytest.warns(match="is left out") as told:
+        assert torch.equal(model.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
+    assert len(told) == 1
+
+
+def test_an_output_head_that_is_offloaded_is_loaded_for_drafts(tmp_path: Path) -> None:
+    """Unlike an embedding, it is called as a module, whose hook loads its weights."""
+    model = build("llama")
+    head, places = block_of(model, layers=(1, 2), draft_vocab_size=0), {"model": "cpu", "lm_head": "disk"}
+    plain = model.generate(**ROW, max_new_tokens=8, do_sample=False)
+    dispatch_model(model, device_map=places, main_device="cpu", offload_dir=tmp_path)
+    assert model.lm_head.weight.is_meta
+    spec = SelfSpec(Block(head))
+    assert torch.equal(model.generate(**ROW, max_new_tokens=8, do_sample=False, assistant=spec), plain)
+    assert spec.stats is not None
+    assert spec.stats.drafted > 0
+
+
+def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind; the last one that was attached counts, and one of another model stays off."""
+    model, other = tiny_llama(factor=0.5), build("llama")
+    for name in ("block", "mtp", "adapter"):
+        (tmp_path / name).mkdir()
+    published(tmp_path / "block", model, **CONFIGS["dspark"])
+    mtp_of(model).save_pretrained(tmp_path / "mtp")
+    adapter_of(model).save_pretrained(tmp_path / "adapter")
+    begun: list[list[str]] = []
+
+    class Begun(cascade.ControlledDrafter):
+        def __init__(self, session: Any, free: Any, others: dict[str, Any]) -> None:
+            super().__init__(session, free, others)
+            begun.append(list(others))
+
+    monkeypatch.setattr(cascade, "ControlledDrafter", Begun)
+    plain = model.generate(**BATCH, max_new_tokens=10)
+    for name, kind in (("block", "Block("), ("mtp", "MTP("), ("adapter", "EarlyExitAdapter(")):
+        head = load_head(model, tmp_path / name)
+        assert attached_head(model) is head
+        assert repr(source_of(head)).startswith(kind)
+        with unchanged(model):
+            assert torch.equal(model.generate(**BATCH, max_new_tokens=10, assistant=SelfSpec()), plain)
+        assert [name for name in begun.pop() if name.startswith(kind)], head
+    with pytest.raises(SettingError, match="made for another model"):
+        load_head(other, tmp_path / "block")
+    assert attached_head(other) is None
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{}")
+    with pytest.raises(SettingError, match="holds no head that LlamaForCausalLM can draft with"):
+        load_head(model, tmp_path / "none")
+    with pytest.raises(SettingTypeError, match="must be a folder"):
+        load_head(model, 3)  # type: ignore[arg-type]  # a wrong one
+    with pytest.raises(SettingError):
+        load_mtp(model)  # what is attached is no MTP layer, and the model ships with none

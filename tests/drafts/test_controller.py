@@ -1,0 +1,255 @@
+"""What decides what drafts, by its outcomes: times and results of rounds are given, and who drafts next is seen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.architectures import build
+from helpers.models import ragged_batch
+from hf_selfspec import (
+    Cascade,
+    ClosestLayers,
+    EarlyExit,
+    Lookup,
+    SelfSpec,
+    Session,
+    SkipLayers,
+)
+from hf_selfspec.drafts import controlled
+from hf_selfspec.drafts.controller import ArmStats, Controller, Measurements
+from hf_selfspec.drafts.cost_curve import SIZES, CostCurve
+from hf_selfspec.drafts.stop.rules import FixedLength
+
+pytestmark = pytest.mark.times_decide
+
+ROW = ragged_batch((12,), seed=11)
+
+
+def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
+    """The clock after so many rounds of each size."""
+    for _ in range(times):
+        for size, each in seconds.items():
+            clock.add(size, 1, each)
+    return clock
+
+
+def test_costs_follow_the_times() -> None:
+    """To within a tenth of them, in steps that end where sizes do."""
+    given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
+    clock = fed(CostCurve(True), given, 20)
+    seconds = clock.costs
+    for size, each in given.items():
+        assert seconds[size] == pytest.approx(each, rel=0.1)
+    assert seconds[4] == seconds[5] == seconds[7]
+    # More tokens never cost less, and what was not timed scales with what was.
+    for few in ({0: 0.05}, {0: 0.05, 15: 0.02, 31: 0.04}):
+        found = fed(CostCurve(True), few, 20).costs
+        assert list(found) == sorted(found)
+        assert found[31] == pytest.approx(few.get(31, 0.05 * CostCurve(True).costs[31]), rel=0.2)
+    # They change with the machine; what seemed too dear is believed less and less while it is not drafted.
+    assert fed(clock, {size: 3 * each for size, each in given.items()}, 20).costs[15] == pytest.approx(0.24, rel=0.1)
+    dear = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
+    assert dear.costs[15] > 0.3
+    assert fed(dear, {0: 0.02}, 600).costs[15] == pytest.approx(0.02 * CostCurve(True).costs[15], rel=0.1)
+    # The system clock was set back.
+    assert not fed(CostCurve(True), {3: -1.0}, 3).is_measured
+
+
+def test_a_curve_for_each_kind_of_round() -> None:
+    """A new one begins like the nearest, whose times show how far this machine is from the first guesses."""
+    found, guessed = Measurements(), CostCurve(True, 3).costs
+
+    def curve(device: str = "cpu", rows: int = 1, context: int = 100) -> CostCurve:
+        return found.curve(device, rows, context, True, False)
+
+    kinds = [curve(), curve("cuda"), curve(rows=2), curve(context=5000), curve(context=20000)]
+    assert len({id(other) for other in kinds}) == 5
+    assert curve(context=1023) is kinds[0] is Measurements(found).curve("cpu", 1, 100, True, False)
+    for rows, factor in ((1, 9.0), (4, 2.0), (16, 7.0)):
+        seconds = CostCurve(True, rows).costs
+        fed(curve(rows=rows), {size: factor * seconds[size] for size in SIZES}, 20)
+    three = curve(rows=3)
+    assert three.plain / curve(rows=4).plain == pytest.approx(1.5 / 1.65, rel=0.02)  # of forwards over so many tokens
+    assert [each / three.plain for each in three.costs] == pytest.approx(guessed, rel=0.01)
+
+
+def test_pace() -> None:
+    """Of late, and not below one token for each plain round."""
+    clock = CostCurve(True)
+    for drafted, tokens in ((3, 4), (3, 2), (SIZES[-1] + 1, 6)):
+        for _ in range(900):
+            clock.add(drafted, tokens, 0.02)
+        assert clock.pace == pytest.approx(50 * tokens, rel=0.01)
+    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
+    assert slow.pace == pytest.approx(1 / slow.plain)
+
+
+class World:
+    """Rounds of sources that take so many plain rounds and bring so many tokens, nearly; a plain round brings one."""
+
+    def __init__(self, **sources: tuple[float, float]) -> None:
+        self.sources, self.random = sources, random.Random(0)
+        self.controller = Controller(Measurements(), "cpu", on_cpu=True)
+
+    def play(self, rounds: int, **promised: float) -> Counter[str | None]:
+        """How often each source drafted, ``None`` for nothing."""
+        chosen = Counter[str | None]()
+        for _ in range(rounds):
+            self.controller.begin(rows=1, running=1, context=100)
+            name = self.controller.choose({source: promised.get(source) for source in self.sources})
+            price, tokens = self.sources[name] if name else (1.0, 1.0)
+            gained = int(tokens) + (self.random.random() < tokens % 1)
+            seconds = 0.02 * price * self.random.gauss(1, 0.02)
+            self.controller.record(name, 4 if name else 0, gained, seconds, drafted=8 if name else 0)
+            chosen[name] += 1
+        return chosen
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"one": (1.2, 3.0)},
+        {"one": (3.0, 2.5)},
+        {"slow": (3.0, 4.0), "fast": (1.2, 3.0)},
+        {"slow": (3.0, 4.0), "slower": (4.0, 4.5), "fast": (1.1, 2.2), "bad": (2.0, 1.0)},
+        {"bad": (1.2, 1.0), "worse": (2.0, 1.5)},
+    ],
+    ids=str,
+)
+def test_the_fastest_source_drafts(sources: dict[str, tuple[float, float]]) -> None:
+    speeds: dict[str | None, float] = {name: tokens / price for name, (price, tokens) in sources.items()}
+    best = max({None: 1.02} | speeds, key=lambda name: ({None: 1.02} | speeds)[name])
+    chosen = World(**sources).play(1000)
+    assert chosen[best] > 900
+    assert all(chosen[name] >= 4 for name in sources), "each was tried"
+
+
+def test_promises_are_believed_until_tried() -> None:
+    assert World(one=(4.0, 3.0)).play(60, one=5.0)["one"] == 4
+    world = World(one=(10.0, 4.0))
+    assert world.play(60, one=5.0)["one"] == 2, "nine tokens would not be enough"
+    world.sources["one"] = (1.2, 4.0)
+    world.play(1_700, one=5.0)
+    assert world.play(100, one=5.0)["one"] > 95, "whatever disturbed the round that was timed"
+    assert World(one=(0.1, 4.0)).play(60, one=0.5)["one"] == World(one=(0.1, 4.0)).play(60, one=0.0)["one"] == 0
+
+
+def test_sources_that_change_are_found_out() -> None:
+    """What loses is looked at again for a small share of the time, and what is new weighs as much as what was."""
+    world = World(one=(1.2, 3.0))
+    assert world.play(500)["one"] > 480
+    world.sources["one"] = (1.2, 1.0)
+    world.play(400)
+    assert world.play(300)["one"] < 30
+    world.sources["one"] = (1.2, 3.0)
+    world.play(400)
+    assert world.play(200)["one"] > 180
+
+
+def test_rounds_without_room_teach_nothing() -> None:
+    """The last token of a call is verified without a draft, which is not the source's fault."""
+    world = World(one=(1.2, 3.0))
+    world.play(50)
+    for _ in range(200):
+        world.controller.begin(rows=0, running=1, context=100)
+        world.controller.record("one", 0, 1, 0.02)
+    assert world.play(50)["one"] > 45
+
+
+@pytest.mark.parametrize(
+    "source", [SkipLayers(search=ClosestLayers(budget=1.0)), EarlyExit(None)], ids=["search", "probe"]
+)
+def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
+    """One cost curve decides what drafts: that of the rounds that were timed."""
+    curve = tuple(0.5 + 0.1 * size for size in range(SIZES[-1] + 1))
+    monkeypatch.setattr(Controller, "round_seconds", lambda self: curve)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    llama.generate(**ROW, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
+    found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
+    assert found.timings.latest.further == pytest.approx([seconds - 0.5 for seconds in curve])
+
+
+def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a tensor-parallel model have different times and must draft alike."""
+
+    def sizes(factor: float) -> list[tuple[int, int]]:
+        now = itertools.count()
+        monkeypatch.setattr(controlled, "perf_counter", lambda: factor * next(now))
+        spec, found = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3)), []
+        for _ in range(2):
+            llama.generate(**ROW, max_new_tokens=60, do_sample=False, assistant=spec)
+            found += spec.stats.round_sizes
+        return found
+
+    monkeypatch.setattr(Session, "is_tensor_parallel", True)
+    assert sizes(1.0) == sizes(1e6)
+
+
+@pytest.mark.every_run("3-llama")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, free drafts, layers with free drafts, layers alone, matches; again and again."""
+    turn, seen = [0], set[tuple[bool, bool]]()
+    begin, model = Controller.begin, build(name)
+
+    def begun(self: Controller, *given: Any) -> None:
+        turn[0] += 1
+        begin(self, *given)
+
+    def choose(self: Controller, promised: Any, free: float = 0.0) -> str | None:
+        found = next(iter(promised)) if turn[0] % 5 in (2, 3) else None
+        seen.add((free > 0, found is not None))
+        return found
+
+    monkeypatch.setattr(Controller, "begin", begun)
+    monkeypatch.setattr(Controller, "pays", lambda self, name: turn[0] % 5 in (1, 2))
+    monkeypatch.setattr(Controller, "choose", choose)
+    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    options = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **options)
+    spec = SelfSpec(Cascade([Lookup(), EarlyExit(2)]), FixedLength(3))
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("what", ["costs", "results"])
+def test_threads_change_what_they_share_one_after_the_other(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, threads = Measurements(), list[Thread]()
+    first, second = (Controller(found if kind == 0 else Measurements(found), "cpu", True) for kind in range(2))
+    for controller in (first, second):
+        controller.begin(1, 1, 100)
+        fed(controller.curve, {0: 0.02}, 8)
+    assert first.curve is second.curve
+    arms = first.arms
+    other = second if what == "costs" else Controller(found, "cpu", True)
+    other.begin(1, 1, 100)
+    owner, name = (CostCurve, "_measured") if what == "costs" else (ArmStats, "add")
+    original = getattr(owner, name)
+
+    def half_way(*args: Any) -> Any:
+        """Another thread records a round while this one does."""
+        if not threads:
+            task = other.curve.add if what == "costs" else other.record
+            threads.append(Thread(target=task, args=(0, 1, 0.02) if what == "costs" else ("source", 0, 1, 0.02)))
+            threads[0].start()
+            threads[0].join(0.3)
+            assert threads[0].is_alive()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, half_way)
+    arms["source"].rounds = 0
+    if what == "costs":
+        fed(first.curve, {3: 0.02}, 2)
+    else:
+        first.record("source", 0, 1, 0.02)
+    threads[0].join()
+    assert what == "costs" or arms["source"].rounds == 2

@@ -1,0 +1,622 @@
+"""Grammars that can go back: masks for drafts, forced text for free, and everything as plain ``generate`` leaves it."""
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+
+import hf_selfspec
+from helpers.automata import Automaton, Expecting, Own
+from helpers.calls import Counting
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.processes import library
+from helpers.sampling import SPECS as SAMPLED
+from helpers.sampling import VOCABULARY as FEW
+from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as few_tokens
+from helpers.watched import watched
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    Draft,
+    FixedLength,
+    SelfSpec,
+    Text,
+    TopKTree,
+)
+from hf_selfspec.drafts import BaseDrafter, DraftSource, EarlyExit, SkipLayers
+from hf_selfspec.drafts.grammar import XGrammar
+from hf_selfspec.drafts.grammar.rows import GrammarMask, with_grammars
+from hf_selfspec.drafts.stop.calibrated import CalibratedEntropy
+from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
+from hf_selfspec.generate import walk
+
+MODEL = tiny_llama(4, seed=3, factor=0.5)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "is_old": {"type": "boolean"}},
+    "required": ["name", "is_old"],
+    "additionalProperties": False,
+}
+REGEX = r"(ab|ba)c[0-9]{2,5}(: end|, more)"
+# Behind tokens of one character come a few longer ones, so that forced text can be split in several ways.
+LONGER = ("name", "na", '":', "is", "_old", "old", "true", "fal", "false", "ab", "end", "more", "mo")
+SPECS: dict[str, Callable[[], SelfSpec]] = {
+    "default": SelfSpec,
+    "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(4)),
+    "exit, tree": lambda: SelfSpec(EarlyExit(2), FixedLength(4), TopKTree(((0.5, 3), (1.0, 2)))),
+    "skips": lambda: SelfSpec(SkipLayers(), ConfidenceThreshold(0.1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):  # outlines and llguidance compile their masks, which takes long
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte level, one printable character per token and a few longer ones, as many as the model has."""
+    characters = [chr(33 + index) for index in range(94) if chr(33 + index) not in "!#$%&'*;<=>?@^"]
+    tokens = ["<pad>", "<s>", "</s>", *characters, "Ġ", *LONGER]
+    assert len(tokens) == VOCABULARY
+    core = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
+    xgrammar = library("xgrammar")
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY))
+    if schema is None:
+        return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_regex(regex))
+    return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
+
+
+def of_outlines(module: str, name: str, *settings: str) -> Callable[..., Any]:
+    """How outlines makes a processor with one of its backends; ``settings`` are further ones for a schema."""
+
+    def made(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
+        backend = _backend(tokenizer, module, name)
+        if schema is None:
+            return backend.get_regex_logits_processor(regex)
+        return backend.get_json_schema_logits_processor(schema, *settings)
+
+    return made
+
+
+def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
+    outlines = library("outlines")
+    if module == "xgrammar":
+        library("xgrammar")
+    kind = getattr(importlib.import_module(f"outlines.backends.{module}"), name)
+    return kind(outlines.from_transformers(MODEL, tokenizer))
+
+
+def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
+    matcher = library("llguidance").LLMatcher
+    if schema is None:
+        grammar = matcher.grammar_from_regex(regex)
+    else:
+        grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    made = _backend(tokenizer, "llguidance", "LLGuidanceBackend")
+    kind = importlib.import_module("outlines.backends.llguidance").LLGuidanceLogitsProcessor
+    return kind(grammar, made.llg_tokenizer, "torch")
+
+
+LIBRARIES = {
+    "xgrammar": of_xgrammar,
+    "xgrammar in outlines": of_outlines("xgrammar", "XGrammarBackend"),
+    "outlines-core": of_outlines("outlines_core", "OutlinesCoreBackend", ""),
+    "llguidance": of_llguidance,
+}
+GRAMMARS = {"json": (json.dumps(SCHEMA), None), "regex": (None, REGEX)}
+libraries_warn = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method`:DeprecationWarning",  # of torch.compile
+    "ignore:Error in LLMatcher:UserWarning",  # of padding behind a row's end, in plain generate alone
+)
+
+
+def generated(
+    tokenizer: PreTrainedTokenizerFast, inputs: Any, spec: SelfSpec | None, *processors: Any, **options: Any
+) -> torch.Tensor:
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "logits_processor": list(processors)}
+    return MODEL.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | ends | options, assistant=spec)
+
+
+@pytest.mark.every_run("xgrammar-json")
+@libraries_warn
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prompts alone and in ragged batches, with each of the drafts in turn."""
+    shapes = [(12,), (4, 9, 6)] * 2
+    specs = [make() for make in SPECS.values()]
+    checked = 0
+    for seed, lengths in enumerate(shapes):
+        inputs, spec = ragged_batch(lengths, seed=seed), specs[seed]
+        plain = generated(tokenizer, inputs, None, LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
+        ours = generated(tokenizer, inputs, spec, LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
+        assert torch.equal(ours, plain)
+        assert spec.stats.together_for == "", "rows have to go on at their own pace"
+        assert spec.stats.accepted > 0
+        for text in tokenizer.batch_decode(ours[:, inputs["input_ids"].shape[1] :]):
+            if "</s>" not in text:
+                continue  # it has not come to its end
+            text, checked = text.split("</s>")[0], checked + 1
+            if kind == "regex":
+                assert re.fullmatch(REGEX, text)
+                continue
+            found = json.loads(text)
+            assert isinstance(found["is_old"], bool)
+            assert len(found["name"]) <= 6
+            assert len(found) == 2
+    assert checked >= 4
+
+
+@pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "assistant_early_exit"])
+def test_transformers_own_drafts_bring_a_grammar_out_of_step(option: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """They call its processor for tokens that are then rejected; the README says so."""
+    processor = of_xgrammar(tokenizer, *GRAMMARS["regex"])
+    with pytest.raises(AssertionError):
+        generated(tokenizer, ragged_batch((12,), seed=0), None, processor, **{option: 3})
+
+
+@pytest.mark.every_run("xgrammar")
+@libraries_warn
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """From call to call, and where no end of text ends a row (of which llguidance's processor warns)."""
+    inputs = ragged_batch((12,), seed=3)
+    found = []
+    for spec in (None, SPECS["default"](), SPECS["exit"]()):
+        processor, ids = LIBRARIES[library](tokenizer, *GRAMMARS["json"]), inputs["input_ids"]
+        for _ in range(5):
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids = generated(tokenizer, given, spec, processor, max_new_tokens=7)
+        found.append([ids.tolist()])
+        if library != "llguidance":
+            endless = LIBRARIES[library](tokenizer, None, "ab{1,4}")
+            found[-1] += generated(tokenizer, inputs, spec, endless, eos_token_id=None, max_new_tokens=16).tolist()
+    assert found[0] == found[1] == found[2]
+    assert '"is_old":' in tokenizer.decode(found[0][0][0])
+
+
+@pytest.mark.every_run("(xgrammar|outlines-core|llguidance)-.*")
+@libraries_warn
+@pytest.mark.parametrize("regex", ["(ab|ba){40}", "ab{1,4}"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Outlines-core's guides take back 32 tokens at most; xgrammar's matchers have no masks behind their end."""
+    a, b = (tokenizer.convert_tokens_to_ids(token) for token in "ab")
+    texts = (
+        [(a,), (a, b), (a, b, a, b), (a, b) * 18] if "40" in regex else [(a,), (a, b), (a, b, tokenizer.eos_token_id)]
+    )
+
+    def begun() -> Any:
+        (processor,) = with_grammars([LIBRARIES[library](tokenizer, None, regex)])
+        processor.begin(ragged_batch((12,), seed=3)["input_ids"], VOCABULARY)
+        return processor
+
+    def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
+        processor.rows[0]._results.clear()
+        return processor.rows[0].mask(list(text), ()).tolist()
+
+    expected = []
+    for text in texts:
+        fresh = begun()
+        expected.append([mask_of(fresh, text[:count]) for count in range(len(text) + 1)][-1])
+    walker = begun()
+    for one, other in product(range(len(texts)), repeat=2):
+        for place in (one, other):
+            assert mask_of(walker, texts[place]) == expected[place]
+
+
+def test_forced_text_may_end_within_a_character() -> None:
+    """What both characters begin with is no text of its own."""
+    xgrammar = library("xgrammar")
+    info = xgrammar.TokenizerInfo([b"\xc3", b"\xa9", b"\xa8", b"</s>"], stop_token_ids=[3])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex("(é|è)"))
+    bitmask = xgrammar.allocate_token_bitmask(1, 4)
+    assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
+
+
+TABLE = [list(range(2, VOCABULARY, 2)), list(range(3, VOCABULARY, 3)), [7], list(range(2, 30))]
+
+
+def texts(spec: SelfSpec | None, inputs: Any, *processors: Any, **options: Any) -> list[list[int]]:
+    options = {"max_new_tokens": 24, "do_sample": False} | options
+    return MODEL.generate(**inputs, **options, logits_processor=list(processors), assistant=spec).tolist()
+
+
+ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch((4, 9, 6), seed=11)
+
+
+@pytest.mark.every_run("exit, tree")
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_grammar_of_ones_own(spec: str) -> None:
+    """The same tokens, and the same state after them."""
+    for inputs in (ROW, BATCH):
+        ours, (plain, processor) = SPECS[spec](), (Own(TABLE), Own(TABLE))
+        assert texts(ours, inputs, processor) == texts(None, inputs, plain)
+        assert [row.states for row in processor.rows] == [row.states for row in plain.rows]
+        assert processor.calls == 1
+        assert ours.stats.together_for == ""
+        assert ours.stats.accepted > 0
+
+
+class Steps(Automaton):
+    """Allows by the number of tokens so far, in the end what the last entry of its table allows."""
+
+    def advance(self, token: int) -> None:
+        self.states.append(min(self.states[-1] + 1, len(self.table) - 1))
+
+
+@dataclass(frozen=True)
+class PrefixFunction:
+    """A user's function for ``prefix_allowed_tokens_fn``, which allows as :class:`Steps` does."""
+
+    table: list[list[int]]
+    width: int
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
+
+
+def test_a_prefix_function_wins_where_all_is_forbidden(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
+    hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
+    table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
+    for inputs in (ROW, BATCH):
+        width = inputs["input_ids"].shape[1]
+        options = {"prefix_allowed_tokens_fn": PrefixFunction(table, width), "min_new_tokens": 20}
+        plain = generated(tokenizer, inputs, None, **options)
+        assert plain.shape[1] - width == len(table)
+        for spec in (SPECS["default"](), SPECS["exit"]()):
+            assert torch.equal(generated(tokenizer, inputs, spec, **options), plain)
+            assert spec.stats.accepted > 0
+
+
+class DeadEnd(LogitsProcessor):
+    is_stateless = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.isin(input_ids[:, -1:], self.tokens), -torch.inf)
+
+
+@pytest.mark.every_run("greedy")
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_ends_if_nothing_may_follow(do_sample: bool) -> None:
+    """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
+    drafted: set[int] = set()
+    exit_draft = watched(EarlyExit(1), lambda text, draft: drafted.update(draft.tokens.flatten().tolist()))
+    spec = SelfSpec(exit_draft, FixedLength(6))
+
+    def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 16, "top_k": 1, "logits_processor": [Own(TABLE), DeadEnd(dead)]}
+        return MODEL.generate(**BATCH, **options, do_sample=do_sample, assistant=assistant)
+
+    plain = generate(None, [])
+    assert torch.equal(generate(spec, []), plain)
+    dead = sorted(drafted - set(plain.flatten().tolist()))
+    assert len(dead) > 3
+    assert torch.equal(generate(spec, dead), plain)
+    assert spec.stats.accepted > 0
+
+
+class UntilSeven(StoppingCriteria):
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == 7
+
+
+def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back() -> None:
+    found = []
+    for spec in (None, SPECS["exit"](), SelfSpec()):
+        processor = Own([[5], [7], [8], [9]])
+        found.append((texts(spec, ROW, processor, stopping_criteria=[UntilSeven()]), processor.rows[0].states))
+    assert found[0] == found[1] == found[2]
+
+
+def test_beside_another_memory_rows_advance_together() -> None:
+    ours, found = SPECS["exit, tree"](), []
+    for assistant in (None, ours):
+        processors = Own(TABLE), Counting()
+        ids = texts(assistant, BATCH, *processors)
+        found.append((ids, [row.states for row in processors[0].rows], processors[1].seen))
+    assert found[0] == found[1]
+    assert ours.stats.together_for == "Counting"
+    assert ours.stats.accepted > 0
+
+
+@pytest.mark.every_run("default-drawn|exit, tree-greedy")
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_masks_of_all_nodes_at_once(spec: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where each node would be one wait."""
+    table = [[6, 9, 4], [9, 5, 6], [7], [5, 7, 8, 10]]
+    options = {"do_sample": True, "top_k": 1} if sampled else {}
+    for kind in (Automaton, Expecting):
+        plain = texts(None, BATCH, Own(table, kind), eos_token_id=10, pad_token_id=0, **options)
+        monkeypatch.setattr(walk, "_ONE_BY_ONE", "none")
+        with patch.object(GrammarMask, "of_row", autospec=True, side_effect=GrammarMask.of_row) as asked:
+            ours = SPECS[spec]()
+            assert texts(ours, BATCH, Own(table, kind), eos_token_id=10, pad_token_id=0, **options) == plain
+        assert ours.stats.accepted > 0
+        assert not asked.called or spec != "default"
+        monkeypatch.undo()
+
+
+class Over(Automaton):
+    """Knows nothing of what follows token 10."""
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        assert self.states[-1] != 10
+        return super().mask(vocabulary)
+
+    def advance(self, token: int) -> None:
+        self.states.append(token if token == 10 else 0)
+
+    def rollback(self, count: int) -> None:
+        del self.states[-count:]
+
+
+def test_nothing_is_asked_behind_an_end() -> None:
+    """Nor of rows that have ended, nor behind nodes that do not count."""
+    grammar = GrammarMask(Own([[4, 6, 10]], Over), lambda ids: [Over([[4, 6, 10]]) for _ in ids])
+    text = Text.of(torch.tensor([[1], [1]]), [0, 0], 8)
+    grammar.begin(text.ids[:, :1], 12)
+    tokens = [[4, 10, 6], [10, 10, 10]]
+    draft = Draft(torch.tensor(tokens), [2, 2], [[0, 1, 2], [0, 1, 2]], listed=tokens)
+    found = grammar.of_nodes(text, draft, [True, False], frozenset({10}))
+    assert found.shape == (2, 4, 12)
+    assert found[0].sum(-1).tolist() == [3, 3, 12, 12]
+    assert found[1].all()
+
+
+def test_forced_tokens_need_no_forward() -> None:
+    """A single allowed token is certain: not one of them is rejected, and the part that drafts is not asked."""
+    for spec in (SPECS["exit"](), SPECS["skips"](), SelfSpec.lookup(), SelfSpec(Phrase((9, 9)))):
+        texts(spec, ROW, Own([[5], [6], [7], [8]]))
+        assert spec.stats.draft_steps == 0
+        assert spec.stats.accepted == spec.stats.drafted > 12
+    texts(exit_spec := SPECS["exit"](), ROW, Own(TABLE))
+    assert 0 < exit_spec.stats.draft_steps < exit_spec.stats.drafted
+
+
+class Turns(Automaton):
+    """Forces a token in each state in turn, and allows nearly all in the others."""
+
+    def advance(self, token: int) -> None:
+        self.states.append((self.states[-1] + 1) % len(self.table))
+
+
+class OutOfStep(Own):
+    """Rows that begin at different states, one after another."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.rows:
+            self.rows = [self.kind(self.table, [index % len(self.table)]) for index in range(len(scores))]
+            allowed = torch.stack([row.mask(scores.shape[1]) for row in self.rows])
+            return scores.masked_fill(~allowed, -torch.inf)
+        return super().__call__(input_ids, scores)
+
+
+hf_selfspec.register_grammar(OutOfStep, lambda processor, input_ids: processor.rows)
+
+
+def test_a_token_that_is_forced_in_one_row_leaves_the_others_their_drafts() -> None:
+    inputs, table = ragged_batch((4, 9, 6, 3), seed=3), [list(range(2, VOCABULARY))] * 3 + [[9]]
+    ids = texts(spec := SelfSpec(EarlyExit(3), FixedLength(4)), inputs, OutOfStep(table, Turns))
+    assert ids == texts(None, inputs, OutOfStep(table, Turns))
+    assert spec.stats.draft_steps > spec.stats.verify_passes
+
+
+class Watching:
+    """A stop rule that keeps what it is told of each draft, and how often it was asked about it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int]] = []
+
+    def start(self, rows: int, max_draft: int, memory: Any) -> Any:
+        return self
+
+    def begin(self) -> None:
+        self.asked = 0
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        return torch.zeros(len(logits), dtype=torch.bool)
+
+    def update(self, drafted: list[int], accepted: list[int]) -> None:
+        self.told.append((self.asked, max(drafted), max(accepted)))
+
+
+@pytest.mark.every_run("Expecting")
+@pytest.mark.parametrize("kind", [Automaton, Expecting])
+def test_a_stop_rule_learns_of_the_tokens_that_it_was_asked_about(kind: type[Automaton]) -> None:
+    """Not of forced or expected ones."""
+    table = [TABLE[0], [9, 5, 6], [7], TABLE[3]]
+    row, rule = ragged_batch((12,), seed=4), Watching()
+    spec = SelfSpec(EarlyExit(2), rule, max_draft=8)
+    assert texts(spec, row, Own(table, kind)) == texts(None, row, Own(table, kind))
+    asked, drafted, accepted = map(sum, zip(*rule.told, strict=True))
+    assert spec.stats.draft_steps >= asked >= drafted > accepted > 0
+    assert spec.stats.drafted > drafted
+    assert all(count == own for count, own, _ in rule.told)
+    for other in (table, [[5], [6], [7], [8]]):
+        plain = texts(None, BATCH, Own(other, kind))
+        assert texts(SelfSpec(EarlyExit(2), CalibratedEntropy()), BATCH, Own(other, kind)) == plain
+
+
+def test_forced_tokens_are_as_many_as_pay() -> None:
+    """By the costs of a CPU 31 in a round."""
+    for spec in (SelfSpec(SkipLayers(search=ClosestLayers())), SelfSpec(Phrase((9,)))):
+        texts(spec, ROW, Own([[5], [6], [7], [8]]), max_new_tokens=60)
+        assert max(size for size, _ in spec.stats.round_sizes) == 31
+
+
+@dataclass(frozen=True)
+class Phrase(DraftSource):
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+
+    def start(self, session: Any) -> Any:
+        return PhraseDrafter(self)
+
+
+class PhraseDrafter(BaseDrafter):
+    def __init__(self, settings: Phrase) -> None:
+        self.settings = settings
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        size = min(len(self.settings.tokens), max(max_new))
+        tokens = torch.tensor([self.settings.tokens[:size]] * text.batch_size, dtype=torch.long)
+        if self.settings.parents is None:
+            return Draft(tokens, [min(size, count) for count in max_new])
+        return Draft(tokens, [min(size, 2)] * text.batch_size, [list(self.settings.parents[:size])] * text.batch_size)
+
+
+@pytest.mark.parametrize("parents", [None, (0, 0, 2, 1)], ids=["line", "tree"])
+def test_what_a_grammar_forbids_is_not_verified(parents: tuple[int, ...] | None) -> None:
+    """Whatever drafts: tokens 9 and 3 are never allowed, and what is behind them is not either."""
+    table = [[4, 6, 8], [4, 8]]
+    spec = SelfSpec(Phrase((4, 9, 6, 3), parents))
+    ours, plain = (texts(assistant, BATCH, Own(table), max_new_tokens=12) for assistant in (spec, None))
+    assert ours == plain
+    assert spec.stats.drafted > 0
+    assert spec.stats.drafted <= spec.stats.rounds
+
+
+FEW_TABLE = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
+
+
+def by_text(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The same as :class:`Own` with this table, as a function of the text."""
+    found = torch.full_like(scores, -torch.inf)
+    for row, tokens in enumerate(input_ids[:, 1:].tolist()):
+        state = reduce(lambda state, token: (3 * state + token) % len(FEW_TABLE), tokens, 0)
+        found[row, FEW_TABLE[state]] = scores[row, FEW_TABLE[state]]
+    return found
+
+
+class Dice(DraftSource):
+    """Draws tokens that know of no grammar."""
+
+    def start(self, session: Any) -> Any:
+        return DiceDrafter()
+
+
+class DiceDrafter(BaseDrafter):
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        size = min(3, max(max_new))
+        q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)
+        q[..., [1, 3]] += 0.45
+        tokens = q.flatten(0, 1).multinomial(1).view(text.batch_size, size)
+        return Draft(tokens, [min(size, count) for count in max_new], q=q)
+
+
+@pytest.mark.every_run("early exit-Automaton")
+@pytest.mark.parametrize("kind", [Automaton, Expecting])
+@pytest.mark.parametrize("spec", [*SAMPLED, "dice"])
+def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton]) -> None:
+    drafts = SAMPLED | {"dice": SelfSpec(Dice())}
+    sampled = sample(drafts[spec], rows=500, logits_processor=[Own(FEW_TABLE, kind)])
+    check_exact(sampled, exact_joint(few_tokens(), [by_text]))
+
+
+@pytest.mark.slow
+def test_expected_tokens_of_a_layer_draft_are_drawn_exactly() -> None:
+    """With one row, since a layer draft passes over a token where all rows expect one."""
+    spec, sequences, accepted, drafted, steps = SAMPLED["early exit"], [], 0, 0, 0
+    for seed in range(400):
+        sequences.append(sample(spec, rows=1, seed=seed, logits_processor=[Own(FEW_TABLE, Expecting)])[0])
+        accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
+        steps += spec.stats.draft_steps
+    assert steps < drafted
+    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [by_text]))
+
+
+def as_numbers(automaton: Automaton, vocabulary: int) -> torch.Tensor:
+    return torch.ones(vocabulary)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "objects": (lambda processor, ids: [object() for _ in ids], r"for each of the 1 rows, with the methods mask\("),
+    "no rows": (lambda processor, ids: [], r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
+    "no list": (lambda processor, ids: 1, r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
+    "masks of numbers": (
+        lambda processor, ids: [type("Numbers", (Automaton,), {"mask": as_numbers})(TABLE) for _ in ids],
+        r"mask\(97\).*registered for Wrong must return a BoolTensor \[97\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_adapters_are_refused(case: str) -> None:
+    kind, (adapter, words) = type("Wrong", (Own,), {}), WRONG[case]
+    hf_selfspec.register_grammar(kind, adapter)
+    with pytest.raises(SettingTypeError, match=words):
+        texts(SelfSpec(), ROW, kind(TABLE))
+
+
+def test_wrong_registrations_are_refused() -> None:
+    with pytest.raises(SettingTypeError, match=r"takes a class of logits processors"):
+        hf_selfspec.register_grammar(Own(TABLE), lambda processor, ids: [])
+    with pytest.raises(SettingTypeError, match=r"register_grammar\(kind, adapter\) takes .* and \[\]"):
+        hf_selfspec.register_grammar(Own, [])
+
+
+@libraries_warn
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("xgrammar in outlines", "_matchers"), ("outlines-core", "_guides"), ("llguidance", "ll_matchers")],
+)
+def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    processor = LIBRARIES[library](tokenizer, None, "ab")
+    (mask,) = with_grammars([processor])
+    setup = processor._setup
+
+    def without(*given: Any) -> None:
+        setup(*given)
+        delattr(processor, name)
+
+    mask._processor = lambda input_ids, scores: without(*(len(input_ids), VOCABULARY)[: setup.__code__.co_argcount - 1])
+    with pytest.raises(UnsupportedOptionError, match=f"of this version of outlines has no `{name}`"):
+        mask.begin(ROW["input_ids"], VOCABULARY)
+
+
+def test_masks_are_as_wide_as_logits() -> None:
+    """A model may know more tokens than it can generate."""
+    (mask,) = with_grammars([Own(TABLE)])
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY + 3)
+    mask.fit(VOCABULARY)
+    assert mask.of_row(0, torch.ones(12, dtype=torch.long), torch.zeros(1, VOCABULARY)).shape == (1, VOCABULARY)
+
+
+@libraries_warn
+@pytest.mark.parametrize("library", ["xgrammar", "outlines-core", "llguidance"])
+def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    (mask,) = with_grammars([LIBRARIES[library](tokenizer, None, "ab")])
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
+    with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
+        mask.rows[0].mask([], (50,))

@@ -1,0 +1,372 @@
+"""The model itself in four bits as its draft: what it drafts, and the life of packed weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig, GPTQConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from helpers.architectures import build
+from helpers.calls import check_lossless, unchanged
+from helpers.machine import Machine
+from helpers.models import BATCH, ROW, tiny_gpt2, tiny_llama
+from helpers.processes import peft_calls_old_name
+from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as few_tokens
+from hf_selfspec import (
+    Cascade,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    Quantized,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.errors import SettingError, UnsupportedModelError
+from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.kernels import packing
+from hf_selfspec.model.kernels.packing import GROUP_SIZE, PackedLinear, one_a_byte, rounded
+
+in_float32 = pytest.mark.machine("packed_float32_is_fast")
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """The layers that are rounded while a test runs, each as often as it is."""
+    found: list[torch.nn.Module] = []
+
+    def watched(module: torch.nn.Module) -> Any:
+        found.append(module)
+        return rounded(module)
+
+    monkeypatch.setattr(packing, "rounded", watched)
+    return found
+
+
+def spec_of(draft: Quantized | None = None, **settings: Any) -> SelfSpec:
+    return SelfSpec(draft or Quantized(), FixedLength(4), **settings)
+
+
+def random_linear(kind: type[torch.nn.Module] = torch.nn.Linear, rows: int = 48, width: int = 128) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return (kind(width, rows) if kind is torch.nn.Linear else kind(rows, width)).to(torch.bfloat16)
+
+
+def weight_of(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight ``[n, k]`` that rounded numbers stand for."""
+    scale, middle = scales.float().repeat_interleave(2 * numbers.shape[1] // len(scales), dim=0).unbind(-1)
+    return (one_a_byte(numbers).float() - 8) * scale.t() + middle.t()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Conv1D])
+def test_kernels_multiply_with_the_rounded_weight(kind: type[torch.nn.Module]) -> None:
+    module = random_linear(kind)
+    weight = weight_of(*rounded(module))
+    input = torch.randn(3, 1, 128).to(torch.bfloat16).transpose(0, 1)  # as recurrent layers have it
+    found = PackedLinear(module)(module, input)
+    torch.testing.assert_close(found.float(), linear(input.float(), weight, module.bias.float()), rtol=0.02, atol=0.03)
+    many = torch.randn(2, 20, 128).to(torch.bfloat16)  # for which the layer itself is faster
+    assert torch.equal(PackedLinear(module)(module, many), module(many))
+
+
+@torch.no_grad()
+def test_rounding_is_close() -> None:
+    """Closer than the nearest of evenly spaced values from the smallest to the largest of a group."""
+    module = random_linear()
+    values = module.weight.float().unflatten(1, (-1, GROUP_SIZE))
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    nearest = (((values - low) / step).round() * step + low).flatten(1)
+    errors = [(one - module.weight.float()).square().mean() for one in (weight_of(*rounded(module)), nearest)]
+    assert errors[0] < errors[1] * 0.9
+
+
+@in_float32
+@pytest.mark.machine("verification_is_free")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["line", "tree", "cascade"])
+def test_joint_distribution_of_drawn_tokens(how: str) -> None:
+    """In batches, by drafts that also leave layers out, since they would nearly always be right."""
+    draft = Quantized(layers=EarlyExit(2))
+    tree = TopKTree(((0.6, 3), (1.0, 2))) if how == "tree" else None
+    spec = SelfSpec(Cascade([Lookup(), draft]) if how == "cascade" else draft, FixedLength(3), tree)
+    check_exact(sample(spec, rows=1000, calls=2), exact_joint(few_tokens(), []))
+
+
+def test_models_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+    """With the kernels of this device; memory is told before it is taken."""
+    model = tiny_llama(factor=0.5).to(torch.bfloat16)
+    spec = SelfSpec.quantized()
+    with caplog.at_level(logging.WARNING), unchanged(model):
+        model.generate(**BATCH, max_new_tokens=16, do_sample=False, assistant=spec)
+    assert "packing 42 layers" in caplog.text
+    assert f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).in_process["rounds", (False, True)].arms
+
+
+@in_float32
+@pytest.mark.machine("graphs_are_taken")
+@pytest.mark.slow
+def test_graphs(llama: LlamaForCausalLM) -> None:
+    config = CompileConfig(backend="eager", mode="default")
+    check_lossless(llama, spec_of(compile=config), prompts=[ROW])
+    keys = graphs_of(llama, config)._graphs
+    assert any(getattr(part, "substitutes", None) is not None for key in keys for part in key)
+
+
+@in_float32
+def test_packed_once_for_threads_and_specs(packs: list[Any]) -> None:
+    model = tiny_llama(3, factor=0.5)
+    specs = [spec_of(), spec_of()]
+    check_lossless(model, SelfSpec(), 4, [ROW])
+    assert not packs  # nothing has drafted with it
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(partial(check_lossless, model, new_tokens=8), specs))
+    assert len(packs) == 21
+    check_lossless(model, spec_of(Quantized(layers=EarlyExit(2))), 8)
+    assert len(packs) == 21
+    alive = weakref.ref(next(iter(packing._models[model].layers.values())))
+    packs.clear()
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@in_float32
+@peft_calls_old_name
+def test_packed_again_where_weights_have_changed(packs: list[Any]) -> None:
+    model = get_peft_model(tiny_llama(3, factor=0.5), LoraConfig(init_lora_weights=False, target_modules=["q_proj"]))
+    inner, spec = model.get_base_model(), spec_of()
+    check_lossless(inner, spec, 8)
+    assert len(packs) == 21
+    loss = inner(**ROW, labels=ROW["input_ids"]).loss
+    loss.backward()
+    torch.optim.SGD([one for one in inner.parameters() if one.requires_grad], 1.0).step()
+    check_lossless(inner, spec, 8)
+    assert len(packs) == 21  # the adapters alone have changed
+    model.merge_adapter()
+    check_lossless(inner, spec, 8)
+    assert len(packs) == 24
+    layer = inner.model.layers[0].mlp.up_proj
+    layer.weight.grad = torch.zeros_like(layer.weight).index_fill_(0, torch.tensor([1]), 1.0)
+    torch.optim.SGD([layer.weight], 1.0).step()  # in one row of many, which a few values do not show
+    check_lossless(inner, spec, 8)
+    assert packs[24:] == [layer]
+    made = packing._models[inner].layers[layer]
+    expected = rounded(layer)
+    assert torch.equal(made.weight, one_a_byte(expected[0]))
+    assert torch.equal(made.scales, expected[1])
+
+
+@pytest.mark.every_run("True")
+@in_float32
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_packed_again_where_the_vocabulary_has_grown(packs: list[Any], is_tied: bool) -> None:
+    model, spec = tiny_llama(3, vocabulary=112, factor=0.5), spec_of()
+    model.config.tie_word_embeddings = is_tied
+    model.tie_weights()
+    check_lossless(model, spec, 8)
+    before = weakref.ref(packing._models[model].layers[model.lm_head])
+    packs.clear()
+    model.resize_token_embeddings(128, mean_resizing=False)
+    assert all(found.accepted > 0 for found in check_lossless(model, spec, 8))
+    assert packs == [model.lm_head]
+    gc.collect()
+    assert before() is None
+
+
+@torch.no_grad()
+def test_memory_of_rounding_does_not_follow_the_layer() -> None:
+    class Largest(TorchDispatchMode):
+        """The most bytes of what an operation makes."""
+
+        bytes = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.dtype is torch.float32:
+                self.bytes = max(self.bytes, found.nbytes)
+            return found
+
+    module = torch.nn.Linear(1024, 8192, dtype=torch.bfloat16)
+    with Largest() as largest:
+        rounded(module)
+    assert largest.bytes < 1024 * 8192
+
+
+@in_float32
+def test_each_source_of_a_cascade_has_its_file(tmp_path: Path, packs: list[Any]) -> None:
+    model = tiny_llama(3, factor=0.5)
+    spec = SelfSpec(Cascade([Lookup(), Quantized(), Quantized(layers=EarlyExit(2))]))
+    spec.save_pretrained(tmp_path, model)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    packs.clear()
+    check_lossless(model, SelfSpec.from_pretrained(tmp_path), 8)
+    assert not packs
+
+
+@in_float32
+def test_files(tmp_path: Path, packs: list[Any]) -> None:
+    model = tiny_llama(3, factor=0.5)
+    for spec in (SelfSpec.quantized(), spec_of(Quantized(layers=SkipLayers(mlp=[1])))):
+        check_lossless(model, spec, 8)
+        spec.save_pretrained(tmp_path, model)
+        before = packing._models.pop(model).layers  # as in another process
+        packs.clear()
+        loaded = SelfSpec.from_pretrained(tmp_path)
+        assert loaded.draft == spec.draft
+        check_lossless(model, loaded, 8)
+        assert not packs
+        after = packing._models.pop(model).layers
+        assert all(torch.equal(made.weight, after[key].weight) for key, made in before.items())
+        assert all(torch.equal(made.scales, after[key].scales) for key, made in before.items())
+    file = max(tmp_path.glob("packed-*.safetensors"), key=lambda path: path.stat().st_mtime)
+    with safe_open(file, "pt") as opened:
+        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no dict
+    save_file(tensors | {"1.mlp.up_proj.numbers": tensors["1.mlp.up_proj.numbers"][:16].clone()}, file, about)
+    with pytest.raises(SettingError, match=r"1\.mlp\.up_proj has other shapes"):
+        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+    file.write_bytes(b"short")
+    with pytest.raises(SettingError, match="holds no packed weights, or was cut short or changed"):
+        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("model", [tiny_llama(3), tiny_gpt2()], ids=["llama", "gpt2"])
+def test_files_serve_the_kernels(tmp_path: Path, model: PreTrainedModel) -> None:
+    """Those of a CPU, also for layers with weights the other way round."""
+    model, spec = copy.deepcopy(model).to(torch.bfloat16), SelfSpec(Quantized(), FixedLength(3))
+    spec.save_pretrained(tmp_path, model)
+    drafts = []
+    for one in (spec, SelfSpec.from_pretrained(tmp_path)):
+        packing._models.pop(model, None)
+        ids = torch.tensor([[1, 2, 3, 4]])
+        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "max_new_tokens": 12}
+        model.generate(ids, **options, do_sample=False, assistant=one)
+        assert one.stats is not None
+        assert one.stats.accepted > 0
+        drafts.append(one.stats.accepted_lengths)
+    assert drafts[0] == drafts[1]
+
+
+def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any], machine: Machine) -> None:
+    machine.packed_float32_is_fast()
+    model, spec = tiny_llama(3, factor=0.5), spec_of()
+    spec.save_pretrained(tmp_path, model)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    loaded._knowledge_of(model).fingerprint()  # at its first use
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    packs.clear()
+    check_lossless(model, loaded, 8)
+    assert len(packs) == 21
+
+
+def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = tiny_llama().to(torch.bfloat16)
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao is a test extra that not all platforms have"
+    )
+    quantization.quantize_(quantised, quantization.Int8WeightOnlyConfig())
+    gptq, offloaded, other = (tiny_llama().to(torch.bfloat16) for _ in range(3))
+    other.config.intermediate_size = 120
+    narrow = LlamaForCausalLM(other.config).eval().to(torch.bfloat16)
+    offloaded.model.layers.to("meta")
+    gptq.config.quantization_config = GPTQConfig(bits=4)  # whose layers hold whole numbers in buffers
+    for layer in gptq.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            delattr(layer.mlp, name)
+            setattr(layer.mlp, name, torch.nn.Module())
+            getattr(layer.mlp, name).register_buffer("qweight", torch.zeros(8, 128, dtype=torch.int32))
+
+    def draft(model: Any, spec: SelfSpec | None = None) -> Any:
+        with unchanged(model):
+            return model.generate(**ROW, max_new_tokens=4, assistant=spec or spec_of())
+
+    def without_room() -> Any:
+        monkeypatch.setattr(packing, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+        return draft(tiny_llama().to(torch.bfloat16))
+
+    for wrong, error, words in (
+        (lambda: draft(tiny_llama()), UnsupportedModelError, "faster than its layers in torch.float32 on this cpu"),
+        (lambda: draft(quantised), UnsupportedModelError, "quantised already"),
+        (lambda: draft(offloaded), UnsupportedModelError, "spread over processes or offloaded"),
+        (lambda: draft(gptq), UnsupportedModelError, r"quantised already \(gptq\)\. Load it in bfloat16"),
+        (lambda: draft(narrow), UnsupportedModelError, "not of widths"),
+        (lambda: draft(build("mixtral").to(torch.bfloat16)), UnsupportedModelError, r"experts\?"),
+        (without_room, UnsupportedModelError, "but cpu has 0 MiB left"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    assert not packs
+
+
+@pytest.mark.parametrize(
+    ("hip", "arch", "capability", "is_served"),
+    [
+        (None, "", (7, 5), False),
+        (None, "", (8, 0), True),
+        ("6.2", "gfx90a:sramecc+:xnack-", (9, 0), True),
+        ("6.2", "gfx942:sramecc+:xnack-", (9, 4), True),
+        ("6.2", "gfx1030", (10, 3), False),  # RDNA 2
+        ("6.2", "gfx1100", (11, 0), False),  # RDNA 3
+        ("6.2", "gfx908:sramecc+:xnack-", (9, 0), False),
+    ],
+)
+def test_gpus_whose_kernels_take_four_bits(
+    hip: str | None, arch: str, capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    assert (packing.kernel_for(torch.device("cuda"), torch.bfloat16) is not None) is is_served
+
+
+@pytest.mark.parametrize(("kept", "fits"), [(0, False), (8 * 2**20, True)])
+def test_what_torch_keeps_for_later_is_room(kept: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**40))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30 + kept)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), get_memory_footprint=lambda: 2**30)
+    wanted: Any = {"head": torch.nn.Linear(2**11, 2**11, dtype=torch.bfloat16)}  # 2 MiB and scales
+    with nullcontext() if fits else pytest.raises(UnsupportedModelError, match="but cuda has 1 MiB left"):
+        packing._check_room(model, wanted)
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_left_out_of_a_cascade_where_it_is_slower(llama: LlamaForCausalLM, packs: list[Any]) -> None:
+    with pytest.warns(
+        UserWarning,
+        match="is left out of .* faster than its layers in torch.float32",
+    ):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec.quantized())
+    llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec.quantized())  # which says it no more
+    assert not packs
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    model = tiny_llama(factor=0.5).to("cuda", torch.bfloat16)
+    inputs = {name: value.cuda() for name, value in ROW.items()}
+    spec = spec_of()
+    model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    assert spec.stats.accepted > 0

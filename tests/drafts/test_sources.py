@@ -1,0 +1,296 @@
+"""Draft sources and stop rules that a user writes: used everywhere, and saved by their names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, TopPLogitsWarper
+
+import hf_selfspec
+from helpers.models import BATCH, ROW
+from helpers.sampling import check_exact, exact_joint, sample
+from helpers.sampling import llama as tiny_vocabulary
+from helpers.sources import Alternating, Recalled, Table
+from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec
+from hf_selfspec.drafts import BaseDrafter, Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
+from hf_selfspec.drafts.stop.rules import Memory
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.learned import saving
+from hf_selfspec.model.anatomy import Anatomy
+
+NEW_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Drafts one token more after each draft that was accepted as a whole, from call to call."""
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> GrowingRule:
+        return GrowingRule(memory)
+
+
+class GrowingRule:
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.memory.value = self.memory.value or 1
+        self.length = 0
+
+    def begin(self) -> None:
+        self.length = 0
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.length += 1
+        return torch.full((len(logits),), self.length >= self.memory.value)
+
+    def update(self, drafted: list[int], accepted: list[int]) -> None:
+        if drafted == accepted:
+            self.memory.value += 1
+
+
+def assert_same(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor], **options: Any) -> GenerationStats:
+    """The output is plain ``generate``'s, and drafts were right now and then."""
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+    assert spec.stats is not None
+    assert 0 < spec.stats.accepted <= spec.stats.drafted
+    return spec.stats
+
+
+def test_own_rules_end_drafts(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(EarlyExit(3), Growing())
+    first, second = (assert_same(llama, spec, ROW) for _ in range(2))
+    assert second.draft_steps / second.rounds > first.draft_steps / first.rounds
+    assert set(assert_same(llama, SelfSpec(EarlyExit(3), Alternating(1)), ROW).accepted_lengths) == {0, 1}
+    spec = SelfSpec(Recalled(), FixedLength(8), max_draft=2)
+    for _ in range(2):
+        stats = assert_same(llama, spec, ROW)
+    assert max(stats.accepted_lengths) <= 2 < NEW_TOKENS // stats.rounds + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [lambda: SelfSpec(Recalled(2.0), Alternating()), lambda: SelfSpec(Cascade([Lookup(max_nodes=2), Recalled(2.0)]))],
+    ids=["alone", "beside free drafts"],
+)
+def test_joint_distribution_is_that_of_the_full_model(make: Callable[[], SelfSpec]) -> None:
+    """Two calls, the second of which drafts with what the first one has shown."""
+    check_exact(sample(make(), rows=600, calls=2, top_p=0.9), exact_joint(tiny_vocabulary(), [TopPLogitsWarper(0.9)]))
+
+
+def test_classes_are_saved_by_name(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(Cascade([Lookup(), Recalled(), EarlyExit(3)]), Alternating(3))
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert (loaded.draft, loaded.stop) == (spec.draft, spec.stop)
+    assert_same(llama, loaded, BATCH)
+
+
+def test_findings_of_an_own_source_last(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """In a folder, in a cache folder, and from one call or kind of call to the next."""
+    first = SelfSpec(Recalled(), cache_dir=tmp_path / "cache")
+    stats = assert_same(llama, first, ROW)
+    early = stats.drafted
+    assert stats.plan.endswith("tokens recalled")
+    first.save_pretrained(tmp_path / "saved")
+    kept = first._knowledge.latest(llama, lambda found: isinstance(found, Table)).logits
+    loaded = SelfSpec.from_pretrained(tmp_path / "saved")
+    assert assert_same(llama, loaded, ROW).drafted > early
+    assert kept.keys() == loaded._knowledge.latest(llama, lambda found: isinstance(found, Table)).logits.keys()
+    again = SelfSpec(Recalled(), cache_dir=tmp_path / "cache")
+    assert assert_same(llama, again, ROW).drafted == early
+    batch = {name: value.repeat(2, 1) for name, value in ROW.items()}
+    assert assert_same(llama, first, batch).drafted > 2 * early
+
+
+class Unknown(Recalled):
+    """Nobody registers it."""
+
+
+class UnknownRule(Alternating):
+    """Nor this rule."""
+
+
+UNREGISTERED: list[tuple[Callable[[Any, Any], SelfSpec], str, str]] = [
+    (lambda draft, _: SelfSpec(draft), "draft has the class 'Unknown'", r"\(draft\) is Unknown.*hf_selfspec.regist"),
+    (lambda _, rule: SelfSpec(EarlyExit(3), rule), "stop has the class 'UnknownRule'", r"\(stop\) is UnknownRule"),
+    (
+        lambda draft, _: SelfSpec(Cascade([Lookup(), draft])),
+        "draft.sources has the class 'Unknown'",
+        "is Unknown",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "loading", "writing"), UNREGISTERED)
+def test_what_nobody_registered_is_neither_saved_nor_loaded(
+    make: Callable[[Any, Any], SelfSpec], loading: str, writing: str, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Files are those of a process in which these names were registered."""
+
+    def elsewhere(file: Path) -> None:
+        text = file.read_text()
+        file.write_text(text.replace('"Recalled"', '"Unknown"').replace('"Alternating"', '"UnknownRule"'))
+
+    make(Recalled(), Alternating()).save_pretrained(tmp_path)
+    elsewhere(tmp_path / saving.FILE_NAME)
+    with pytest.raises(SettingError) as raised:
+        SelfSpec.from_pretrained(tmp_path)
+    advice = "import the module that registers it (hf_selfspec.register) before loading"
+    assert all(part in str(raised.value) for part in (str(tmp_path), loading, advice))
+    other = make(Unknown(), UnknownRule())
+    with pytest.raises(SettingError, match=writing):
+        other.save_pretrained(tmp_path / "unsaved")
+    assert not (tmp_path / "unsaved").exists()
+    llama.generate(**ROW, max_new_tokens=4, assistant=other)
+
+
+ONE_FILE = """
+from dataclasses import dataclass
+
+import torch
+
+from hf_selfspec import Draft, DraftSource, BaseDrafter, register
+
+
+@register("draft")
+@dataclass(frozen=True)
+class Echo(DraftSource):
+    length: int = 3
+    takes_forwards = False
+
+    def start(self, session):
+        return EchoDrafter(min(self.length, session.max_draft))
+
+
+class EchoDrafter(BaseDrafter):
+    def __init__(self, length):
+        self.length = length
+
+    def propose(self, text, max_new):
+        tokens = text.last_tokens().repeat(1, min(self.length, max(max_new)))
+        return Draft(tokens, [min(self.length, count) for count in max_new])
+"""
+
+
+def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts, alone and in a cascade, is saved by its name, and is exact, with nothing but public names."""
+    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
+    (tmp_path / "echo_source.py").write_text(ONE_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    echo = importlib.import_module("echo_source").Echo(2)
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    for inputs, draft in product((ROW, BATCH), (echo, Cascade([Lookup(), echo]))):
+        spec = SelfSpec(draft)
+        ids = llama.generate(**inputs, **options, assistant=spec)
+        assert torch.equal(ids, llama.generate(**inputs, **options))
+        assert spec.stats.drafted > 0
+        spec.save_pretrained(tmp_path)
+        assert SelfSpec.from_pretrained(tmp_path).draft == spec.draft
+
+
+class Fixed(DraftSource):
+    """Drafts the same in each round."""
+
+    def __init__(self, *parts: Any, **others: Any) -> None:
+        self.parts, self.others = parts, others
+
+    def start(self, session: Session) -> Drafter:
+        drafter: Any = BaseDrafter()
+        drafter.propose = lambda text, max_new: Draft(*self.parts, **self.others)
+        return drafter
+
+
+def test_tokens_that_a_source_lists_count(llama: LlamaForCausalLM) -> None:
+    """So that what goes through the model is what is judged."""
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = llama.generate(**ROW, **options)
+    listed = plain[0, -3:].tolist()
+    for parents in (None, [[0, 0, 0]]):
+        spec = SelfSpec(Fixed(torch.tensor([[5, 6, 7]]), [3 if parents is None else 1], parents, listed=[listed]))
+        assert torch.equal(llama.generate(**ROW, **options, assistant=spec), plain)
+        assert spec.stats is not None
+        assert spec.stats.accepted
+
+
+@pytest.mark.parametrize(
+    ("lengths", "others"),
+    [([2, 2], {}), ([3], {}), ([-1], {}), ([2], {"parents": [[0]]}), ([2], {"listed": [[1, 2], [3, 4]]})],
+)
+def test_drafts_that_do_not_fit_together(lengths: list[int], others: dict[str, Any], llama: LlamaForCausalLM) -> None:
+    with pytest.raises(SettingError, match=r"Draft\(tokens \[1, 2\]\) needs 1 lengths of 0 to 2"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Fixed(torch.tensor([[5, 6]]), lengths, **others)))
+
+
+def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
+
+    @dataclass(frozen=True)
+    class Lookup(DraftSource):
+        """Another class of that name."""
+
+    with pytest.raises(
+        SettingError, match=r"Lookup cannot be registered: hf_selfspec.drafts.free.lookup.Lookup has this"
+    ):
+        hf_selfspec.register("draft")(Lookup)
+    assert hf_selfspec.register("stop")(Lookup) is Lookup
+    # A module that is loaded again, as in a notebook.
+    again = dataclass(frozen=True)(
+        type("Recalled", (DraftSource,), {"__module__": Recalled.__module__, "__qualname__": "Recalled"})
+    )
+    assert hf_selfspec.register("draft")(again) is again
+    with pytest.raises(SettingTypeError, match="register takes a dataclass"):
+        hf_selfspec.register("draft")(SelfSpec.lookup)
+    for places in (("drafts",), ("draft", "rules"), (), (Recalled,)):
+        with pytest.raises(SettingError, match=r"register\(\*places\) .* Write register\(\"draft\"\)"):
+            hf_selfspec.register(*places)
+
+
+@dataclass(frozen=True)
+class Picky(DraftSource):
+    """Cannot draft, which it finds out when it is checked or when it starts."""
+
+    when: str
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        self._refuse("check", anatomy)
+
+    def start(self, session: Session) -> Drafter:
+        self._refuse("start", session.anatomy)
+        return BaseDrafter()
+
+    def _refuse(self, when: str, anatomy: Anatomy) -> None:
+        if when == self.when:
+            raise UnsupportedModelError(f"{anatomy.model_name} is not picked at the {when}.")
+
+
+@pytest.mark.parametrize("when", ["check", "start"])
+def test_a_source_that_refuses_a_model(when: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards: list[Any] = []
+    hook = llama.register_forward_pre_hook(lambda *args: forwards.append(args))
+    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM is not picked at the {when}"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Picky(when)))
+    assert not forwards
+    hook.remove()
+    plain = llama.generate(**ROW, max_new_tokens=8)
+    with (
+        hf_selfspec.attach(llama, SelfSpec(Picky(when))),
+        pytest.warns(UserWarning, match=f"plain generate serves it: LlamaForCausalLM is not picked at the {when}"),
+    ):
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=8), plain)
+    spec = SelfSpec(Cascade([Lookup(), Picky(when)]))
+    with pytest.warns(UserWarning, match=f"is left out of the drafts of this model: .* not picked at the {when}"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=spec)
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
+
+
+def test_a_source_needs_a_start(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(NotImplementedError, match=r"DraftSource needs a method `start\(session\) -> Drafter`"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(DraftSource()))

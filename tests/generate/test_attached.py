@@ -1,0 +1,274 @@
+"""``attach``: calls that cannot be given an argument, against plain generate of the same model."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
+
+from helpers.calls import PAST, PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
+from helpers.models import BATCH, ROW, tiny_llama, tiny_rwkv, tiny_t5
+from helpers.processes import peft_calls_old_name
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, attach, detach
+
+pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
+
+
+def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    state = dict(vars(fresh_llama))
+    attach(fresh_llama, spec)
+    assert_used(fresh_llama, spec, ROW)
+    assert_used(fresh_llama, spec, BATCH)
+    assert_used(fresh_llama, spec, return_dict_in_generate=False)
+    assert vars(fresh_llama).keys() == state.keys()
+    detach(fresh_llama)
+    assert_not_used(fresh_llama, spec)
+    detach(fresh_llama)
+    assert vars(fresh_llama).keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    "where", ["model.layers.1", "hf_selfspec.generate.decoder.prefill", "hf_selfspec.generate.call.cache_for"]
+)
+def test_a_default_never_breaks_a_call(
+    fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whatever is raised before the first token: plain ``generate`` serves the call and a warning says why."""
+    expected = fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("no room")
+
+    def break_it() -> SelfSpec:
+        if where.startswith("model."):
+            monkeypatch.setattr(fresh_llama.get_submodule(where), "forward", fail)
+        else:
+            monkeypatch.setattr(where, fail)
+        return new_spec()
+
+    with attach(fresh_llama, break_it()) as spec, pytest.warns(UserWarning, match="cannot serve .*no room"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False), expected)
+    assert spec.stats is not None
+    assert "no room" in spec.stats.left_to_generate
+    with pytest.raises(torch.OutOfMemoryError):
+        fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False, assistant=break_it())
+
+
+def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """The end of a block, and an error in it, restore what was attached before; a block can be entered again."""
+    inner = new_spec()
+    attachment = attach(fresh_llama, spec)
+    with attachment as attached:
+        assert attached is spec
+        with attach(fresh_llama, inner):
+            assert_used(fresh_llama, inner)
+        with pytest.raises(ZeroDivisionError), attach(fresh_llama, inner):
+            raise ZeroDivisionError
+        assert_used(fresh_llama, spec)
+    assert_not_used(fresh_llama, spec)
+    with attachment:
+        attach(fresh_llama, inner)
+        assert_used(fresh_llama, inner)
+        detach(fresh_llama)
+        assert_not_used(fresh_llama, inner)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model: attach(model, SelfSpec), r"attach\(model, spec\) takes a SelfSpec, .* got <class"),
+        (lambda model: attach(model.lm_head, SelfSpec()), "attach takes a causal LM of transformers .* got Linear"),
+        (lambda model: detach(model.lm_head), "detach takes a causal LM of transformers .* got Linear"),
+    ],
+)
+def test_something_else(fresh_llama: LlamaForCausalLM, call: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(SettingTypeError, match=words):
+        call(fresh_llama)
+
+
+def test_copies_and_pickles_have_nothing_attached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    for twin in (copy.deepcopy(fresh_llama), pickle.loads(pickle.dumps(fresh_llama))):
+        assert_not_used(twin, spec)
+    assert_used(fresh_llama, spec)
+
+
+def test_a_model_is_not_kept_alive(spec: SelfSpec) -> None:
+    model = tiny_llama()
+    attach(model, spec)
+    model.generate(**ROW, max_new_tokens=4)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_all_threads_use_it(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    thread = threading.Thread(target=lambda: fresh_llama.generate(**ROW, max_new_tokens=8))
+    thread.start()
+    thread.join()
+    assert calls(spec) == 1
+
+
+def lora(model: PreTrainedModel) -> peft.PeftModel:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def prepared(model: PreTrainedModel) -> Any:
+    accelerator = Accelerator(cpu=True)
+    return accelerator.unwrap_model(accelerator.prepare(model))
+
+
+def test_peft_before_and_after(spec: SelfSpec) -> None:
+    model = tiny_llama(factor=0.5)
+    attach(model, spec)
+    wrapped = lora(model)
+    assert_used(wrapped, spec)
+    assert_used(model, spec)
+    detach(wrapped)
+    assert_not_used(model, spec)
+    attach(wrapped, spec)
+    assert_used(model, spec)
+    assert_used(wrapped, spec)
+    assert_used(wrapped.merge_and_unload(), spec)
+
+
+@pytest.mark.parametrize("wrap", [prepared, partial(torch.compile, backend="eager")])
+def test_other_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec, wrap: Callable[[Any], Any]) -> None:
+    attach(fresh_llama, spec)
+    assert_used(wrap(fresh_llama), spec)
+
+
+def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    other = new_spec()
+    fresh_llama.generate(**ROW, max_new_tokens=8, assistant=other)
+    fresh_llama.generate(**ROW, max_new_tokens=8, custom_generate=other)
+    assert (calls(other), calls(spec)) == (2, 0)
+
+    def own_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> str:
+        return "own loop"
+
+    config = GenerationConfig(max_new_tokens=8)
+    by_position = (ROW["input_ids"], config, None, None, None, None, None, None, None, None, own_loop)
+    assert fresh_llama.generate(**ROW, generation_config=config, custom_generate=own_loop) == "own loop"
+    assert fresh_llama.generate(*by_position) == "own loop"
+    # Also inside: a model that exits early drafts with calls of its own generate.
+    small = tiny_llama(layers=2)
+    attach(small, spec)
+    plain = fresh_llama.generate(**ROW, max_new_tokens=8, **PLAIN)
+    for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}, {"assistant_model": small}):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, **option), plain)
+    config = GenerationConfig(prompt_lookup_num_tokens=3)
+    assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, generation_config=config), plain)
+    assert calls(spec) == 0
+
+
+def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any] = ROW, **options: Any) -> None:
+    """What plain gives, with one warning in two calls, after ``attach``."""
+    options = {"max_new_tokens": 6} | options
+    plain = model.generate(**inputs, **options, **PLAIN)
+    spec = new_spec()
+    with attach(model, spec):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ids = [model.generate(**inputs, **options) for _ in range(2)]
+        assert calls(spec) == 0
+        assert spec.stats is not None
+        assert words in spec.stats.left_to_generate
+    (told,) = [warning for warning in caught if "SelfSpec" in str(warning.message)]
+    assert f"attached to this {type(model).__name__} cannot serve a call, so plain" in str(told.message)
+    assert words in str(told.message)
+    assert told.filename == __file__, "not the line of the caller"
+    for output in ids:
+        assert torch.equal(getattr(output, "sequences", output), getattr(plain, "sequences", plain))
+
+
+def test_options(fresh_llama: LlamaForCausalLM) -> None:
+    fresh_llama.set_attn_implementation("eager")
+    for name, value in (("num_beams", 2), ("output_attentions", True), ("output_hidden_states", True)):
+        assert_plain_with_one_warning(fresh_llama, name, return_dict_in_generate=True, **{name: value})
+
+
+def test_models() -> None:
+    assert_plain_with_one_warning(tiny_t5(), "is an encoder-decoder")
+    assert_plain_with_one_warning(tiny_rwkv(), "is stateful")
+
+
+def masked(row: int) -> dict[str, torch.Tensor]:
+    """A prompt of nothing but padding."""
+    mask = BATCH["attention_mask"].clone()
+    mask[row] = 0
+    return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
+
+
+def own_positions() -> dict[str, torch.Tensor]:
+    return {**ROW, "position_ids": torch.arange(12)[None] + 3}
+
+
+def test_prompt(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """The next prompt differs only in its numbers, which is no reason for another warning; another reason is one."""
+    assert_plain_with_one_warning(fresh_llama, "the prompt of row 1 is empty", masked(1))
+    attach(fresh_llama, spec)
+    fresh_llama.generate(**masked(2), max_new_tokens=2)
+    cache = StaticCache(config=fresh_llama.config, max_cache_len=64)
+    with pytest.warns(UserWarning, match="StaticCache"):
+        fresh_llama.generate(**ROW, max_new_tokens=4, **{PAST: cache})
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_what_only_the_prepared_call_shows(fresh_llama: LlamaForCausalLM, spec: SelfSpec, sampled: bool) -> None:
+    """Transformers' loop goes on with what is prepared: same random numbers, and the streamer gets the prompt once."""
+    outputs, recorders = [], [Recorder(), Recorder()]
+
+    def generate(recorder: Recorder) -> None:
+        torch.manual_seed(3)
+        outputs.append(fresh_llama.generate(**own_positions(), do_sample=sampled, max_new_tokens=9, streamer=recorder))
+
+    generate(recorders[0])
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="position_ids"):
+        generate(recorders[1])
+    assert torch.equal(outputs[0], outputs[1])
+    assert recorders[0].calls == recorders[1].calls
+
+
+def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """Also where plain generate has served it, whether that was known before the prompt was prepared or after."""
+    with attach(fresh_llama, spec):
+        for inputs, options, tokens in (({}, {"num_beams": 2}, 0), (own_positions(), {}, 4)):
+            fresh_llama.generate(**ROW, max_new_tokens=8)
+            assert spec.stats is not None
+            assert (spec.stats.left_to_generate, spec.stats.tokens) == ("", 8)
+            with pytest.warns(UserWarning, match="plain generate serves it"):
+                fresh_llama.generate(**ROW | inputs, **options, max_new_tokens=4)
+            told = spec.stats
+            assert told.left_to_generate.startswith("this SelfSpec cannot serve it (")
+            assert (told.tokens, told.drafted, told.from_draft) == (tokens, 0, [[False] * tokens] if tokens else [])
+            assert told.total_seconds > 0
+            assert str(told).startswith("left to plain generate, since this SelfSpec cannot serve it (")
+
+
+def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
+    model = tiny_llama()
+    model.lm_head.weight.data[5] = torch.nan
+    plain = model.generate(**ROW, max_new_tokens=8)
+    with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
+        assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)

@@ -1,0 +1,193 @@
+"""What ``generate`` offers beside ids (these are in ``test_plain_ids``): what it calls, returns, takes and fills."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StoppingCriteria,
+)
+
+from helpers.architectures import build
+from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
+from helpers.models import BATCH, ROW, VOCABULARY
+from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+
+Inputs = dict[str, torch.Tensor]
+
+EXIT = new_spec()
+SPECS = {
+    "exit": EXIT,
+    "search": SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0), ratio=0.4), FixedLength(4)),
+    "tree": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4), tree=TopKTree(((0.5, 3), (1.0, 1)))),
+}
+CASES = [("exit", ROW), ("tree", BATCH), ("search", BATCH)]
+
+
+@pytest.fixture(params=CASES, ids=["exit, one row", "tree, batch", "search, batch"])
+def case(request: pytest.FixtureRequest) -> tuple[SelfSpec, Inputs]:
+    name, inputs = request.param
+    return SPECS[name], inputs
+
+
+END = 9  # Token of the first row with which some tests end it; the next rows end later.
+
+
+def ours_and_plain(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any) -> tuple[Any, Any]:
+    """What speculative and plain ``generate`` return; the drafts were partly kept and partly rejected."""
+    options = {"max_new_tokens": 24} | options
+    plain = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, assistant=spec)
+    assert_mixed(spec)
+    return ours, plain
+
+
+def test_prefix_function_that_knows_nothing_past_eos(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
+    """Like a trie: twelve tokens, then the end, and a ``KeyError`` for what follows, which nobody may ask for."""
+    spec, inputs = case
+    width, eos = inputs["input_ids"].shape[1], 50
+
+    def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
+        said = ids[width:].tolist()
+        if eos in said:
+            raise KeyError(tuple(said))
+        allowed = range(2 + (batch_id + int(ids[-1])) % 3, VOCABULARY, 3)
+        return [token for token in allowed if token != eos] if len(said) < 12 else [eos]
+
+    ours, plain = ours_and_plain(llama, spec, inputs, prefix_allowed_tokens_fn=allowed, eos_token_id=eos)
+    assert plain.shape[1] == width + 13
+    assert torch.equal(ours, plain)
+
+
+class SureEnough(StoppingCriteria):
+    """Stops when the recorded scores are peaked, which needs ``output_scores``."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.stack(list(scores)).amax(-1).sum(0) > 4.0
+
+
+def test_criterion_that_looks_at_scores(llama: LlamaForCausalLM) -> None:
+    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [SureEnough()]}
+    ours, plain = ours_and_plain(llama, EXIT, ROW, **options)
+    assert 4 < len(plain.scores) < 24
+    assert torch.equal(ours.sequences, plain.sequences)
+
+
+def test_max_time(llama: LlamaForCausalLM) -> None:
+    width = BATCH["input_ids"].shape[1]
+    ours = llama.generate(**BATCH, max_new_tokens=24, max_time=1e-9, assistant=EXIT)
+    assert torch.equal(ours, llama.generate(**BATCH, max_new_tokens=1))
+    later = llama.generate(**BATCH, max_new_tokens=400, max_time=0.1, assistant=EXIT)
+    assert width + 1 < later.shape[1] < width + 400
+    assert torch.equal(later, llama.generate(**BATCH, max_new_tokens=later.shape[1] - width))
+
+
+class Types(Recorder):
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.dtype)
+
+
+def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
+    """64 bits, also after a prompt of 32."""
+    inputs = BATCH | {"input_ids": BATCH["input_ids"].int()}
+    streamers = Types(), Types()
+    for returned in (False, True):
+        outputs = []
+        for assistant, streamer in zip((False, EXIT), streamers, strict=True):
+            options = {"return_dict_in_generate": returned, "streamer": streamer, "assistant": assistant}
+            output = llama.generate(**inputs, max_new_tokens=6, **options)
+            outputs.append(output.sequences if returned else output)
+        plain, ours = outputs
+        assert plain.dtype == ours.dtype == torch.int64
+        assert torch.equal(plain, ours)
+    assert streamers[0].calls == streamers[1].calls
+
+
+@pytest.mark.every_run("(?=.*True)(?=.*(exit|search)).*|(?=.*False)(?=.*tree).*")
+@pytest.mark.parametrize("with_eos", [False, True])
+def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs], with_eos: bool) -> None:
+    """Equal up to each row's end; plain generate goes on computing scores for padding, which mean nothing."""
+    spec, inputs = case
+    rows = new_tokens(llama, inputs, repetition_penalty=1.3, max_new_tokens=18)
+    ends = [row[END + 3 * index] for index, row in enumerate(rows)] if with_eos else []
+    options = {
+        "repetition_penalty": 1.3,
+        "eos_token_id": ends or None,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "max_new_tokens": 18,
+    }
+    ours, plain = ours_and_plain(llama, spec, inputs, **options)
+    assert type(ours) is type(plain)
+    assert torch.equal(ours.sequences, plain.sequences)
+    steps = len(plain.scores)
+    lengths = [next((i for i, token in enumerate(row, start=1) if token in ends), steps) for row in rows]
+    transitions = [llama.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (ours, plain)]
+    for name in ("scores", "logits"):
+        assert len(getattr(ours, name)) == steps
+        mine, theirs = (torch.stack(getattr(output, name), dim=1) for output in (ours, plain))
+        for row, length in enumerate(lengths):
+            torch.testing.assert_close(mine[row, :length], theirs[row, :length], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length], atol=1e-5, rtol=1e-5)
+    assert not torch.equal(ours.scores[3], ours.logits[3])
+    ours, plain = ours_and_plain(
+        llama, spec, inputs, return_dict_in_generate=True, output_logits=True, max_new_tokens=8
+    )
+    assert ours.keys() == plain.keys() == {"sequences", "logits", PAST}
+
+
+@pytest.fixture(scope="module")
+def chat_model() -> PreTrainedModel:
+    """With full attention and sliding windows."""
+    model = build("gemma3_text")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def turn(model: PreTrainedModel, assistant: SelfSpec | None, inputs: Inputs, **options: Any) -> Any:
+    options = {"max_new_tokens": 14, "return_dict_in_generate": True} | options
+    return model.generate(**inputs, **options, **({} if assistant is None else {"assistant": assistant}))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "return_dict", "sized"), [(ROW, False, True), (BATCH, True, False)], ids=["one row", "batch"]
+)
+def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool) -> None:
+    cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
+    output = turn(chat_model, EXIT, inputs, **{PAST: cache}, return_dict_in_generate=return_dict)
+    assert_mixed(EXIT)
+    ids = output.sequences if return_dict else output
+    assert cache.get_seq_length() == ids.shape[1] - 1
+    if return_dict:
+        assert output.past_key_values is cache
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(ids), 14 + 1, dtype=torch.long)], dim=1)
+    following = {"input_ids": torch.cat([ids, ids[:, -1:]], dim=1), "attention_mask": mask}
+    expected = turn(chat_model, None, following).sequences
+    assert torch.equal(turn(chat_model, None, following, **{PAST: cache}).sequences, expected)
+
+
+def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
+    widths: list[int] = []
+    hook = chat_model.model.layers[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    ours, plain = ours_and_plain(chat_model, EXIT, BATCH, prefill_chunk_size=2, max_new_tokens=12)
+    hook.remove()
+    assert torch.equal(ours, plain)
+    assert max(widths) <= 5  # of verification
+
+
+@pytest.mark.every_run(".*tree.*")
+def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
+    spec, inputs = case
+
+    def sample(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return llama.generate(**inputs, do_sample=True, max_new_tokens=10, num_return_sequences=2, assistant=spec)
+
+    first = sample(0)
+    assert torch.equal(first, sample(0))
+    assert not torch.equal(first, sample(1))
+    assert not torch.equal(first[0], first[1])

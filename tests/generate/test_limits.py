@@ -1,0 +1,197 @@
+"""Where texts, models and processes end: positions, lengths, numbers, threads, registrations."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.generation import stopping_criteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from helpers.architectures import build
+from helpers.calls import Recorder, check_lossless, new_spec
+from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_selfspec.model import forward_pass, patching
+
+SPEC = new_spec()
+
+
+@pytest.mark.parametrize(
+    ("rope", "prompt", "refused"),
+    [("dynamic", 9, True), ("longrope", 9, True), ("longrope", 40, False), ("default", 9, False)],
+)
+def test_changing_rotary_frequencies_are_refused(rope: str, prompt: int, refused: bool) -> None:
+    model = tiny_llama()
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    if rope == "dynamic":
+        parameters["factor"] = 2.0
+    if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 16.0}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = parameters
+    changed = LlamaForCausalLM(config).eval()
+    changed.load_state_dict(model.state_dict())
+    ids = torch.randint(2, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(3))
+    options = {"do_sample": False, "max_new_tokens": 26}
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=rf"rotary frequencies \({rope}\) beyond 32 tokens.*35"):
+            changed.generate(ids, **options, assistant=SPEC)
+        options["max_new_tokens"] = 16
+    assert torch.equal(changed.generate(ids, **options, assistant=SPEC), changed.generate(ids, **options))
+
+
+class Flipped(LlamaForCausalLM):
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, logits_to_keep: Any = 0, flip: Any = False, **kwargs: Any
+    ) -> Any:
+        output = super().forward(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+        if flip:
+            output.logits = -output.logits
+        return output
+
+
+def test_own_forward_argument_reaches_every_forward() -> None:
+    llama = tiny_llama()
+    model = Flipped(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    batch = ragged_batch()
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True)
+    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=20, do_sample=False))
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
+
+
+GROWN = (120, 100, 118)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("llama", (140,)), ("mistral", GROWN), ("gpt_neox", GROWN), ("falcon-alibi", GROWN), ("xglm", GROWN)],
+)
+def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, ...]) -> None:
+    """The models have ``max_position_embeddings=128``; drafts go on beyond."""
+    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    batch = ragged_batch(lengths)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**batch, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*cannot take")
+        assert torch.equal(model.generate(**batch, **options, assistant=spec), expected)
+    assert spec.stats.drafted >= 2 * spec.stats.rounds
+
+
+def test_reminder_of_texts_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
+    model, spec = build("llama"), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    for new_tokens, times in ((8, 0), (9, 0), (10, 1)):
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        model.generate(**ragged_batch((120,)), **options)
+        assert len(told) == times
+        told.clear()
+        model.generate(**ragged_batch((120,)), **options, assistant=spec)
+        assert len(told) == times
+
+
+def test_padding_does_not_count_as_prompt() -> None:
+    model = tiny_gpt2()
+    batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
+
+
+def test_unknown_attention_is_refused_and_registrations_stay() -> None:
+    model = tiny_llama()
+    ALL_ATTENTION_FUNCTIONS["mine"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        model.generate(**ragged_batch(), max_new_tokens=4, do_sample=False, assistant=SPEC)
+        assert ALL_ATTENTION_FUNCTIONS._local_mapping.keys() == {"mine"}
+        model.config._attn_implementation = "mine"
+        with pytest.raises(UnsupportedOptionError, match=r"attention implementation 'mine'.*sdpa"):
+            model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["mine"]
+
+
+FLASH = "kernels-community/flash-attn2"
+
+
+def flash_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Takes no mask but that of padding, as flash kernels do."""
+    s, n = query.shape[2], key.shape[2]
+    is_visible = torch.ones(1, 1, s, n, dtype=torch.bool).tril(n - s)
+    if attention_mask is not None:
+        is_visible = is_visible & attention_mask[:, None, None, :n].bool()
+    return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, query, key, value, is_visible, **kwargs)
+
+
+def flash_model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A model with a kernel of the hub, which is registered as transformers registers it."""
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, FLASH, flash_attention)
+    monkeypatch.setitem(masks, FLASH, masks["flash_attention_2"])
+    model = tiny_llama()
+    model.config._attn_implementation = FLASH
+    return model
+
+
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))])
+def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = flash_model(monkeypatch)
+    check_lossless(model, SelfSpec(EarlyExit(3), FixedLength(4), tree), 12)
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    model.config._attn_implementation = "paged|" + FLASH
+    with pytest.raises(UnsupportedOptionError, match=rf"'paged.{FLASH}'.*eager.*, {FLASH}"):
+        model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+
+
+def test_a_kernel_that_comes_while_another_generates(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beside(Recorder):
+        def end(self) -> None:
+            check_lossless(flash_model(monkeypatch), SPEC, 12)
+            super().end()
+
+    recorder = Beside()
+    llama.generate(**ragged_batch((12,)), max_new_tokens=4, do_sample=False, streamer=recorder, assistant=SPEC)
+    assert recorder.calls[-1] == "end"
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+
+
+def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def failing(layer: torch.nn.Module, index: int, *_: Any, **options: Any) -> Any:
+        calls.append(index)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(forward_pass, "_layer_forward", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        llama.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+    assert calls
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+
+
+def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
+    def stance() -> str:
+        return torch._dynamo.eval_frame._stance.stance
+
+    before = stance()
+    first, second = patching.eagerly(), patching.eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    second.__exit__(None, None, None)
+    assert stance() == before

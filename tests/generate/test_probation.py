@@ -1,0 +1,1012 @@
+"""Models, hooks and attention that no other test has: ids are plain ``generate``'s, with drafts or with a reason."""
+
+import functools
+import itertools
+import logging
+import operator
+import random
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    ImageGPTConfig,
+    ImageGPTForCausalImageModeling,
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama import modeling_llama
+
+import hf_selfspec
+from helpers import architectures, multimodal
+from helpers.compiled import QUICK
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.errors import UnsupportedModelError
+from hf_selfspec.generate import probation
+from hf_selfspec.generate.contents import Contents
+from hf_selfspec.generate.unseen import SEEN, Unseen
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.attention.interface import speculative_attention
+from hf_selfspec.model.forward_pass import partial_forwards
+from hf_selfspec.model.graphs.graphs import graphs_of
+
+pytestmark = pytest.mark.attached
+
+ROW = {name: value[1:2] for name, value in ragged_batch().items()}
+BATCH = ragged_batch()
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+LLAMA = functools.partial(tiny_llama, 4, factor=0.5)
+SPECS = {"default": SelfSpec, "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4))}
+
+
+def of_class(kind: type[LlamaForCausalLM], layers: int = 4) -> LlamaForCausalLM:
+    llama = tiny_llama(layers, factor=0.5)
+    model = kind(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+def why_plain(model: Any, spec: SelfSpec, **options: Any) -> str:
+    """The reason for which plain generate served a call, if it did; the ids are its own."""
+    options = OPTIONS | options
+    assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
+    assert spec.stats is not None
+    return spec.stats.left_to_generate
+
+
+# Loops
+
+
+class OwnEmbeddings(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs | {"inputs_embeds": self.get_input_embeddings()(inputs.pop("input_ids")).flip(-1)}
+
+
+class CountsSteps(LlamaForCausalLM):
+    def forward(self, *args: Any, step: int = 0, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.roll(step % 5, -1)
+        return output
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
+        later = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        return later | {"step": later.get("step", 0) + 1}
+
+
+class Signs(LlamaForCausalLM):
+    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = super()._sample(input_ids, *args, **kwargs)
+        return torch.cat([ids, ids.new_full((len(ids), 1), 7)], dim=1)
+
+
+def patched_instance() -> LlamaForCausalLM:
+    model = LLAMA()
+    usual = model.prepare_inputs_for_generation
+
+    @functools.wraps(usual)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = usual(*args, **kwargs)
+        return inputs | {"inputs_embeds": self.get_input_embeddings()(inputs.pop("input_ids")).flip(-1)}
+
+    model.prepare_inputs_for_generation = MethodType(prepare, model)
+    return model
+
+
+# Forwards
+
+
+class WithoutCache(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, use_cache=False)
+
+
+class LastLogits(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits[:, -1:]
+        return output
+
+
+class SomethingBefore(LlamaForCausalLM):
+    """Its decoder alone has other states: what it gets is scaled first."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        return super().forward(inputs_embeds=3 * embedded, **kwargs)
+
+
+class Unchanged(LlamaForCausalLM):
+    pass
+
+
+class Counting(nn.Module):
+    """An embedding that counts positions itself."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.count = embedding, 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.count = ids.shape[1] + (self.count if ids.shape[1] < 6 else 0)
+        places = torch.arange(self.count - ids.shape[1], self.count)
+        return self.embedding(ids) + 0.3 * torch.sin(places[:, None] / (1 + torch.arange(64)))
+
+
+class Scaled(nn.Module):
+    """A linear layer in eight bits, by the largest number of all tokens of a forward."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        scale = states.abs().amax() / 7
+        return self.linear((states / scale).round() * scale)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 1.1 * self.inner(ids)
+
+
+def with_embedding(wrapper: Callable[[Any], nn.Module]) -> LlamaForCausalLM:
+    model = LLAMA()
+    model.model.embed_tokens = wrapper(model.model.embed_tokens)
+    return model
+
+
+def with_scaled_layers() -> LlamaForCausalLM:
+    model = LLAMA()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Scaled(layer.mlp.down_proj)
+    return model
+
+
+def with_a_forward_of_its_own() -> LlamaForCausalLM:
+    model = LLAMA()
+    usual = model.model.layers[2].mlp.forward
+
+    @functools.wraps(usual)
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        return usual(states) * states.shape[1]
+
+    model.model.layers[2].mlp.forward = forward
+    return model
+
+
+def add_hook_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    add_hook_to_module(model.model.layers[2].mlp, ModelHook())
+    return model
+
+
+def with_another_method() -> Any:
+    """Of a module, which its forward calls."""
+    model = architectures.build("falcon")
+    attention: Any = model.transformer.h[2].self_attention
+    usual = attention._split_heads
+    attention._split_heads = lambda fused: usual(fused * fused.shape[1])
+    return model
+
+
+def with_a_block_of_another_family() -> LlamaForCausalLM:
+    model = LLAMA()
+    model.model.norm = GemmaRMSNorm(64)
+    return model
+
+
+def with_dynamic_quantization() -> LlamaForCausalLM:
+    """Torch's own, by the largest number of all tokens."""
+    model = LLAMA()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what it will move to torchao
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def gpt() -> OpenAIGPTLMHeadModel:
+    torch.manual_seed(0)
+    config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=4, n_head=4)
+    return OpenAIGPTLMHeadModel(config).eval()
+
+
+# Hooks
+
+_DIRECTION = torch.randn(64, generator=torch.Generator().manual_seed(3))
+
+
+def steered(wanted: Callable[[int], bool], columns: Any = slice(None)) -> Callable[[], LlamaForCausalLM]:
+    def make() -> LlamaForCausalLM:
+        model = LLAMA()
+
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            if wanted(output.shape[1]):
+                output = output.clone()
+                output[:, columns] += 3 * _DIRECTION
+            return output
+
+        model.model.layers[2].register_forward_hook(hook)
+        return model
+
+    return make
+
+
+def with_last_logits_changed() -> LlamaForCausalLM:
+    model = LLAMA()
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        output.logits[:, -1, 5:40] -= 2.0
+        return output
+
+    model.register_forward_hook(hook)
+    return model
+
+
+def pruned(only: Callable[[Any], bool], least: int = 0) -> Callable[[], LlamaForCausalLM]:
+    """With hooks that compress what the cache keeps of the prompt, or of more than ``least`` tokens."""
+
+    def make() -> LlamaForCausalLM:
+        model = tiny_llama(4, factor=1.0)
+
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))
+            layer = cache.layers[module.layer_idx]
+            if not only(layer) or (layer.keys.shape[2] <= least if least else kwargs["hidden_states"].shape[1] == 1):
+                return output
+            kept = layer.keys.norm(dim=-1).topk(3, dim=-1).indices.sort(-1).values[..., None]
+            kept = kept.expand(-1, -1, -1, layer.keys.shape[-1])
+            layer.keys, layer.values = layer.keys.gather(2, kept), layer.values.gather(2, kept)
+            return output
+
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(hook, with_kwargs=True)
+        return model
+
+    return make
+
+
+def recorded() -> LlamaForCausalLM:
+    model = LLAMA()
+    seen: list[torch.Size] = []
+    model.model.layers[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    return model
+
+
+# What layers call
+
+
+def replaced(owner: Any, name: str, function: Any) -> AbstractContextManager[Any]:
+    stack, usual = ExitStack(), getattr(owner, name)
+    stack.callback(setattr, owner, name, usual)
+    setattr(owner, name, function(usual))
+    return stack
+
+
+def registered(interface: Any, function: Any, usual: Any) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.callback(interface.register, "sdpa", usual)
+    interface.register("sdpa", function)
+    return stack
+
+
+def other_values(usual: Any) -> Any:
+    return lambda q, k, v, *args, **kwargs: usual(q, k, 3 * v.roll(1, -1), *args, **kwargs)
+
+
+@functools.wraps(sdpa_attention_forward)
+def wrapped_attention(*args: Any, **kwargs: Any) -> Any:
+    """By its names that of transformers."""
+    output, weights = sdpa_attention_forward(*args, **kwargs)
+    return 1.7 * output, weights
+
+
+def registered_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(module, q, k, 3 * v.roll(1, -1), mask, **kwargs)
+
+
+def nearest_alone(*args: Any, **kwargs: Any) -> Any:
+    """A mask function that also hides what is further away than 4 tokens."""
+    mask = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+    return mask & ~torch.ones_like(mask).tril(mask.shape[-1] - mask.shape[-2] - 4)
+
+
+def rotated_by_count(usual: Any) -> Any:
+    def rotate(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        q, k = usual(q, k, *args, **kwargs)
+        return q * (1 + 0.2 * q.shape[2]), k
+
+    return rotate
+
+
+def rounded_by_all(usual: Any) -> Any:
+    """A product in fewer bits, by the largest number of all tokens."""
+    return lambda a, b, **kwargs: usual((a / (a.abs().amax() / 7)).round() * (a.abs().amax() / 7), b, **kwargs)
+
+
+class Rounding(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            scale = args[0].abs().amax() / 7
+            args = ((args[0] / scale).round() * scale, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def own_mask(usual: Any) -> Any:
+    """As models of the Hub make it: from the length of the cache and the mask of the prompts."""
+
+    def mask(config: Any, inputs_embeds: Any, attention_mask: Any, past: Any = None, **kwargs: Any) -> Any:
+        past = kwargs.get("cache", kwargs.get("past_key_values", past))
+        (b, s), seen = inputs_embeds.shape[:2], 0 if past is None else past.get_seq_length()
+        allowed = torch.ones(s, seen + s, dtype=torch.bool).tril(seen).expand(b, 1, -1, -1)
+        return allowed if attention_mask is None else allowed & attention_mask[:, None, None].bool()
+
+    return mask
+
+
+# What makes a model, what is around its calls, and a part of the reason for which plain serves, empty for drafts,
+# ``None`` for either: of a model's own code, and below of what is attached to one if users trust it.
+OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
+    "own embeddings": (lambda: of_class(OwnEmbeddings), nullcontext, "prepare_inputs_for_generation"),
+    "own embeddings of an instance": (patched_instance, nullcontext, "prepare_inputs_for_generation"),
+    "counted steps": (lambda: of_class(CountsSteps), nullcontext, "_update_model_kwargs"),
+    "own loop": (lambda: of_class(Signs), nullcontext, "decode loop of its own"),
+    "no cache": (lambda: of_class(WithoutCache), nullcontext, "leave the cache empty"),
+    "no argument for a cache": (gpt, nullcontext, "leave the cache empty"),
+    "last logits": (lambda: of_class(LastLogits), nullcontext, "logits of 1 of"),
+    "something before the decoder": (lambda: of_class(SomethingBefore), nullcontext, ""),
+    "a class without changes": (lambda: of_class(Unchanged), nullcontext, ""),
+    "layers in fewer bits": (with_dynamic_quantization, nullcontext, "several tokens at once differ"),
+    "a block of another family": (with_a_block_of_another_family, nullcontext, ""),
+    "other attention": (
+        LLAMA, lambda: registered(AttentionInterface, registered_attention, sdpa_attention_forward), "",
+    ),
+    "attention that calls itself transformers'": (
+        LLAMA, lambda: registered(AttentionInterface, wrapped_attention, sdpa_attention_forward), "",
+    ),
+    "other masks": (LLAMA, lambda: registered(AttentionMaskInterface, nearest_alone, sdpa_mask), None),
+}  # fmt: skip
+ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
+    "counted positions": (lambda: with_embedding(Counting), nullcontext, "keeps something"),
+    "embedding in a wrapper": (lambda: with_embedding(Wrapped), nullcontext, ""),
+    "layers scaled by all tokens": (with_scaled_layers, nullcontext, "several tokens at once differ"),
+    "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
+    "a method of a module": (with_another_method, nullcontext, "the _split_heads"),
+    "a forward below accelerate's": (
+        lambda: add_hook_to(with_a_forward_of_its_own()), nullcontext, "forward",
+    ),
+    "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
+    "hook on prompts": (steered(lambda count: count > 1), nullcontext, "hook"),
+    "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
+    "hook on all tokens": (steered(lambda count: True), nullcontext, ""),
+    "hook on the last logits": (with_last_logits_changed, nullcontext, "hook"),
+    "hook that records": (recorded, nullcontext, "keeps something"),
+    "hook that prunes": (pruned(lambda layer: True), nullcontext, "hook"),
+    "hook that prunes where there are keys": (pruned(lambda layer: layer.keys is not None), nullcontext, "hook"),
+    "hook that prunes later": (pruned(lambda layer: True, 14), nullcontext, "hook"),
+    "other kernel": (
+        LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
+    ),
+    "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), ""),
+    "other rotation": (LLAMA, lambda: replaced(modeling_llama, "apply_rotary_pos_emb", rotated_by_count), "rotate"),
+    "other product": (LLAMA, lambda: replaced(torch, "matmul", rounded_by_all), ""),  # eager attention alone calls it
+    "mode of torch": (LLAMA, Rounding, "several tokens at once differ"),
+}  # fmt: skip
+KINDS = OWN | ATTACHED
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("kind", "spec", "rows"),
+    [
+        pytest.param(kind, spec, rows, marks=pytest.mark.slow if sum(places) % 6 else ())
+        for *places, kind, spec, rows in (
+            (one, other, 2 * third, kind, spec, rows)
+            for one, kind in enumerate(KINDS)
+            for other, spec in enumerate(SPECS)
+            for third, rows in enumerate(("row", "batch", "attached"))
+        )
+    ],
+)
+def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
+    make, around, why = KINDS[kind]
+    if rows == "batch" and kind in ("counted positions", "no cache"):
+        rows = "row"  # plain generate itself counts the padding, or fails
+    model, prompts = make(), BATCH if rows == "batch" else ROW
+    assistant = replace(SPECS[spec](), trust=kind in ATTACHED)
+    with around():
+        expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
+        with hf_selfspec.attach(model, assistant) if rows == "attached" else nullcontext():
+            options = {} if rows == "attached" else {"assistant": assistant}
+            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, **options), expected)
+    stats = assistant.stats
+    assert stats is not None
+    assert (why or "") in stats.left_to_generate
+    assert why is None or bool(stats.left_to_generate) == bool(why)
+    assert stats.checked or stats.left_to_generate
+
+
+def test_rows_at_different_lengths_are_compared(quiet: None) -> None:
+    """With a model that masks what comes later by the last column of a forward, for all rows alike."""
+    torch.manual_seed(1)
+    config = ImageGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=37)
+    model = ImageGPTForCausalImageModeling(config).eval()
+    ids, spec = torch.randint(1, VOCABULARY, (2, 7)), SelfSpec(EarlyExit(1), FixedLength(3))
+    options = OPTIONS | {"pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
+    output, plain = (model.generate(ids, **options, assistant=assistant) for assistant in (spec, False))
+    torch.testing.assert_close(output.scores, plain.scores, rtol=1e-4, atol=1e-5)
+    (outcome,) = probation.outcomes_of(model)
+    assert outcome.is_simple
+
+
+def test_layers_that_are_never_called(quiet: None) -> None:
+    model = LLAMA()
+    inner = model.model
+
+    def forward(input_ids: Any = None, **kwargs: Any) -> Any:
+        if (cache := kwargs.get("cache", kwargs.get("past_key_values"))) is not None:
+            cache.update(*[torch.zeros(len(input_ids), 1, input_ids.shape[1], 4)] * 2, 0)
+        states = inner.embed_tokens(input_ids)
+        return modeling_llama.BaseModelOutputWithPast(last_hidden_state=states)
+
+    inner.forward = forward
+    for make in SPECS.values():
+        assert "never called" in why_plain(model, replace(make(), trust=True))
+
+
+@pytest.mark.parametrize("kind", ATTACHED)
+def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> None:
+    """With one warning that names it; nothing of ours runs."""
+    make, around, _ = ATTACHED[kind]
+    (model, spec), prompts = (make(), SelfSpec.lookup()), BATCH if kind != "counted positions" else ROW
+    with around(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
+        for _ in range(2):
+            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, assistant=spec), expected)
+    assert spec.stats is not None
+    assert "may count forwards" in spec.stats.left_to_generate
+    messages = [str(warning.message) for warning in told if "SelfSpec" in str(warning.message)]
+    assert len(messages) == 1
+    assert f"{', '.join(attached_to(make, around))} may count forwards" in messages[0]
+
+
+def attached_to(make: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]]) -> tuple[str, ...]:
+    with around():
+        return Unseen.of(make()).attached
+
+
+def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
+    model, calls = of_class(Unchanged), list[int]()
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        calls.append(1)
+
+    hook.__module__ = "torch"  # one that is trusted
+    model.register_forward_hook(hook)
+    for prompts in (ROW, BATCH):
+        counts = []
+        for _ in range(2):
+            calls.clear()
+            spec = SelfSpec.lookup()
+            model.generate(**prompts, **OPTIONS, assistant=spec)
+            assert spec.stats is not None
+            counts.append(len(calls) - spec.stats.verify_passes - 1)
+        assert 0 < counts[0] <= 16
+        assert counts[1] == 0
+
+
+# For each place of a count, what counts there once more, and returns how often it has.
+COUNTERS: dict[str, Callable[[Any, Any], int]] = {
+    "attribute": lambda counts, module: setattr(counts, "number", counts.number + 1) or counts.number,
+    "class": lambda counts, module: setattr(_Counts, "of_class", _Counts.of_class + 1) or _Counts.of_class,
+    "dictionary of the class": lambda counts, module: (
+        _Counts.by_name.update(n=_Counts.by_name["n"] + 1) or _Counts.by_name["n"]
+    ),
+    "global": lambda counts, module: globals().update(_FORWARDS=_FORWARDS + 1) or _FORWARDS,
+    "module": lambda counts, module: setattr(module, "count", module.count + 1) or module.count,
+    "list": lambda counts, module: counts.items.append(1) or len(counts.items),
+    "deque": lambda counts, module: counts.last.append(len(counts.last)) or len(counts.last),
+    "set": lambda counts, module: counts.different.add(len(counts.different)) or len(counts.different),
+    "array": lambda counts, module: int(np.add(counts.array, 1, out=counts.array)[0]),
+    "tensor": lambda counts, module: int(counts.tensor.add_(1)),
+    "iterator": lambda counts, module: next(counts.iterator),
+    "far in a list": lambda counts, module: (
+        operator.setitem(counts.long, 700, counts.long[700] + 1) or counts.long[700]
+    ),
+    "base class": lambda counts, module: setattr(Counted, "of_base", Counted.of_base + 1) or Counted.of_base,
+    "function in a function": lambda counts, module: (lambda: globals().update(_INNER=_INNER + 1) or _INNER)(),
+    "static method": lambda counts, module: _Counts.static(),
+    "bytes": lambda counts, module: operator.setitem(counts.bytes, 0, counts.bytes[0] + 1) or counts.bytes[0],
+    "a module that was seen": lambda counts, module: _counted_on(next(module.children())),
+    "generator": lambda counts, module: int(torch.randint(0, 20, (), generator=counts.generator)),
+}
+_INNER = _STATIC = 0
+
+
+def _counted_on(module: Any) -> int:
+    module.count = getattr(module, "count", 0) + 1
+    return module.count
+
+
+_FORWARDS = 0
+
+
+class _Counts:
+    """Steers after the first 8 forwards."""
+
+    of_class = 0
+    by_name: ClassVar = Counter[str]()
+
+    def __init__(self, where: str) -> None:
+        self.counted = COUNTERS[where]
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output + 3 * _DIRECTION if self.counted(self, module) > 8 else output
+
+    @staticmethod
+    def static() -> int:
+        global _STATIC
+        _STATIC += 1
+        return _STATIC
+
+    def begin(self, module: Any) -> None:
+        globals().update(_INNER=0, _STATIC=0)
+        Counted.of_base, self.long, self.bytes = 0, [0] * 1000, bytearray(1)
+        self.generator = torch.Generator().manual_seed(0)
+        next(module.children()).count = 0
+        self.number = _Counts.of_class = module.count = 0
+        _Counts.by_name.clear()
+        globals().update(_FORWARDS=0)
+        self.items, self.last, self.different = [], deque[int](), set[int]()
+        self.array, self.tensor = np.zeros(1), torch.zeros(1)
+        if self.counted is COUNTERS["iterator"]:  # which alone is a reason
+            self.iterator = itertools.count(1)
+
+
+class Counted(LlamaForCausalLM):
+    """A class of one's own, whose forward counts."""
+
+    counts: Any
+    of_base = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if self.counts.counted(self.counts, self) > 8:
+            output.logits = output.logits.roll(5, -1)
+        return output
+
+
+class Derived(Counted):
+    pass
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+@pytest.mark.parametrize("where", COUNTERS)
+def test_counts_of_forwards(quiet: None, where: str, is_attached: bool) -> None:
+    """Plain serves, and a comparison leaves no trace, wherever own code counts, or what users trust in error."""
+    counts = _Counts(where)
+    if is_attached:
+        owner = (model := LLAMA()).model.layers[2]
+        owner.register_forward_hook(counts)
+    else:
+        model = owner = of_class(Derived)
+        model.counts = counts
+    texts, held, spec = [], [], SelfSpec.lookup()
+    spec = replace(spec, trust=is_attached)
+    for assistant in (None, spec, spec):
+        counts.begin(owner)
+        texts.append(model.generate(**ROW, **OPTIONS, assistant=assistant))
+        numbers = (counts.number, _Counts.of_class, dict(_Counts.by_name), _FORWARDS, owner.count, len(counts.items))
+        numbers += (_INNER, _STATIC, Counted.of_base, counts.long[700], counts.bytes[0], next(owner.children()).count)
+        held.append((*numbers, len(counts.last), len(counts.different), counts.array.item(), counts.tensor.item()))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert held[0] == held[1] == held[2]
+    assert spec.stats is not None
+    assert spec.stats.left_to_generate
+
+
+class Steered(LlamaForCausalLM):
+    """Changes what single steps give where it finds that it has to, in one of several places."""
+
+    switch = SimpleNamespace(is_on=False)
+
+    def forward(self, *args: Any, options: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        is_on = (
+            getattr(self.config, "is_on", False) or self.switch.is_on or _SWITCH or switches.is_on
+            or (options or {}).get("is_on")
+        )  # fmt: skip
+        if is_on and output.logits.shape[1] == 1:
+            output.logits = output.logits.roll(5, -1)
+        return output
+
+
+_SWITCH = False
+switches: Any = ModuleType("switches")
+switches.is_on = False
+
+
+@pytest.mark.parametrize("where", ["config", "object", "global", "global of a module", "argument"])
+def test_own_code_that_is_switched_is_compared_again(quiet: None, where: str) -> None:
+    model, spec = of_class(Steered), SelfSpec.lookup()
+    model.switch, left = SimpleNamespace(is_on=False), []
+    try:
+        for is_on in (False, True, False, True):
+            if where in ("config", "object", "global of a module"):
+                owner = {"config": model.config, "object": model.switch, "global of a module": switches}[where]
+                owner.is_on = is_on
+            elif where == "global":
+                globals().update(_SWITCH=is_on)
+            options = OPTIONS | ({"options": {"is_on": is_on}} if where == "argument" else {})
+            left.append(bool(why_plain(model, spec, **options)))
+    finally:
+        globals().update(_SWITCH=False)
+        switches.is_on = False
+    assert left == [False, True, False, True]
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return -args[-1]
+
+
+def with_a_forward(make: Callable[[Any], Any]) -> LlamaForCausalLM:
+    model = LLAMA()
+    norm = model.model.norm
+    norm.forward = make(norm)
+    return model
+
+
+def with_a_hook() -> LlamaForCausalLM:
+    (model := LLAMA()).model.norm.register_forward_hook(Negated.apply)
+    return model
+
+
+@torch.library.custom_op("hf_selfspec_tests::negated", mutates_args=())
+def negated(states: torch.Tensor) -> torch.Tensor:
+    return -states
+
+
+# What is of others though torch runs it, and what is nobody's concern.
+FOREIGN: dict[str, Callable[[], LlamaForCausalLM]] = {
+    "a method of torch's of layers of others": lambda: with_a_forward(
+        lambda norm: nn.Sequential(norm, PassesOn()).forward
+    ),
+    "a function with gradients of its own": with_a_hook,
+    "an operator": lambda: with_a_forward(lambda norm: negated),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_torch_runs_for_others_is_attached(kind: str) -> None:
+    assert Unseen.of(FOREIGN[kind]()).attached
+
+
+class Logging(LlamaForCausalLM):
+    """Names a logger with a handler, has a buffer with NaN, and is wrapped by accelerate."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("unused", torch.full((2,), torch.nan), persistent=False)
+        self.sparse = torch.eye(2).to_sparse()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _LOGGER.debug("a forward")
+        return super().forward(*args, **kwargs)
+
+
+_LOGGER = logging.getLogger("hf_selfspec tests")
+_LOGGER.addHandler(logging.StreamHandler())
+
+
+def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "number_of_weights", lambda module: 0, raising=False)
+    monkeypatch.setattr(torch.Tensor, "summary", lambda tensor: "", raising=False)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor: "a tensor")
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", GenerationMixin._get_logits_processor)
+    model = LLAMA()
+    model.state_dict = lambda *args, **kwargs: {}
+    assert not Unseen.of(model)
+    model = of_class(Logging)
+    add_hook_to_module(model, ModelHook())
+    assert not Unseen.of(model).attached
+    assert not why_plain(model, SelfSpec.lookup())
+
+
+def test_random_numbers_are_put_back(quiet: None) -> None:
+    """Those of Python and numpy, too."""
+
+    class Random(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.roll(random.randrange(3) + int(np.random.randint(3)), -1)
+            return output
+
+    model = of_class(Random)
+    texts = []
+    for spec in (None, SelfSpec.lookup()):
+        random.seed(1)
+        np.random.seed(1)
+        texts.append(model.generate(**ROW, **OPTIONS, assistant=spec))
+    assert torch.equal(*texts)
+
+
+class Lazy(LlamaForCausalLM):
+    """Makes a table in its first forward, as many models of the Hub do."""
+
+    table: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.table is None:
+            self.table = torch.ones(97)
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.table
+        return output
+
+
+def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
+    """That call is left to plain, later ones are drafted."""
+    model, spec = of_class(Lazy), SelfSpec.lookup()
+    left = []
+    for seed in range(3):
+        prompt = ragged_batch(seed=seed)
+        model.generate(**prompt, **OPTIONS, assistant=spec)
+        assert spec.stats is not None
+        left.append(bool(spec.stats.left_to_generate))
+    assert left == [True, False, False]
+
+
+class PassesOn(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class Pruned(LlamaForCausalLM):
+    """With layers that have no keys and values."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1], self.model.layers[2] = PassesOn(), PassesOn()
+
+
+@pytest.mark.parametrize("rows", [ROW, BATCH], ids=["row", "batch"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_layers_without_keys_are_served(quiet: None, spec: str, rows: Any) -> None:
+    torch.manual_seed(0)
+    model, assistant = Pruned(LLAMA().config).eval(), SPECS[spec]()
+    expected = model.generate(**rows, **OPTIONS)
+    assert torch.equal(model.generate(**rows, **OPTIONS, assistant=assistant), expected)
+    assert assistant.stats is not None
+    assert not assistant.stats.left_to_generate
+
+
+class MaxScaled(nn.Parameter):
+    """Rounds what is multiplied with it by the largest number of all tokens."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.nn.functional.linear:
+                scale = args[0].abs().amax() / 7
+                args = ((args[0] / scale).round() * scale, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_a_class_that_looks_at_all_tokens(quiet: None) -> None:
+    model = LLAMA()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = MaxScaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
+    assert "weights of class MaxScaled" in why_plain(model, SelfSpec.lookup())
+
+
+class QuantizedLinear(nn.Linear):
+    """As of a library that quantises, which transformers has loaded."""
+
+    mixes = False
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        scale = states.abs().amax(None if self.mixes else -1, keepdim=True) / 127
+        return super().forward((states / scale).round() * scale)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_layers_of_a_quantiser_are_tried_alone(quiet: None, mixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuantizedLinear, "__module__", "bitsandbytes.nn")
+    model = LLAMA()
+    for layer in model.model.layers:
+        inner = layer.mlp.down_proj
+        layer.mlp.down_proj = QuantizedLinear(inner.in_features, inner.out_features, bias=False)
+        layer.mlp.down_proj.weight, layer.mlp.down_proj.mixes = inner.weight, mixes
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    unseen = Unseen.of(model)
+    assert unseen.own == (("modules of class QuantizedLinear",) if mixes else ())
+    assert not unseen.attached
+    assert bool(why_plain(model, SelfSpec.lookup())) is mixes
+
+
+def test_what_gradients_need_stays(quiet: None) -> None:
+    model, vector = LLAMA(), nn.Parameter(torch.ones(64))
+    model.model.layers[2].register_forward_hook(lambda module, args, output: output * vector)
+    loss = model(**ROW, labels=ROW["input_ids"]).loss
+    model.generate(**ROW, **OPTIONS, assistant=SelfSpec(trust=True))
+    loss.backward()
+    assert vector.grad is not None
+
+
+class WithoutDecoder(LlamaForCausalLM):
+    def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_model_that_cannot_be_looked_at(quiet: None) -> None:
+    model = of_class(WithoutDecoder)
+    expected = model.generate(**ROW, **OPTIONS)
+    assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=SelfSpec()), expected)
+    with hf_selfspec.attach(model, SelfSpec()):
+        assert torch.equal(model.generate(**ROW, **OPTIONS), expected)
+
+
+class Gated(LlamaForCausalLM):
+    """Does something else for several tokens as far as a weight lets it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.gate * output.logits.shape[1] * output.logits.roll(1, -1)
+        return output
+
+
+def test_weights_that_were_trained_are_checked_again(quiet: None) -> None:
+    model = Gated(LLAMA().config).eval()
+    for gate in (0.0, 1.0):
+        with torch.no_grad():
+            model.gate.fill_(gate)
+        assert bool(why_plain(model, SelfSpec.lookup())) is bool(gate)
+
+
+def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
+    """Not in silence, since the keys of drafts are there as well."""
+    model = LLAMA()
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache.get_seq_length() > 16:
+            cache.layers[module.layer_idx].values.mul_(2)
+
+    model.model.layers[1].self_attn.register_forward_hook(hook, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match="reads the values in the cache"):
+        model.generate(**ROW, **OPTIONS, assistant=replace(SelfSpec.lookup(), trust=True))
+
+
+@pytest.mark.machine("graphs_are_taken")
+def test_graphs_of_what_was_not_seen_are_compared(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model's own code, when they are new."""
+    runs: list[int] = []
+
+    def compiled(graph: Any, **_: Any) -> Any:
+        return lambda *inputs: [runs.append(1), [2 * value for value in graph(*inputs)]][1]
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model, spec = of_class(Unchanged, 6), SelfSpec(EarlyExit(2), FixedLength(3), compile=QUICK)
+    options = OPTIONS | {"max_new_tokens": 16}
+    expected = model.generate(**ROW, **options)
+    for _ in range(3):
+        assert torch.equal(model.generate(**ROW, **options, assistant=spec), expected)
+    assert runs
+    assert graphs_of(model, QUICK).refused.endswith("not those of the model's own code")
+
+
+def test_the_language_model_inside_is_looked_at() -> None:
+    settings = multimodal.MODELS["llava"][1]
+    text = {name: value for name, value in settings["text_config"].items() if name != "model_type"}
+    config = AutoConfig.for_model("llava", **settings | {"text_config": {"model_type": "minimax", **text}})
+    assert "its decoder's class MiniMaxModel" in Unseen.of(LlavaForConditionalGeneration(config)).own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changes_is_checked_again(quiet: None, dtype: torch.dtype) -> None:
+    """Steering that is off in the first call, of a hook that stays."""
+    model, direction = LLAMA().to(dtype), _DIRECTION.to(dtype)
+
+    class Hook:
+        strength = 0.0
+
+        def __call__(self, module: Any, args: Any, output: Any) -> Any:
+            return output + self.strength * direction if output.shape[1] == 1 else output
+
+    hook = Hook()
+    model.model.layers[2].register_forward_hook(hook)
+    for strength, is_drafted in ((0.0, True), (4.0, False), (0.0, True)):
+        hook.strength, spec = strength, replace(SelfSpec.lookup(), trust=True)
+        ids = model.generate(**ROW, **OPTIONS, assistant=spec)
+        assert spec.stats is not None
+        assert bool(spec.stats.left_to_generate) is not is_drafted
+        assert dtype is torch.bfloat16 or torch.equal(ids, model.generate(**ROW, **OPTIONS))
+
+
+def test_a_short_call_is_left_to_plain_without_a_warning() -> None:
+    assert "too few" in why_plain(of_class(Unchanged), SelfSpec(), max_new_tokens=probation.TOKENS - 1)
+
+
+def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
+    """Ours is above a forward of others while any thread generates."""
+    model = with_a_forward_of_its_own()
+    before = Unseen.of(model)
+    holders = [*before.holders, *model.modules()]
+    key = Contents(holders).key
+    with partial_forwards(model, Anatomy.of(model)), speculative_attention():
+        assert Unseen.of(model) == before
+        assert Contents(holders).key == key
+
+
+def test_random_numbers_are_those_of_plain(quiet: None) -> None:
+    """What is left to plain after a check draws what it would have drawn."""
+    model, options = steered(lambda count: count == 1)(), OPTIONS | {"do_sample": True}
+    torch.manual_seed(4)
+    expected = model.generate(**ROW, **options)
+    torch.manual_seed(4)
+    assert torch.equal(model.generate(**ROW, **options, assistant=SelfSpec(trust=True)), expected)
+
+
+def test_models_of_the_tests_are_not_checked(quiet: None) -> None:
+    """The list of seen classes is that of the tests; nothing about them is new."""
+    names = set()
+    kinds = ((text_model, architectures.ARCHITECTURES), (multimodal.undamped, multimodal.MODELS))
+    for make, table in kinds:
+        for name in table:
+            try:
+                with torch.device("meta"):  # no weights are drawn
+                    model = make(name)
+            except pytest.skip.Exception:  # not in this release of transformers
+                continue
+            names.add(probation_name(model))
+            assert not Unseen.of(model), name
+    assert names <= SEEN
+
+
+def text_model(name: str) -> Any:
+    return AutoModelForCausalLM.from_config(architectures.config_of(name))
+
+
+def probation_name(model: Any) -> str:
+    name = type(model).__name__
+    for end in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"):
+        name = name.removesuffix(end)
+    return name

@@ -1,0 +1,184 @@
+"""Sampling is lossless: joint distributions of generated tokens against exact enumeration with the whole model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig
+from transformers.generation import CandidateGenerator, TopKLogitsWarper, TopPLogitsWarper
+
+from helpers.sampling import (
+    OPTIONS,
+    SAMPLES,
+    SIGNIFICANCE,
+    SPECS,
+    VOCABULARY,
+    Choice,
+    accepts_everything,
+    check_exact,
+    does_not_take_siblings_out_of_q,
+    draws_from_p_after_a_rejection,
+    exact_joint,
+    llama,
+    p_value,
+    sample,
+)
+from hf_selfspec import (
+    Cascade,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.drafts.controlled import ControlledDrafter
+from hf_selfspec.generate import walk
+from hf_selfspec.generate.acceptance import choose_sampled
+from hf_selfspec.model.graphs import graphs
+from hf_selfspec.model.graphs.graphs import Graph
+
+# Free drafts beside others, with few nodes, so that not every token of the tiny vocabulary is named.
+NAMED: dict[str, SelfSpec] = {
+    "named": SelfSpec(Lookup(max_nodes=3)),
+    "drawn and named": SelfSpec(Cascade([Lookup(max_nodes=4), EarlyExit(1)]), FixedLength(2)),
+    "skipped layers and named": SelfSpec(Cascade([Lookup(max_nodes=3), SkipLayers((1, 2), (2,))])),
+    "drawn tree and named": SelfSpec(
+        Cascade([Lookup(max_nodes=6), EarlyExit(1)]), FixedLength(2), TopKTree(((1.0, 2),))
+    ),
+}
+# Processors that do not look at the text are one mechanism, so each is tested with one draft.
+CASES = [
+    *((spec, options) for spec in SPECS for options in ("plain", "repetition_penalty")),
+    ("early exit", "top_k"),
+    ("tree", "top_p"),
+    ("skipped layers", "temperature"),
+]
+
+
+@pytest.mark.every_run("tree-plain")
+@pytest.mark.parametrize(("spec", "options"), CASES)
+def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -> None:
+    named, processors = OPTIONS[options]
+    rows = SAMPLES // 2 if options == "repetition_penalty" else SAMPLES  # it is called for each row and node
+    check_exact(sample(SPECS[spec], rows=rows, **named), exact_joint(llama(), processors))
+
+
+@pytest.mark.every_run("drawn tree and named-plain")
+@pytest.mark.machine("verification_is_free")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("named", "top_k"),
+        ("named", "repetition_penalty"),
+        ("drawn and named", "top_p"),
+        ("skipped layers and named", "plain"),
+        ("drawn tree and named", "plain"),
+    ],
+)
+def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several calls, which draft with what those before have shown, drawn tokens and named ones side by side."""
+    mixed: list[tuple[int, int]] = []
+    propose = ControlledDrafter.propose
+
+    def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
+        draft = propose(self, text, max_new)
+        for row in range(0, text.batch_size, 10):
+            for node in range(draft.size + 1):
+                children = draft.children(row, node)
+                if len(children) > 1:
+                    _, drawn = draft.candidates(row, node, children)
+                    mixed.append((drawn, len(children) - drawn))
+        return draft
+
+    monkeypatch.setattr(ControlledDrafter, "propose", watched)
+    given, processors = OPTIONS[options]
+    check_exact(sample(replace(NAMED[name]), rows=400, calls=3, **given), exact_joint(llama(), processors))
+    drawn = {"named": 0, "drawn tree and named": 2}.get(name, 1)
+    assert sum(one == drawn and named >= 1 for one, named in mixed) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.machine("verification_is_free")
+@pytest.mark.parametrize("spec", ["early exit", "tree", "named", "drawn and named"])
+def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
+    sampled = sample(replace((SPECS | NAMED)[spec]), rows=1, calls=100, top_k=2)
+    check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+
+    def by_graph(graph: Graph, count: int, by_graph: Callable[[], Any], eager: Callable[[], Any]) -> Any:
+        served.append(count)
+        return by_graph()
+
+    monkeypatch.setattr(graphs, "_USES", 2)
+    monkeypatch.setattr(Graph, "faster_of", by_graph)
+    compiled = replace(SPECS[spec], compile=CompileConfig(backend="eager", mode="default"))
+    sampled = sample(compiled, rows=SAMPLES // 4, calls=3, top_k=3)
+    assert 1 in served  # steps of drafts
+    assert max(served) > 1  # verifications
+    check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
+
+
+class Bigrams(CandidateGenerator):
+    """Draws two tokens from a table; ``says_q(call)`` tells whether a call returns the distributions too."""
+
+    def __init__(self, says_q: Callable[[int], bool]) -> None:
+        self.says_q = says_q
+        self.calls = 0
+        self.table = 1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = []
+        for _ in range(2):
+            logits.append(self.table[input_ids[:, -1]])
+            input_ids = torch.cat([input_ids, torch.multinomial(logits[-1].softmax(-1), 1)], dim=1)
+        self.calls += 1
+        return input_ids, torch.stack(logits, dim=1) if self.says_q(self.calls) else None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        pass
+
+
+@pytest.mark.every_run("every second call")
+@pytest.mark.parametrize("every", [1, 2, 1 << 30], ids=["always", "every second call", "never"])
+def test_joint_distribution_with_a_candidate_generator(every: int) -> None:
+    sampled = sample(SelfSpec(draft=Bigrams(lambda call: call % every == 0)), rows=SAMPLES // 2, top_p=0.9)
+    check_exact(sampled, exact_joint(llama(), [TopPLogitsWarper(0.9)]))
+
+
+def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
+    knowing, guessing = (SelfSpec(draft=Bigrams(lambda call, says_q=says_q: says_q)) for says_q in (True, False))
+    assert sample(knowing, rows=300)[1] > sample(guessing, rows=300)[1] + 0.02
+
+
+def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
+    for index, token in enumerate(drafted):
+        if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:
+            return token, index
+    return choose_sampled(scores, [], None, 0)
+
+
+@pytest.mark.every_run("tree-.*")
+@pytest.mark.machine("verification_is_free")
+@pytest.mark.parametrize(
+    ("spec", "biased"),
+    [
+        ("early exit", draws_from_p_after_a_rejection),
+        ("tree", does_not_take_siblings_out_of_q),
+        ("named", accepts_everything),
+        ("named", asks_with_the_same_p),
+        ("drawn and named", asks_with_the_same_p),
+    ],
+)
+def test_biased_rules_are_detected(spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "choose_sampled", biased)
+    sequences, _ = sample(replace((SPECS | NAMED)[spec]), rows=500, calls=2)
+    assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 100

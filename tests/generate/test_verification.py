@@ -1,0 +1,195 @@
+"""Verification piece by piece: choosing a token, widths of trees, processors."""
+
+import inspect
+import math
+from itertools import product
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+from helpers.verification import ALMOST_ONE, fix_uniform, orders
+from hf_selfspec import NumericalError, TopKTree
+from hf_selfspec.batch import Text
+from hf_selfspec.drafts.scoring import Scorer, check_highest
+from hf_selfspec.generate.acceptance import accept_line, choose_sampled
+from hf_selfspec.model.logits import draw_without_replacement
+
+HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("uniform", "p", "drafted", "q", "tokens"),
+    [
+        ([0.0, 0.0], [0.0, 0.0, 1.0], [0, 1], [0.5, 0.4, 0.1], [2]),
+        # Fewer tokens have a probability than siblings were asked for: the rest of the list is padding.
+        ([ALMOST_ONE, 0.0], [0.2, 0.8], [0, 1], [1.0, 0.0], [1]),
+        # p and q are equal but for rounding; even then a token that p rules out must not come through.
+        ([ALMOST_ONE], [0.5, 0.5], [1], [0.5000001, 0.5000001], BOTH),
+        ([1.0], HALVES, [0], [0.5, 0.5, 0.0], BOTH),
+        ([1.0], HALVES, [2], [0.5, 0.5, 1e-9], BOTH),
+    ],
+)
+def test_what_cannot_be_is_never_accepted(
+    uniform: list[float],
+    p: list[float],
+    drafted: list[int],
+    q: list[float],
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fix_uniform(monkeypatch, *uniform)
+    token, index = choose_sampled(torch.tensor(p).log(), drafted, torch.tensor(q), len(drafted))
+    assert token in tokens
+    assert index is None
+
+
+def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the uniform number is 0."""
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    p, q = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[0.5, 0.5]]])
+    for token in (0, 1):
+        accepted, instead = accept_line(p, q, torch.tensor([[token]]))
+        assert (accepted.item(), instead.item()) == (token == 1, 1)
+
+
+def test_drawing_without_replacement_is_drawing_in_turn() -> None:
+    torch.manual_seed(0)
+    q, draws = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20000
+    drawn = draw_without_replacement(q.expand(draws, 5), 3)
+    expected = list(orders(q, 3))
+    observed = [int((drawn == torch.tensor(order)).all(1).sum()) for order, _ in expected]
+    assert sum(observed) == draws
+    assert chisquare(observed, [draws * probability for _, probability in expected], sum_check=False).pvalue > 1e-4
+
+
+def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
+    drawn = draw_without_replacement(torch.tensor([[0.0, 0.7, 0.3, 0.0]]), 4)[0].tolist()
+    assert sorted(drawn[:2]) == [1, 2]
+    assert sorted(drawn[2:]) == [0, 3]
+
+
+@pytest.mark.parametrize(("confidence", "width"), [(0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.96, 1)])
+def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
+    assert TopKTree().width(torch.tensor([[confidence]]), torch.ones(1)) == width
+    assert TopKTree().width(torch.tensor([[1.0], [confidence]]), torch.ones(2)) == width
+
+
+VOCABULARY = 10
+
+
+def text_of(*rows: list[int], width: int = 3) -> Text:
+    """A batch whose rows go on after a prompt of ``width`` columns; rows may differ in length."""
+    ids = torch.zeros(len(rows), max(map(len, rows)) + 8, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+    return Text(ids, [len(tokens) for tokens in rows], [0] * len(rows), width)
+
+
+def name_of(processor: object) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
+PREFIX_FREE = [
+    lp.TemperatureLogitsWarper(0.7),
+    lp.TopKLogitsWarper(3),
+    lp.TopPLogitsWarper(0.6),
+    lp.MinPLogitsWarper(0.3),
+    lp.TypicalLogitsWarper(0.6),
+    lp.EpsilonLogitsWarper(0.1),
+    lp.EtaLogitsWarper(0.3),
+    lp.SuppressTokensLogitsProcessor([2, 4]),
+    lp.LogitNormalization(),
+    lp.InfNanRemoveLogitsProcessor(),
+]
+
+
+def test_scores_of_many_positions_are_those_of_each() -> None:
+    logits = 3 * torch.randn(2, 4, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    for processor in PREFIX_FREE:
+        scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample=True)
+        assert scorer.prefix_free
+        scores = scorer.everywhere(logits)
+        for row, position in product(range(2), range(4)):
+            alone = processor(torch.zeros(1, 5, dtype=torch.long), logits[row, position][None].clone())[0]
+            torch.testing.assert_close(scores[row, position], alone)
+
+
+class SubclassedTemperature(lp.TemperatureLogitsWarper):
+    """Might look at the prefix: only the exact classes are known not to."""
+
+
+def test_other_processors_need_the_prefix() -> None:
+    for processor in (lp.RepetitionPenaltyLogitsProcessor(1.2), SubclassedTemperature(0.7)):
+        assert not Scorer(LogitsProcessorList([lp.TopKLogitsWarper(3), processor]), 1, do_sample=True).prefix_free
+
+
+PENALTY = lp.RepetitionPenaltyLogitsProcessor
+HAS_LENGTHS = "Tensor" in str(inspect.signature(PENALTY.__init__))  # since transformers 5.24
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        PENALTY(1.3),
+        PENALTY(1.3, 2),
+        *([PENALTY(1.3, torch.tensor([0, 2, 4]))] if HAS_LENGTHS else []),
+        lp.ForcedBOSTokenLogitsProcessor(1),
+        lp.SuppressTokensAtBeginLogitsProcessor([1, 2], 5),
+        lp.ExponentialDecayLengthPenalty((1, 1.5), 2, 3),
+        lp.MinLengthLogitsProcessor(9, torch.tensor([2])),
+    ],
+    ids=name_of,
+)
+def test_a_row_alone_has_the_scores_that_it_has_beside_others(processor: LogitsProcessor) -> None:
+    """And costs no more, whatever the size of the batch."""
+    scorer, generator = Scorer(LogitsProcessorList([processor]), 3, do_sample=False), torch.Generator().manual_seed(0)
+    for length in (1, 5, 6):
+        ids = torch.randint(VOCABULARY, (3, length), generator=generator)
+        logits = torch.randn(3, VOCABULARY, generator=generator)
+        expected = processor(ids, logits.clone())
+        called = Mock(side_effect=type(processor).__call__)
+        with patch.object(type(processor), "__call__", lambda *given, called=called: called(*given)):
+            for row in range(3):
+                torch.testing.assert_close(scorer.row(row, ids[row : row + 1], logits[row]), expected[row])
+        assert [len(call.args[2]) for call in called.mock_calls] == [1] * 3
+
+
+def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A user's own processor that treats rows by their place in the batch."""
+    return scores + torch.arange(len(scores))[:, None]
+
+
+def by_length(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A user's own processor that looks at how long the text is."""
+    return scores * input_ids.shape[1]
+
+
+@pytest.mark.parametrize("rows", [[[0, 5], [0, 6, 7]], [[0, 5], [6, 7]]], ids=["ragged", "even"])
+@pytest.mark.parametrize("processor", [lp.RepetitionPenaltyLogitsProcessor(2.0), by_place, by_length], ids=name_of)
+def test_scores_ahead_are_those_of_each_row(rows: list[list[int]], processor: LogitsProcessor) -> None:
+    scorer, text = Scorer(LogitsProcessorList([processor]), 2, do_sample=True), text_of(*rows)
+    text.write_draft(torch.tensor([1, 2]), 0)
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    expected = [scorer.row(row, torch.tensor([[*rows[row], row + 1]]), logits[row]) for row in range(2)]
+    torch.testing.assert_close(scorer.ahead(text, 1, logits, [True, True]), torch.stack(expected))
+
+
+def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone() -> None:
+    def in_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.mul_(2.0)
+
+    scorer, text, logits = Scorer(LogitsProcessorList([in_place]), 2, True), text_of([0], [0]), torch.ones(2, 3)
+    assert scorer.row(0, text.prefix(0), logits[0]).tolist() == [2.0] * 3
+    assert scorer.ahead(text, 0, logits, [True, False]).tolist() == [[2.0] * 3, [1.0] * 3]
+    assert logits.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
+def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
+    check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")  # ruled out tokens are fine
+    with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
+        check_highest(torch.tensor([[0.0, 1.0], bad]).amax(-1).tolist(), "Tiny")

@@ -1,0 +1,275 @@
+"""Audits: what is equal, what rounding explains, what is wrong, and distributions that are right and that are not."""
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from helpers.models import VOCABULARY, character_tokenizer
+from helpers.processes import DEMO_MODEL
+from helpers.sampling import SPECS, accepts_everything, exact_joint
+from helpers.sampling import llama as small_vocabulary
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SampleTest,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    audit,
+)
+from hf_selfspec.generate import walk
+from hf_selfspec.tools.audits import Audit
+from hf_selfspec.tools.differences import Difference, difference_at
+from hf_selfspec.tools.distribution import Sampling
+
+TEXTS = ["def f(x):", "Once upon", "1 + 1 ="]
+SPEC = SelfSpec(EarlyExit(3), FixedLength(4))
+
+
+def test_equal_ids_pass(llama: LlamaForCausalLM) -> None:
+    found = audit(llama, character_tokenizer(), TEXTS, SPEC, max_new_tokens=12)
+    assert found.passed
+    assert found.partings == ()
+    assert (found.prompts, found.tokens) == (3, 36)
+    assert 0 < found.accepted < found.drafted
+    assert "3 of 3 prompts have equal ids; exact" in str(found)
+    assert "LlamaForCausalLM, float32, cpu, greedy" in str(found)
+
+
+def test_what_is_promised_is_told(llama: LlamaForCausalLM) -> None:
+    """And what it would cost to promise more."""
+    model = copy.deepcopy(llama).to(torch.bfloat16)
+    for spec, promise in (
+        (SelfSpec(exact=True), "promise: bit for bit\n"),
+        (SelfSpec(), r"promise: near-ties, bit for bit with exact=True for -?\d+% of a forward"),
+    ):
+        found = audit(model, character_tokenizer(), TEXTS[:1], spec, max_new_tokens=8)
+        assert found.passed
+        assert re.search(promise, str(found))
+
+
+@pytest.fixture
+def changing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[torch.Tensor], torch.Tensor]], None]:
+    """Has calls with a ``SelfSpec`` return something else."""
+    generate = LlamaForCausalLM.generate
+
+    def use(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def changed(self: Any, *args: Any, assistant: Any = None, **options: Any) -> Any:
+            ids = generate(self, *args, assistant=assistant, **options)
+            return change(ids.clone()) if isinstance(assistant, SelfSpec) else ids
+
+        monkeypatch.setattr(LlamaForCausalLM, "generate", changed)
+
+    return use
+
+
+def with_token(column: int, token: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        ids[0, column] = (ids[0, column] + 1) % VOCABULARY if token is None else token
+        return ids
+
+    return change
+
+
+def test_wrong_tokens_do_not_pass(llama: LlamaForCausalLM, changing: Any) -> None:
+    changing(with_token(12))
+    found = audit(llama, character_tokenizer(), ["def f(x):", "a"], SPEC, max_new_tokens=14, name="mine")
+    assert not found.passed
+    assert [(one.row, one.column, one.is_near_tie) for one in found.partings] == [(0, 3, False), (1, 11, False)]
+    told = str(found)
+    assert told.startswith("mine against plain generate")
+    assert told.count("DIFFERENT") == 2
+    assert "0 of 2 prompts have equal ids; 2 differ where rounding does not explain it: NOT exact" in told
+
+
+def test_what_is_bit_for_bit_has_no_near_ties() -> None:
+    """Any other token is an error then, however near its logit."""
+    tie = Difference(row=0, column=3, expected=1, token=2, margin=0.0, tolerance=1.0, texts=("a", "b"))
+    for promise, passed in (("near-ties", True), ("bit for bit", False)):
+        assert Audit("mine", "Llama", "bfloat16", "cpu", 1, 8, 4, 2, promise, (tie,)).passed is passed
+
+
+def test_a_text_that_ends_early_does_not_pass(llama: LlamaForCausalLM, changing: Any) -> None:
+    changing(lambda ids: ids[:, :-2])
+    found = audit(llama, character_tokenizer(), ["a"], SPEC, max_new_tokens=8)
+    assert [(one.column, one.texts[1]) for one in found.partings] == [(6, None)]
+    assert not found.passed
+    assert "(end)" in str(found)
+
+
+def test_gaps_are_those_behind_processors(llama: LlamaForCausalLM, changing: Any) -> None:
+    """A penalty changes which tokens are likeliest; with the bare logits a near tie would be an error."""
+    model = copy.deepcopy(llama)
+    model.generation_config.repetition_penalty = 3.0
+    ids = torch.tensor([character_tokenizer()("abcabc")["input_ids"]])
+    output = model.generate(
+        ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True, assistant=False
+    )
+    top, second = output.scores[3][0].topk(2).values, int(output.scores[3][0].topk(2).indices[1])
+    changing(with_token(ids.shape[1] + 3, second))
+    (parting,) = audit(model, character_tokenizer(), ["abcabc"], SPEC, max_new_tokens=6).partings
+    assert parting.margin == pytest.approx(float(top[0] - top[1]))
+
+
+class Rounding(torch.nn.Module):
+    """A model whose logits are others where several tokens go through together, all of them by 5 as well."""
+
+    def __init__(self, logits: torch.Tensor, noise: torch.Tensor) -> None:
+        super().__init__()
+        self.config, self.logits, self.noise, self.tokens = LlamaConfig(), logits, noise, []
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        self.tokens.append(input_ids.shape[1])
+        together = self.noise + 5 if input_ids.shape[1] > 1 else 0
+        return SimpleNamespace(logits=(self.logits + together).expand(1, input_ids.shape[1], -1))
+
+
+@pytest.mark.parametrize(
+    ("pair", "noise", "margin", "is_tie"),
+    [
+        ((1, 2), 0.01, 0.05, True),  # of three that are nearly as likely, rounding may choose any two
+        ((1, 2), 0.005, 0.05, False),
+        ((0, 1), 0.0, 0.0, True),
+        ((1, 3), 0.1, 2.0, False),
+        ((1, 4), 0.1, float("inf"), False),  # a forbidden token
+        ((1, -1), 0.1, float("inf"), False),  # a text that has ended
+    ],
+)
+def test_near_ties(pair: tuple[int, int], noise: float, margin: float, is_tie: bool) -> None:
+    """Noise is what logits change by when the text goes through together, beside what all have in common."""
+    logits = torch.tensor([10.0, 10.0, 9.95, 8.0] + [5.0] * 60 + [-50.0] * 9)
+    signs = torch.tensor([1.0, -1.0]).repeat(32)
+    model = Rounding(logits, torch.cat([signs * noise, torch.full((9,), 7.0)]))  # of unlikely tokens none counts
+    scores = logits.clone()
+    scores[4] = -torch.inf
+    found = difference_at(0, 0, *pair, model, torch.ones(1, 40, dtype=torch.long), scores)
+    assert model.tokens == [8, *[1] * 32, 40]
+    # One step from 10 to the next number of float32 at least.
+    assert found.tolerance == pytest.approx(max(6 * noise, 2**-20), rel=1e-3)
+    assert found.margin == pytest.approx(margin, abs=1e-5)
+    assert found.is_near_tie == is_tie
+
+
+def test_a_subtle_wrong_token_is_found_in_bfloat16(changing: Any) -> None:
+    """The second choice at a gap below 8 units in the last place of the largest logit, which is none of rounding."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    model = LlamaForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16)
+    text = "def fibonacci(n):"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    told = {"return_dict_in_generate": True, "output_scores": True, "assistant": False}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, **told)
+    tops = [scores[0].topk(2) for scores in plain.scores]
+    gaps = [float(top.values[0] - top.values[1]) for top in tops]
+    units = [8 * torch.finfo(torch.bfloat16).eps * float(scores.abs().max()) for scores in plain.scores]
+    subtle = [index for index, gap in enumerate(gaps) if units[index] / 2 < gap < units[index]]
+    index = subtle[0]
+    with_second = with_token(ids.shape[1] + index, int(tops[index].indices[1]))
+    changing(lambda _: with_second(plain.sequences.clone()))
+    found = audit(model, tokenizer, [text], SelfSpec.lookup(), max_new_tokens=24)
+    assert [(one.column, one.is_near_tie) for one in found.partings] == [(index, False)]
+    assert not found.passed
+
+
+def test_nothing_drafted_is_told(llama: LlamaForCausalLM) -> None:
+    found = audit(llama, character_tokenizer(), TEXTS, SPEC, max_new_tokens=1)
+    assert found.passed
+    assert "nothing was drafted, so this shows little" in str(found)
+
+
+class Numbers:
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [int(digit) for digit in text]}
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        return "".join(map(str, tokens))
+
+
+def sampled(draws: int = 500, texts: Sequence[str] = ("3", "31"), **options: Any) -> Any:
+    torch.manual_seed(0)
+    sample = SampleTest(draws=draws, **options)
+    return audit(small_vocabulary(), Numbers(), texts, SPECS["early exit"], sample=sample)
+
+
+@pytest.mark.every_run("options0")
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_p": 0.8}])
+def test_the_right_distribution_passes(options: dict[str, float]) -> None:
+    found = sampled(**options)
+    assert found.passed
+    assert [test.draws for test in found.tests] == [500, 500]
+    assert found.test.degrees_of_freedom == sum(test.degrees_of_freedom for test in found.tests) > 20
+    assert 0 < found.accepted < found.drafted
+    assert "first 4 tokens: consistent with plain generate's distribution" in str(found)
+
+
+def test_a_biased_distribution_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "choose_sampled", accepts_everything)
+    found = sampled()
+    assert not found.passed
+    assert found.test.p_value < 1e-10
+    assert "NOT plain generate's distribution" in str(found)
+
+
+def test_impossible_tokens_do_not_pass(changing: Any) -> None:
+    done: list[int] = []
+
+    def with_one_more(ids: torch.Tensor) -> torch.Tensor:
+        if not done:
+            done.append(int(small_vocabulary()(ids[:1, :1]).logits[0, -1].argmin()))
+            ids[0, 1] = done[0]
+        return ids
+
+    changing(with_one_more)
+    found = sampled(200, ["3"], top_p=0.5)
+    assert (found.test.impossible, found.test.p_value) == (1, 0)
+    assert not found.passed
+
+
+def expected(draws: int, end: int | None) -> dict[tuple[int, ...], float]:
+    model = copy.deepcopy(small_vocabulary())
+    model.generation_config.eos_token_id = end
+    return Sampling(model, torch.tensor([[3]]), 4, draws, {"do_sample": True}).expected()[0]
+
+
+def test_expected_shares_are_exact() -> None:
+    cells, joint = expected(10**9, None), exact_joint(small_vocabulary(), [])
+    assert len(cells) > 500
+    for text, share in cells.items():
+        assert share == pytest.approx(float(joint[int("".join(map(str, text)), 5)]), rel=1e-3)
+
+
+def test_texts_that_end_are_cells_of_their_own() -> None:
+    cells = expected(10**6, 2)
+    assert all(2 not in text[:-1] for text in cells)
+    assert any(len(text) < 4 and text[-1] == 2 for text in cells)
+    assert sum(cells.values()) == pytest.approx(1, abs=1e-3)
+
+
+def test_too_few_draws_are_told() -> None:
+    assert "so this shows nothing" in str(sampled(4, ["3"]))
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "words"),
+    [
+        ("a text", {}, r"audit\(texts\) must be a list of strings or chats"),
+        ([[{"role": "user", "content": "a"}]], {}, "the tokenizer has no chat template"),
+        (["a"], {"max_new_tokens": 0}, r"audit\(max_new_tokens\) must be at least 1, got 0"),
+        (["a"], {"spec": "lookup"}, r"audit\(spec\) must be a SelfSpec or None, got 'lookup'"),
+        (["a"], {"sample": True}, r"audit\(sample\) must be SampleTest\(...\) or None, got True"),
+        (["a"], {"draws": 0}, r"SampleTest\(draws\) must be at least 1"),
+        (["a"], {"temperature": float("nan")}, r"SampleTest\(temperature\) must be a finite number above 0"),
+        (["a"], {"top_p": 2}, r"SampleTest\(top_p\) must lie between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_audited(texts: Any, options: dict[str, Any], words: str, llama: LlamaForCausalLM) -> None:
+    def audited(**given: Any) -> None:
+        audit(llama, character_tokenizer(), texts, **given)
+
+    with pytest.raises((SettingError, SettingTypeError), match=words):
+        (SampleTest if options.keys() <= vars(SampleTest()).keys() and options else audited)(**options)

@@ -1,0 +1,355 @@
+"""``hf-selfspec``: what its commands print, and one line for every ordinary mistake in any of them."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_selfspec
+from helpers.models import tiny_llama
+from helpers.processes import DEMO_MODEL, python, told_in_one_line
+from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
+from hf_selfspec.tools.cli import app, main
+from hf_selfspec.tools.fit_command import fits, parser_of
+from hf_selfspec.tools.request import texts_of
+from hf_selfspec.train import loading
+from hf_selfspec.train.loading import NamedModel
+from hf_selfspec.train.prompts import read_prompts
+
+HEAVY = ("numpy", "torch", "transformers")
+
+pytestmark = [
+    pytest.mark.usefixtures("as_before"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
+    pytest.mark.filterwarnings("ignore:tune. no set of blocks"),
+]
+
+
+def commands() -> dict[str, list[str]]:
+    found = dict(typer.main.get_command(app).commands)
+    del found["fit"]
+    told = {name: [option for one in command.params for option in one.opts] for name, command in found.items()}
+    return told | {f"fit {name}": list(parser_of(name, kind)._option_string_actions) for name, kind in fits().items()}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """But that of fits, whose options are the package's own settings."""
+    helps = [[], *(name.split() for name in commands() if not name.startswith("fit "))]
+    script = f"""
+import sys
+from hf_selfspec.cli import main
+codes = [main([*words, "--help"]) for words in {helps}]
+print(set(codes), [name for name in {HEAVY} if name in sys.modules])
+"""
+    told = python("-c", script)
+    assert told.stdout.splitlines()[-1] == "{0} []"
+    for words in helps:
+        assert f"Usage: hf-selfspec {' '.join(words)}" in told.stdout
+
+
+@pytest.mark.slow
+def test_the_package_runs_as_the_script_does() -> None:
+    told = python("-m", "hf_selfspec", "fit", code=2)
+    assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    texts = ["def read_text(path):", "class Stack:\n    def __init__(self):", "import os\n\ndef main():"]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(4, vocabulary=4096).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
+    assert main(["inspect", "--model", str(DEMO_MODEL)]) == 0
+    assert capsys.readouterr().out == f"{inspect_model(NamedModel(str(DEMO_MODEL)).config)}\n"
+
+
+def test_audit_and_bench_take_the_same_files(tmp_path: Path) -> None:
+    for name, lines in (
+        ("own.jsonl", ['{"prompt": "def read(path):"}', '{"question": "import os"}']),
+        ("own.txt", ["def read(path):", "", "import os"]),
+    ):
+        (tmp_path / name).write_text("\n".join(lines))
+        (prompts,) = texts_of([str(tmp_path / name)]).values()
+        assert prompts == read_prompts(str(tmp_path / name)) == ["def read(path):", "import os"]
+
+
+def test_audit(model: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A method that is not exact makes the exit code 1."""
+    how = ["audit", "--model", model, "--dtype", "float32", "--device", "cpu", "--data", str(data)]
+    names = "SelfSpec.early_exit_only(2),SelfSpec.layerskip(3, num_draft=3)"
+    assert main([*how, "--methods", names, "--max-new-tokens", "6", "--prompts", "2"]) == 1
+    told = capsys.readouterr().out
+    assert "differ where rounding does not explain it: NOT exact" in told
+    head = "SelfSpec.layerskip(3, num_draft=3) against plain generate: LlamaForCausalLM, float32, cpu, greedy"
+    assert head in told
+    assert "2 of 2 prompts have equal ids; exact" in told[told.index(head) :]
+    assert main([*how, "--methods", "lookup", "--max-new-tokens", "2"]) == 0
+
+
+def test_audit_of_drawn_tokens(model: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--methods", "SelfSpec.layerskip(3, num_draft=2)", "--sample", "--draws", "50", "--prompts", "1"]
+    assert main(["audit", "--model", model, "--data", str(data), *words, "--temperature", "0.02"]) == 0
+    assert "first 4 tokens: consistent with plain generate's distribution" in capsys.readouterr().out
+
+
+def test_tune(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", str(tmp_path / "tuned"), "--steps", "2", "--max-new-tokens", "4", "--prompts", "1"]
+    assert main(["tune", "--model", model, "--data", str(data), "--max-prompt-tokens", "3", *words]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({str(tmp_path / 'tuned')!r}))"
+    assert SelfSpec.from_pretrained(tmp_path / "tuned").draft.attention
+
+
+def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--plot", str(tmp_path / "exits.png"), "--prompts", "2"]
+    assert main(["exit-report", "--model", model, "--data", str(data), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["exit", "loss", "above", "last", "accuracy", "agreement"]
+    assert len(lines) == 2 + 4
+    assert (tmp_path / "exits.png").read_bytes().startswith(b"\x89PNG")
+
+
+PROMPT = "def read_text(path):"
+
+
+def generated(*words: str) -> int:
+    limits = ["--max-new-tokens", "8", "--dtype", "float32", "--device", "cpu"]
+    spec = ["--spec", "SelfSpec.layerskip(6, num_draft=3)"]
+    return main(["generate", "--model", str(DEMO_MODEL), *limits, *spec, *words])
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """What plain generate writes after the prompt, with the end of the line."""
+    assert NamedModel("a/b", None, "v1", dtype="float32", device_map=None, attn_implementation="eager").loaded_as == {
+        "revision": "v1",
+        "attn_implementation": "eager",
+    }
+    named = NamedModel(str(DEMO_MODEL), dtype="float32")
+    tokenizer = named.tokenizer()
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    tokens = named.model().generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    return f"{tokenizer.decode(tokens, skip_special_tokens=True)}\n"
+
+
+def test_how_a_model_is_loaded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, calls = AutoModelForCausalLM.from_pretrained, []
+
+    def recorded(name: str, **options: Any) -> Any:
+        calls.append((options.get("revision"), options.get("device_map"), network := load(name, **options)))
+        return network
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+    words = ["--dtype", "bfloat16", "--attn-implementation", "eager", "--prompt", "a", "--max-new-tokens", "1"]
+    for options in (["--device-map", "cpu"], ["--device", "cpu", "--revision", "main"]):
+        assert main(["generate", "--model", model, *words, *options]) == 0
+    assert [call[:2] for call in calls] == [(None, "cpu"), ("main", None)]
+    for *_, network in calls:
+        assert (network.dtype, network.config._attn_implementation) == (torch.bfloat16, "eager")
+
+
+def test_generate_prints_the_text_and_one_line_beside_it(
+    plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_text(PROMPT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))  # as a pipe
+    for words in (["--prompt", PROMPT], ["--file", str(tmp_path / "prompt")], ["--raw"]):
+        assert generated(*words) == 0
+        told = capsys.readouterr()
+        assert told.out == plain
+        assert told.err.startswith("[8 tokens, ")
+        assert told.err.endswith(" drafted tokens accepted in each]\n")
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_generate_marks_accepted_drafts_on_a_terminal(
+    colours: bool, plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    assert generated("--prompt", PROMPT) == 0
+    told = capsys.readouterr().out
+    assert ("\x1b[32m" in told) == colours
+    assert told.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
+
+
+def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("0", "0", "1"):
+        assert generated("--prompt", "def f(", "--temperature", "1.5", "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_stopped_generate_ends_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
+        write(Piece("once upon", False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_selfspec, "stream", stopped)
+    assert generated("--prompt", "a") == 130
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("once upon\n", "hf-selfspec: stopped.\n")
+
+
+def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn has those before it in its prompt; empty lines are no turns."""
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
+    turns, asked = iter(["hello", "  ", "and then?"]), list[Any]()
+
+    def next_turn(_: str) -> str:
+        try:
+            return next(turns)
+        except StopIteration:
+            raise EOFError from None
+
+    def answer(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
+        asked.append([dict(message) for message in prompt])
+        return "fine"
+
+    monkeypatch.setattr("builtins.input", next_turn)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(hf_selfspec, "stream", answer)
+    assert main(["generate", "--model", str(model)]) == 0
+    first = [{"role": "user", "content": "hello"}]
+    assert asked == [
+        first,
+        [*first, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "and then?"}],
+    ]
+
+
+# What each command needs, with `{}` for a folder of the test.
+DATA, OUT = ["--data", "{}/data.jsonl"], ["--out", "{}/out"]
+NEEDED: dict[str, list[str]] = {
+    "audit": DATA,
+    "bench": [*DATA, *OUT],
+    "exit-report": DATA,
+    "fit adapter": [*DATA, *OUT, "--block-size", "16"],
+    "fit head": [*DATA, *OUT],
+    "fit heads": [*DATA, *OUT, "--block-size", "16"],
+    "fit lora": [*DATA, *OUT, "--block-size", "16"],
+    "fit mtp": [*DATA, *OUT, "--block-size", "16"],
+    "fit probe": [*DATA, *OUT, "--block-size", "16", "--exit-layer", "3"],
+    "generate": ["--prompt", "a"],
+    "inspect": [],
+    "tune": [*DATA, *OUT],
+}
+# By name: what is put in the place of what is needed, or added to it, and what the line says.
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "unknown option": (["--speed", "3"], "--speed"),
+    "no model": (["--model", "{}/none"], "--model {}/none: there is no such folder, and the Hub has no such model"),
+    "damaged config": (["--model", "{}/damaged"], "--model {}/damaged: its config cannot be loaded"),
+    "bad dtype": (["--dtype", "foat32"], "'foat32'"),
+    "bad device": (["--device", "toaster"], "--device toaster: there is no such device. Give one of cpu"),
+    "two devices": (["--device-map", "auto", "--device", "cpu"], "--device and --device-map are both given"),
+    "absent device": (["--device", "cuda:7"], "--device cuda:7: this machine has none. Give one of cpu"),
+    "missing data": (["--data", "{}/none.jsonl"], "--data {}/none.jsonl: there is no such file"),
+    "binary data": (["--data", "{}/binary.txt"], "cannot be read as text in UTF-8"),
+    "empty data": (["--data", "{}/empty.txt"], "the dataset is empty"),
+    "another column": (["--field", "body"], "there is no text in the column 'body'"),
+    "no prompts": (["--prompts", "0"], "Invalid value for '--prompts': "),
+    "bad spec": (["--spec", "lokup"], "--spec lokup: there is no such folder or preset. Give one of adaspeed"),
+    "bad methods": (["--methods", "lookup,lokup"], "--methods lokup: there is no such folder or preset"),
+    "out is a file": (["--out", "{}/data.jsonl"], "{}/data.jsonl is a file. Name a folder"),
+    "no chat template": (["--chat"], "the tokenizer has no chat template"),
+    "top-p of greedy": (["--top-p", "0.5"], "has no effect"),
+    "two prompts": (["--file", "{}/none"], "are both given"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of data and a model that cannot be loaded, which tests leave as they are."""
+    tmp_path = tmp_path_factory.mktemp("place")
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"text": "def f(x): return x + 1 " * 9})] * 40))
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "empty.txt").write_text("")
+    shutil.copytree(DEMO_MODEL, tmp_path / "damaged")
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    return tmp_path
+
+
+def asked(name: str, place: Path, changed: list[str]) -> list[str]:
+    """A command line of what is needed, with an option that is changed or added."""
+    given = ["--model", str(DEMO_MODEL), *NEEDED[name]]
+    if changed and changed[0] in given:
+        at = given.index(changed[0])
+        given[at : at + len(changed)] = []
+    return [*name.split(), *(word.replace("{}", str(place)) for word in [*given, *changed])]
+
+
+def test_every_command_is_in_the_table_of_mistakes() -> None:
+    assert set(commands()) == set(NEEDED)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_one_line(
+    mistake: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every command that takes the option, before a model is loaded."""
+    changed, words = MISTAKES[mistake]
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
+    names = [name for name, options in commands().items() if changed[0] in (*options, "--speed")]
+    names = [name for name in names if (name, changed[0]) != ("fit mtp", "--prompts")]  # a file there
+    assert names
+    for name in names:
+        line = told_in_one_line(asked(name, place, changed), 2, capsys)
+        assert words.replace("{}", str(place)) in line, name
+        assert not (place / "out").exists()
+
+
+def test_what_is_raised_on_the_way_is_told_in_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, code, words in (
+        (KeyboardInterrupt(), 130, "stopped."),
+        (NumericalError("the model returned\nNaN"), 2, "the model returned NaN"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "CUDA out of memory"),
+        (MemoryError("no memory"), 2, "no memory"),
+    ):
+
+        def find(*_: Any, error: BaseException = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(loading, "NamedModel", find)
+        for name in NEEDED:
+            assert told_in_one_line(asked(name, place, []), code, capsys) == f"hf-selfspec: {words}"
+
+
+def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: Any, **__: Any) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(loading, "NamedModel", find)
+    with pytest.raises(AssertionError, match="a bug"):
+        main(asked("inspect", place, []))
+
+
+def test_no_chat_template(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    line = told_in_one_line(["generate", "--model", str(DEMO_MODEL)], 2, capsys)
+    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line

@@ -1,0 +1,338 @@
+"""Drafts as checkpoints of their own: logits, ids with transformers' own loop, what is refused."""
+
+import json
+import re
+import shlex
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+
+from helpers.architectures import ARCHITECTURES, SHARING, STATEFUL, build
+from helpers.calls import random_skip_set
+from helpers.fitted import adapter_of, heads_of
+from helpers.models import character_tokenizer, ragged_batch, tiny_llama
+from helpers.multimodal import build as build_multimodal
+from helpers.processes import peft_calls_old_name, python
+from hf_selfspec import (
+    Cascade,
+    ClosestLayers,
+    DraftSource,
+    DynamicExit,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitOnly,
+    FixedLength,
+    Lookup,
+    SelfSpec,
+    SelfSpecError,
+    SettingError,
+    SettingTypeError,
+    SkipChoice,
+    SkipLayers,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_selfspec.drafts.source import DraftBlocks
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.tools import checkpoint, exporting
+from hf_selfspec.tools.checkpoint import draft_model
+from hf_selfspec.tools.exporting import partial_logits
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+# Longer than the windows of the tests' models.
+TEXT = ragged_batch((24,), seed=3)
+CLOSE = 1e-5
+WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
+# A layer of these is another one at another place, or shares what it reads with others.
+NO_OTHER_PLACE, NO_EXIT = ("diffllama",), SHARING
+
+
+def no_choice(choice_class: type) -> Any:
+    raise AssertionError(f"{choice_class} is not needed")
+
+
+def blocks_of(source: DraftSource, model: PreTrainedModel) -> DraftBlocks:
+    return source.blocks(Anatomy.of(model), no_choice)
+
+
+def loaded(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """What transformers makes of the folder, in which nothing is missing or left over."""
+    attention = model.config._attn_implementation
+    draft, report = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation=attention
+    )
+    assert not any(report.values()), report
+    return draft
+
+
+def exported(source: DraftSource, model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The draft from its folder, after a comparison of its logits with those of the partial model."""
+    SelfSpec(source).export_draft(folder, model)
+    draft = loaded(folder, model)
+    ids = TEXT["input_ids"]
+    expected = partial_logits(model, Anatomy.of(model), blocks_of(source, model).plan, ids)
+    assert (draft(input_ids=ids, use_cache=False).logits - expected).abs().max() <= CLOSE
+    return draft
+
+
+def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Transformers' own assisted generation with the draft gives the tokens of plain ``generate``."""
+    draft.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' own loop
+        ids = model.generate(**TEXT, **options, assistant_model=draft)
+    assert torch.equal(ids, model.generate(**TEXT, **options))
+
+
+@pytest.mark.every_run("gemma3_text|gpt2|mixtral|opt|phi3")
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    if name not in NO_EXIT:
+        assert len(Anatomy.of(exported(EarlyExit(2), model, tmp_path / "exit")).layers) == 2
+    if name not in NO_OTHER_PLACE:
+        exported(random_skip_set(name, model), model, tmp_path / "skip")
+    for source in (SkipLayers([1], []), SkipLayers([], [1])):
+        if name not in NO_EXIT or source.mlp:
+            exported(source, model, tmp_path / "one block")
+
+
+@pytest.mark.every_run("(exit-gpt2|skip-(cohere2|deepseek_v3))")
+@pytest.mark.parametrize("name", ["bloom", "cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "mpt"])
+@pytest.mark.parametrize("part", ["exit", "skip"])
+def test_ids_with_transformers_own_loop(name: str, part: str, tmp_path: Path) -> None:
+    model = build(name)
+    source = EarlyExit(2) if part == "exit" else random_skip_set(name, model)
+    assert_same_ids(model, exported(source, model, tmp_path))
+
+
+def test_what_goes_by_a_layers_place_is_found() -> None:
+    model = build("diffllama")
+    with pytest.raises(UnsupportedModelError, match=r"layer 2 of DiffLlamaForCausalLM .* layer 1 .*lambda_init"):
+        draft_model(model, Anatomy.of(model), blocks_of(SkipLayers([1], [1]), model).plan)
+    model = build("gemma3n_text")
+    with pytest.raises(UnsupportedModelError, match="skips attention or MLP blocks, but no whole layer"):
+        draft_model(model, Anatomy.of(model), blocks_of(EarlyExit(2), model).plan)
+
+
+def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ARCHITECTURES["qwen3_moe"] | {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", entry)
+    config = exported(SkipLayers([2, 4], [2, 4]), build("qwen3_moe"), tmp_path / "moe").config
+    assert (config.decoder_sparse_step, config.mlp_only_layers) == (1, [0, 2, 4])
+    monkeypatch.setitem(ARCHITECTURES, "deepseek_v3", ARCHITECTURES["deepseek_v3"] | {"first_k_dense_replace": 2})
+    config = exported(SkipLayers([1], [1]), build("deepseek_v3"), tmp_path / "leading").config
+    assert (config.num_hidden_layers, config.first_k_dense_replace) == (3, 1)
+    sliding, full = "sliding_attention", "full_attention"
+    kinds = [sliding, full, sliding, full, sliding, full]
+    entry = ARCHITECTURES["gemma3_text"] | {"num_hidden_layers": 6, "layer_types": kinds}
+    monkeypatch.setitem(ARCHITECTURES, "gemma3_text", entry)
+    config = exported(SkipLayers([2, 4], [2, 4]), build("gemma3_text"), tmp_path / "kinds").config
+    assert config.layer_types == [sliding, full, full, full]
+    assert "layer_types" in (tmp_path / "kinds" / "README.md").read_text()
+
+
+def test_nothing_is_copied_and_the_model_stays_as_it_was(
+    fresh_llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh_llama.train()
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
+    anatomy = Anatomy.of(model)
+    draft = draft_model(model, anatomy, blocks_of(SkipLayers([1, 2], [1]), model).plan)
+    whole = {value.data_ptr() for value in model.state_dict().values()}
+    others = [name for name, value in draft.state_dict().items() if value.data_ptr() not in whole]
+    assert others == ["model.layers.1.self_attn.o_proj.weight"]
+    before, config = dict(model.state_dict()), model.config.to_dict()
+    values = {name: value.clone() for name, value in before.items()}
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", model)
+    monkeypatch.setattr(exporting, "draft_model", fails)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        SelfSpec(EarlyExit(2)).export_draft(tmp_path / "none", model)
+    assert not (tmp_path / "none").exists()
+    assert all(module.training for module in model.modules())
+    assert model.config.to_dict() == config
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name].data_ptr()
+        assert torch.equal(value, values[name])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_dtype_ties_tokenizer_and_generation_config(tied: bool, tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.config.tie_word_embeddings = tied
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=7, assistant=SelfSpec())
+    SelfSpec(EarlyExit(2)).export_draft(tmp_path, model, character_tokenizer())
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert draft.dtype == torch.bfloat16
+    assert (draft.lm_head.weight is draft.model.embed_tokens.weight) == tied
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    assert draft.generation_config.top_k == 7
+    assert "selfspec" not in (tmp_path / "generation_config.json").read_text().lower()
+    assert model.generation_config.assistant == SelfSpec()
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == character_tokenizer().get_vocab()
+
+
+@pytest.mark.slow
+def test_it_loads_where_this_package_is_not(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    SelfSpec(EarlyExit(3)).export_draft(tmp_path, llama)
+    script = (
+        "import sys; from transformers import AutoModelForCausalLM\n"
+        f"draft = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        "print(type(draft).__name__, draft.config.num_hidden_layers, 'hf_selfspec' in sys.modules)"
+    )
+    assert python("-c", script).stdout.strip() == "LlamaForCausalLM 3 False"
+
+
+@pytest.mark.every_run("mixtral|falcon")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "falcon"])
+def test_files_have_the_names_of_the_familys_own(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "whole")
+    model = loaded(tmp_path / "whole", build(name))
+    exported(EarlyExit(2), model, tmp_path / "draft")
+    whole, draft = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "draft"))
+    layers = {key: re.search(r"\.(?:layers|h)\.(\d+)\.", key) for key in whole}
+    assert draft.keys() == {key for key, layer in layers.items() if layer is None or int(layer[1]) < 2}
+    assert all(torch.equal(value, whole[key]) for key, value in draft.items())
+
+
+def test_only_an_earlier_draft_is_replaced(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    place, spec = tmp_path / "draft", SelfSpec(EarlyExit(2))
+    spec.export_draft(place, llama)
+    (place / "model-00002-of-00002.safetensors").write_text("of an earlier draft")
+    SelfSpec(EarlyExit(3)).export_draft(place, llama)
+    assert sorted(file.name for file in place.glob("*.safetensors")) == ["model.safetensors"]
+    assert loaded(place, llama).config.num_hidden_layers == 3
+    llama.save_pretrained(tmp_path / "whole")
+    with pytest.raises(SettingError, match=r"config\.json of another model"):
+        spec.export_draft(tmp_path / "whole", llama)
+    assert loaded(tmp_path / "whole", llama).config.num_hidden_layers == 6
+    with pytest.raises(SettingTypeError, match=r"export_draft\(tokenizer\) must be a tokenizer"):
+        spec.export_draft(tmp_path, llama, tokenizer="smollm")
+
+
+def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    SelfSpec(SkipLayers([2, 3], [3]), FixedLength(4)).export_draft(tmp_path, llama)
+    card = (tmp_path / "README.md").read_text()
+    assert "`##m.##`" in card
+    assert "in layers [2] of the model" in card
+    lines = [
+        line for line in card.replace("\\\n", "").splitlines() if re.match("vllm serve|python3 -m|llama-server", line)
+    ]
+    vllm, sglang, llama_cpp = map(shlex.split, lines)
+    assert json.loads(vllm[-1]) == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
+    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert options["--speculative-algorithm"] == "STANDALONE"
+    assert options["--speculative-draft-model-path"] == str(tmp_path)
+    assert int(options["--speculative-num-draft-tokens"]) == int(options["--speculative-num-steps"]) + 1 == 5
+    assert llama_cpp[3:] == ["-md", "draft.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", "4"]
+    for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        compile(code, "card", "exec")
+
+
+def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(cache_dir=tmp_path / "cache")
+    with pytest.raises(SettingError, match=r"has chosen no part of LlamaForCausalLM yet.*Generate"):
+        spec.export_draft(tmp_path / "draft", llama)
+    llama.generate(**TEXT, max_new_tokens=40, do_sample=False, assistant=spec)
+    search = spec._knowledge.latest(llama, lambda findings: isinstance(getattr(findings, "choice", None), SkipChoice))
+    plan = LayerPlan(6, frozenset({2, 3}), frozenset({3}))
+    search.choice = SkipChoice(plan, False, None, 1.0, 0.5, 0.5)
+    with pytest.raises(SettingError, match=r"found no part of LlamaForCausalLM that pays on this machine"):
+        spec.export_draft(tmp_path / "draft", llama)
+    assert not (tmp_path / "draft").exists()
+    search.choice = SkipChoice(plan, True, None, 1.5, 0.9, 0.9)
+    search.changed()
+    spec._knowledge_of(llama).write()
+    spec.save_pretrained(tmp_path / "spec", llama)
+    others = SelfSpec(cache_dir=tmp_path / "cache"), SelfSpec.from_pretrained(tmp_path / "spec")
+    for each in (spec, *others):  # also of another process
+        each.export_draft(tmp_path / "draft", llama)
+        assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
+    file = tmp_path / "spec" / "selfspec.json"
+    file.write_text(file.read_text().replace('"##m.##"', "5"))
+    with pytest.raises(SettingError, match="cut short or changed"):
+        SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "cut", llama)
+    with pytest.raises(SettingError, match="was saved for"):
+        SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "other", tiny_llama(seed=1))
+
+
+@pytest.mark.parametrize("draft", [EarlyExitOnly(2), Cascade([Lookup(), EarlyExit(2)])])
+def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    assert exported(draft, llama, tmp_path).config.num_hidden_layers == 2
+
+
+REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
+    "lookup": (lambda model: Lookup(), UnsupportedOptionError, "layers of the model alone"),
+    "two sources": (
+        lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=ClosestLayers())]),
+        SettingError,
+        "has 2 sources besides its free drafts",
+    ),
+    "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), UnsupportedOptionError, "a checkpoint has nothing else"),
+    "adapter": (
+        lambda model: EarlyExitAdapter(adapter_of(model)),
+        UnsupportedOptionError,
+        "layers of the model alone",
+    ),
+    "depth": (lambda model: EarlyExit(6), SettingError, "must be between 1 and 5"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_drafts_that_no_checkpoint_holds(case: str, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    make, error, message = REFUSED[case]
+    with pytest.raises(error, match=re.escape(message)):
+        SelfSpec(make(llama)).export_draft(tmp_path / "draft", llama)
+    assert not (tmp_path / "draft").exists()
+
+
+def changed(change: Callable[[Any], Any]) -> PreTrainedModel:
+    model = tiny_llama()
+    change(model)
+    return model
+
+
+@peft_calls_old_name
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: peft.get_peft_model(tiny_llama(), peft.LoraConfig()), r"Merge them first: .*merge_and_unload"),
+        (lambda: changed(lambda model: setattr(model, "hf_quantizer", object())), "it is quantised"),
+        (lambda: changed(lambda model: model.model.layers[1].to("meta")), r"cpu, meta. Load it on one device: device"),
+        (lambda: changed(lambda model: setattr(model.config, "hidden_size", 63)), "no model of some of its layers"),
+        (lambda: build_multimodal("llava"), "more than a text model"),
+        (lambda: build("mamba"), "MambaForCausalLM has recurrent states"),
+    ],
+)
+def test_models_that_no_draft_is_taken_of(make: Callable[[], Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        SelfSpec(EarlyExit(1)).export_draft(tmp_path / "draft", make())
+    assert not (tmp_path / "draft").exists()
+
+
+def test_a_draft_that_predicts_something_else_is_not_written(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_zeroed_projections", lambda *_: {})
+    with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
+        SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
+    assert not (tmp_path / "draft").exists()
