@@ -212,7 +212,7 @@ class SelfSpec(Settings):
         return self._knowledge.stats
 
     def plot(self, path: StrPath | None = None, model: Any = None) -> Figure:
-        """Plots what the calls so far did; see :func:`hf_selfspec.reports.plots.plot`.
+        """Plots what the calls so far did; see :func:`hf_selfspec.tools.plots.plot`.
 
         Args:
             path: where to save the picture, in the format that its suffix names, e.g. ``search.png``.

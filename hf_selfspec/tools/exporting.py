@@ -241,7 +241,7 @@ def card_of(
     picture, layers = plan.picture(), draft.config.num_hidden_layers
     is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
     environment = Environment(
-        loader=PackageLoader("hf_selfspec.export"), undefined=StrictUndefined, keep_trailing_newline=True
+        loader=PackageLoader("hf_selfspec.tools"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     environment.filters["repr"] = repr
     return environment.get_template("card.md.jinja").render(

@@ -44,7 +44,7 @@ def test_help_imports_nothing_heavy() -> None:
     helps = [[], *(name.split() for name in commands() if not name.startswith("fit "))]
     script = f"""
 import sys
-from hf_selfspec.cli import main
+from hf_selfspec.tools.cli import main
 codes = [main([*words, "--help"]) for words in {helps}]
 print(set(codes), [name for name in {HEAVY} if name in sys.modules])
 """
