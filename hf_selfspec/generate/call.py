@@ -25,9 +25,17 @@ from ..drafts.controlled import controlled
 from ..drafts.grammar.rows import Constraint, with_grammars
 from ..drafts.scoring import Scorer
 from ..drafts.siblings import Tree
-from ..drafts.source import DraftSource, Session
+from ..drafts.source import Session
 from ..drafts.stateless import stateful
-from ..errors import UnsupportedModelError, UnsupportedOptionError, left_to_plain, only_warned, warn_once
+from ..errors import (
+    SettingError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    brief,
+    left_to_plain,
+    only_warned,
+    warn_once,
+)
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.attention.exact import reduced_precision
@@ -38,10 +46,10 @@ from ..model.graphs.runner import GraphRunner
 from ..model.inputs import Inputs
 from ..model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
 from ..model.kernels.linear import are_faster
-from ..model.module_tools import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
+from ..model.module_tools import is_tensor_parallel, others_are_unfinished
 from ..model.patching import without_checkpointing
 from ..model.plan import LayerPlan
-from ..model.prompt import CACHE_NAME, Prompt, cache_name, given_cache, has_gaps
+from ..model.prompt import CACHE_NAME, Prompt, cache_name, given_cache
 from ..model.target import Target
 from ..settings import Settings
 from ..stats import GenerationStats, generated
@@ -54,6 +62,11 @@ from .unseen import UNKNOWN, Unseen, why_plain
 
 # Initial cache slots where the final length of the text is not known.
 FIRST_SLOTS = 1024
+_GAPS = (
+    "the prompts are padded on the right, or have masked columns between their tokens, and generation goes on after "
+    "the last column. For faster results (and correct ones, where padding is on the right) set the tokenizer's "
+    "padding_side='left', and mask no columns behind a row's first token."
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,12 @@ class Call:
     synced_gpus: bool
     streamer: BaseStreamer | None
     model_kwargs: dict[str, Any]
+    default_of: str = ""  # where the ``SelfSpec`` was set, if not by the caller
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The inputs, laid out."""
+        return Inputs.of(self.model, self.anatomy, self.input_ids, self.model_kwargs, self.generation_config)
 
     @property
     def past(self) -> Any:
@@ -102,41 +121,29 @@ class Call:
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
-def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
-    """Decodes a checked call. With ``default_of`` the caller did not choose the ``SelfSpec``: plain ``generate`` then
-    serves calls that the ``SelfSpec`` cannot serve, and invalid logits are no error."""
-    call, decoder, unseen = prepared.with_cache(), None, UNKNOWN
+def serve(prepared: Call, spec: Settings) -> Any:
+    """Decodes a call: checks it, chooses who decodes, builds what does, and runs it. Where the caller did not choose
+    the ``SelfSpec``, plain ``generate`` serves calls that it cannot serve."""
+    call, unseen, decoder = prepared.with_cache(), UNKNOWN, None
     knowledge = spec._knowledge_of(call.model, bool(call.generation_config.do_sample), len(call.input_ids) > 1)
     try:
-        unseen = Unseen.of(call.model)
-        _check(call, spec._source, knowledge)
-        why = _why_plain(call, spec, knowledge, unseen)
+        unseen = Unseen.of(call.anatomy.view)
+        _check(call, spec, knowledge)
+        call, why = _choose(call, spec, knowledge, unseen)
         if not why:
-            lay_out = partial(_lay_out, spec=spec, knowledge=knowledge, checks_logits=not default_of, unseen=unseen)
-            decoder = lay_out(call)
-            if unseen and spec._source.lossless:
-                with listing_once(False):
-                    drafted, why = _on_probation(call, unseen)
-                if not why and drafted.anatomy != call.anatomy:
-                    decoder = lay_out(drafted)
-            # Modules of others may treat rows by their place in the batch.
-            decoder.target.cache.has_unknown_readers = bool(unseen)
-            decoder.stats.checked = str(unseen)
-            if not why:
-                return _decode(prepared, decoder, knowledge)
-    except Exception as error:  # a SelfSpec that the caller did not choose must not make the call fail
-        if isinstance(error, PlainError):
-            if not default_of:
-                raise error.__cause__ or error from None
-            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            decoder = _build(call, spec, knowledge, unseen)
+            return _run(prepared, decoder, knowledge)
+    except Exception as error:
         has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
-        if has_begun or not (default_of or (unseen and cannot_be_laid_out(call, error, _lay_out))):
+        if has_begun or not (call.default_of or (unseen and cannot_be_laid_out(call, error, _build))):
             raise
-        call, why = prepared, left_to_plain(call.anatomy.model_name, default_of, error)
+        call, why = prepared, left_to_plain(call.anatomy.model_name, call.default_of, error)
     return _decode_plainly(prepared if prepared.has_static_cache else call, knowledge, why)
 
 
-def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
+def _check(call: Call, spec: Settings, knowledge: KnowledgeOfCall) -> None:
+    """Refuses what cannot be served, before anything runs."""
+    source = spec._source
     knowledge.knowledge.check(call.model)
     check_call(call.anatomy, call.model, call.input_ids, call.model_kwargs)
     if call.synced_gpus:
@@ -147,53 +154,47 @@ def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
             "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be used "
             f"again. Leave out `{CACHE_NAME}`."
         )
+    if call.inputs.prompt.has_gaps and not source.lossless:
+        raise SettingError(_GAPS)
+    check_length(call.model, call.inputs, call.generation_config.max_length)
 
 
-def _why_plain(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> str:
-    """Why transformers' own loop serves the call as well or better, for example since no draft pays; else empty."""
+def _choose(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> tuple[Call, str]:
+    """Returns why transformers' own loop serves the call as well or better, for example since no draft pays; else an
+    empty string, and the call with what a comparison has left of what its model supports."""
     if not spec._source.lossless:
-        return ""
+        return call, ""
+    name, findings = call.anatomy.model_name, knowledge.all_findings()
     if why := why_plain(call.model) or ("" if spec.trust else unseen.why_plain):
-        return left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(why))
-    findings = knowledge.all_findings()
+        return call, left_to_plain(name, "", UnsupportedModelError(why))
     is_idle = bool(findings) and all(finding.is_idle for finding in findings)
     # Tensor-parallel processes each have their own timings of linear layers.
-    if is_idle and (is_tensor_parallel(call.model) or not are_faster(all_modules(call.model), len(call.input_ids))):
-        return "no draft pays"
-    mask = call.model_kwargs.get("attention_mask")
-    if mask is None or not has_gaps(mask):
-        return ""
-    warn_once(
-        "the prompts are padded on the right, or have masked columns between their tokens, so this call is left to "
-        "transformers' own loop, which continues after the last column: nothing is drafted. For faster results (and "
-        "correct ones, where padding is on the right) set the tokenizer's padding_side='left', and mask no columns "
-        "behind a row's first token."
-    )
-    return "its prompts have masked columns after their first tokens"
-
-
-def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
-    """Returns the call of a model that the tests have not seen, with what this model supports, and why plain
-    ``generate`` serves the call (empty where it does not)."""
+    if is_idle and (is_tensor_parallel(call.model) or not are_faster(call.anatomy.view.modules, len(call.input_ids))):
+        return call, "no draft pays"
+    if call.inputs.prompt.has_gaps:
+        warn_once(f"{_GAPS} This call is left to transformers' own loop, in which nothing is drafted.")
+        return call, "its prompts have masked columns after their first tokens"
+    if not unseen:
+        return call, ""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
         reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
         return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
-    outcome = on_probation(call, unseen, partial(decoded_logits, lay_out=_lay_out))
+    try:
+        outcome = on_probation(call, unseen, partial(decoded_logits, lay_out=_build))
+    except PlainError as error:
+        return call, f"its own steps raise {brief(repr(error.__cause__))}"
     if why := outcome.why_plain:
-        why = left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
+        why = left_to_plain(name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why
 
 
-def _lay_out(
-    call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool, unseen: Unseen | None = None
-) -> Decoder:
+def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> Decoder:
+    """Makes what decodes a call: cache, target, drafts, and what was generated so far."""
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
     compile_config = _compile_config(call, spec.compile)
-    inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
+    inputs = call.inputs
     anatomy, prompt = inputs.anatomy, inputs.prompt
-    check_length(call.model, inputs, config.max_length)
     scorer = Scorer(with_grammars(call.logits_processor), batch_size, bool(config.do_sample))
-    constraint = Constraint(scorer.grammars, stopper.eos_tokens)
     new_tokens = FIRST_SLOTS if call.max_new is None else min(call.max_new, FIRST_SLOTS)
     target = Target(
         call.model,
@@ -203,8 +204,10 @@ def _lay_out(
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
-        is_exact=_is_exact(call, spec, inputs, is_whole=source.lossless and compile_config is None),
+        is_exact=_is_exact(call, spec, is_whole=source.lossless and compile_config is None),
     )
+    # Modules of others may treat rows by their place in the batch.
+    target.cache.has_unknown_readers = bool(unseen)
     on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         GraphRunner.install(target, compile_config, compares=bool(unseen))
@@ -223,10 +226,10 @@ def _lay_out(
         stateful=(*functions, *(grammar.name for grammar in scorer.grammars)),
         knowledge=knowledge,
         is_synced=call.synced_gpus,
-        constraint=constraint,
+        constraint=Constraint(scorer.grammars, stopper.eos_tokens),
     )
     text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed)
-    stats = GenerationStats(together_for=", ".join(functions) if batch_size > 1 else "")
+    stats = GenerationStats(together_for=", ".join(functions) if batch_size > 1 else "", checked=str(unseen))
     return Decoder(
         target=target,
         inputs=inputs,
@@ -234,14 +237,14 @@ def _lay_out(
         draft=controlled(source.start(session), session, repr(source)),
         scorer=scorer,
         vocabulary=session.vocabulary,
-        checks_logits=checks_logits,
+        checks_logits=not call.default_of,
         is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
     )
 
 
-def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> bool:
+def _is_exact(call: Call, spec: Settings, is_whole: bool) -> bool:
     """Whether forwards must have the results of plain ``generate``, bit for bit; raises where they cannot."""
     # accelerate puts its mixed precision around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
@@ -252,7 +255,7 @@ def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> boo
         "a cache of your own is given": call.has_own_cache,
         "parts of the model, or graphs, are asked for": not is_whole,
     }
-    check_exact(call.model, inputs, call.generation_config, reasons)
+    check_exact(call.model, call.inputs, call.generation_config, reasons)
     return True
 
 
@@ -300,10 +303,11 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
     return None
 
 
-def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
+def _run(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
+    """Decodes, hands back what the caller gets beside the ids, and keeps what was learned."""
     cache = call.past if decoder.target.plan is None else None
     try:
-        with decoder.target.prepared(), listing_once(False):
+        with decoder.target.prepared():
             ids = decoder.run()
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
@@ -326,10 +330,10 @@ def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
 
 
 def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
-    options = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "anatomy"}
-    options |= options.pop("model_kwargs")
+    names = [field.name for field in fields(call) if field.name not in ("anatomy", "model_kwargs", "default_of")]
+    options = {name: getattr(call, name) for name in names} | call.model_kwargs
     begun = perf_counter()
-    with without_checkpointing(call.model), listing_once(False):
+    with without_checkpointing(call.model):
         output = sample(**options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):

@@ -39,7 +39,7 @@ from ..model.prompt import CACHE_NAMES, given_cache
 from ..model.transfer import is_out_of_memory
 from ..settings import Settings
 from .contents import Contents
-from .unseen import Unseen
+from .unseen import UNKNOWN, Unseen
 
 # Tokens that plain generate makes for one row and for several, each by a forward. Another one shows its rounding.
 # Ours takes a prefill, a draft with two right tokens (up to three forwards), a round with a short draft and one
@@ -322,8 +322,7 @@ def _apart(expected: Sequence[torch.Tensor], drafted: Sequence[torch.Tensor]) ->
 def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
     """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
     settings = Settings(draft=source)
-    decoder = lay_out(call, settings, settings._knowledge_of(call.model), checks_logits=False)
-    decoder.target.cache.has_unknown_readers = True
+    decoder = lay_out(replace(call, default_of="probation"), settings, settings._knowledge_of(call.model), UNKNOWN)
     try:
         with decoder.target.prepared():
             logits: tuple[torch.Tensor, ...] = decoder.output.returned(decoder.run(), None).logits
@@ -338,7 +337,7 @@ def cannot_be_laid_out(call: Any, error: Exception, lay_out: Callable[..., Any])
         return False
     settings = Settings(draft=Lookup())
     try:
-        lay_out(call, settings, settings._knowledge_of(call.model), checks_logits=False)
+        lay_out(call, settings, settings._knowledge_of(call.model), UNKNOWN)
     except Exception:  # of the user's model
         return True
     return False

@@ -13,8 +13,9 @@ from ..model.attention.interface import served_attention
 from ..model.attention.invariance import differing_part
 from ..model.inputs import Inputs
 from ..model.internals import attention_implementation
-from ..model.module_tools import all_modules, hooks_of, is_tensor_parallel
+from ..model.module_tools import is_tensor_parallel
 from ..model.prompt import check_cache, given_cache
+from ..model.view import ModelView
 from ..validation import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
@@ -56,7 +57,7 @@ def check_call(
     anatomy: Anatomy, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]
 ) -> None:
     """Checks what can be checked of a call, besides its options, before its prompts are laid out."""
-    _check_adapters(model)
+    _check_adapters(anatomy.view)
     check_cache(given_cache(model_kwargs), anatomy)
     implementation = attention_implementation(model.config.get_text_config(decoder=True))
     if implementation and implementation not in served_attention():
@@ -74,7 +75,7 @@ def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Ma
     """Refuses ``exact=True`` where results are not those of plain ``generate``, bit for bit; ``reasons`` are further
     ones of the call, and whether they hold."""
     prompt, name, implementation = inputs.prompt, inputs.anatomy.model_name, attention_implementation(model.config)
-    is_whole = prompt.valid is None or bool(prompt.valid.all())
+    is_whole = prompt.valid is None
     is_text = inputs.is_text and prompt.tokens.dim() == 2
     precision = reduced_precision(model.device) if model.dtype is torch.float32 else ""
     reasons = {
@@ -129,7 +130,8 @@ def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None)
             )
 
 
-def _check_adapters(model: PreTrainedModel) -> None:
+def _check_adapters(view: ModelView) -> None:
+    model = view.model
     prepare = getattr(model, "prepare_inputs_for_generation", None)
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
     if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
@@ -139,7 +141,7 @@ def _check_adapters(model: PreTrainedModel) -> None:
         )
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters) and any(
-        "alora_offsets" in getattr(hook, "keywords", ()) for _, hook in hooks_of(all_modules(model))
+        "alora_offsets" in getattr(hook, "keywords", ()) for _, hook in view.hooks
     ):
         raise UnsupportedOptionError(
             "PEFT's aLoRA (alora_invocation_tokens) adapts a number of tokens at the end of each forward, but a "

@@ -32,16 +32,15 @@ from ..model.internals import (
 )
 from ..model.module_tools import (
     ROW_BLIND,
-    all_modules,
     forward_of_others,
     forward_parameters,
     global_hooks,
-    hooks_of,
     is_trusted,
     libraries_of,
     library_of,
 )
 from ..model.prompt import CACHE_NAMES
+from ..model.view import ModelView
 
 # The classes of transformers that the tests cover, without the ends of their names.
 _SEEN = """
@@ -101,8 +100,9 @@ class Unseen:
         )
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Unseen:
-        """Looks at the class, modules, weights, hooks, functions and attention of ``model``, in each call anew."""
+    def of(cls, view: ModelView) -> Unseen:
+        """Looks at the class, modules, weights, hooks, functions and attention of a model, in each call anew."""
+        model, modules, classes = view.model, view.modules, view.classes
         own: dict[str, None] = {}
         attached: dict[str, None] = {}
         holders: list[Any] = []
@@ -116,8 +116,6 @@ class Unseen:
 
         if not _is_seen(model_class):
             note(f"its class {model_class.__name__}", True, model)
-        modules = all_modules(model)
-        classes: set[Any] = set(map(type, modules))
         foreign = {each for each in classes if _is_foreign(each)}
         is_quantized = getattr(model, "hf_quantizer", None) is not None
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
@@ -125,11 +123,8 @@ class Unseen:
             if not (is_quantized and library in _PARTS and _treats_rows_alone(model, module)):
                 holder = () if library in _PARTS else (module,)  # those keep nothing
                 note(f"modules of class {type(module).__name__}", library in libraries, *holder)
-        weights: dict[type, Any] = {}
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes = module.__dict__
-            for weight in (attributes.get("_parameters") or {}).values():
-                weights[type(weight)] = weight
             type_: Any = type(module)
             if not attributes.keys().isdisjoint(methods := _methods_of(type_)):
                 for name in methods & attributes.keys():
@@ -137,8 +132,8 @@ class Unseen:
                     of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}
                     if not of <= _METHODS_OF:
                         note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method, module)
-        for weight_class in weights.keys() - _PLAIN_WEIGHTS:
-            if not _treats_rows_alone(model, weights[weight_class]):
+        for weight_class in view.weights.keys() - _PLAIN_WEIGHTS:
+            if not _treats_rows_alone(model, view.weights[weight_class]):
                 note(f"weights of class {weight_class.__name__}", True)
         files = {each.__module__ for each in classes if _is_of_models(each)}
         for file in files - {each.__module__ for each in classes if issubclass(each, PreTrainedModel)}:
@@ -153,7 +148,7 @@ class Unseen:
                 is_own = all(library in _PARTS or is_trusted(library) for library in libraries_of(function))
                 users = [module for module in modules if isinstance(place, type) and isinstance(module, place)]
                 note(f"{_name_of(function)} in {place.__name__}", is_own, function, *users)
-        for *owner, hook in (*hooks_of(modules), *((hook,) for hook in global_hooks())):
+        for *owner, hook in (*view.hooks, *((hook,) for hook in global_hooks())):
             if not _HOOKS_OF.issuperset(of := set(libraries_of(hook))):
                 note(f"the hook {_name_of(hook)}", of <= _PARTS | _HOOKS_OF, hook, *owner)
         for mode in modes_of_torch():
@@ -174,7 +169,7 @@ _AT_FIRST: dict[Any, set[str]] = {kind: set(vars(kind)) for kind in (torch.Tenso
 # Libraries whose hooks modules may have, and whose functions may be set on them.
 _HOOKS_OF = ROW_BLIND
 _METHODS_OF = ROW_BLIND | {"peft", "builtins", "functools"}
-_PLAIN_WEIGHTS = {type(None), torch.Tensor, nn.Parameter}
+_PLAIN_WEIGHTS = {torch.Tensor, nn.Parameter}
 # Classes of caches, whose methods others may replace.
 _CACHES = (DynamicCache, DynamicCache.__mro__[1], DynamicLayer, DynamicSlidingWindowLayer)
 # For each class and module of Python the values in it when it was last looked at, and the foreign functions.

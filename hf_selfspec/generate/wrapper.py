@@ -25,7 +25,7 @@ from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionErro
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..model.internals import SANITIZE, options_of_pipeline
-from ..model.module_tools import listing_once
+from ..model.view import ModelView
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .call import Call, serve
@@ -81,7 +81,7 @@ def _may_be_the_models(error: Exception, model: Any) -> bool:
     if isinstance(error, SelfSpecError):
         return False
     try:
-        return bool(Unseen.of(model))
+        return bool(Unseen.of(ModelView(model)))
     except Exception:  # such a model may raise anything
         return True
 
@@ -135,8 +135,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
     ) -> Any:
         prepared = (anatomy, model, input_ids, logits_processor, stopping_criteria, generation_config)
-        with listing_once():
-            return serve(Call(*prepared, synced_gpus, streamer, inputs), spec, default_of)
+        return serve(Call(*prepared, synced_gpus, streamer, inputs, default_of), spec)
 
     vars(decode)["__signature__"] = _SIGNATURE
     return named | {"custom_generate": decode}

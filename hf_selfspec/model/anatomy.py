@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
@@ -19,6 +19,7 @@ from ..errors import SettingError, SettingTypeError, UnsupportedModelError, unsu
 from .cache.recurrent_kernels import RECURRENCES, Kernels
 from .internals import is_stateful
 from .module_tools import forward_parameters
+from .view import ModelView
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
@@ -121,6 +122,7 @@ def causal_lm(model: Any, who: str) -> PreTrainedModel:
 class Anatomy:
     """The decoder layers of one model and the blocks in them; for the other flags see :class:`Architecture`."""
 
+    view: ModelView = field(compare=False)  # the model as it was when these were found
     model_name: str  # class name of the model, for messages
     layers: tuple[nn.Module, ...]  # the L decoder layers, first to last
     attention: tuple[nn.Module | None, ...]  # for each layer its attention block, None where none was found
@@ -152,8 +154,7 @@ class Anatomy:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Anatomy:
         """Finds the parts of ``model``, a decoder-only causal LM of transformers."""
-        name = type(model).__name__
-        config = model.config
+        name, view, config = type(model).__name__, ModelView(model), model.config
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
                 f"{name} is an encoder-decoder model. Self-speculative decoding needs a decoder-only model, such as "
@@ -175,9 +176,9 @@ class Anatomy:
                 f"{name} runs one layer, or attention block, several times, whose keys and values would overwrite each "
                 "other"
             )
-        for field, why in _REFUSED.items():
-            if value := getattr(text_config, field, None):
-                raise unsupported(f"{name} {why} ({field}={value!r}), which drafts do not support")
+        for setting, why in _REFUSED.items():
+            if value := getattr(text_config, setting, None):
+                raise unsupported(f"{name} {why} ({setting}={value!r}), which drafts do not support")
         kernels = Kernels.of(layers)
         if is_stateful(model) and (kernels is None or kernels.recurrence is None):
             types = sorted(set(getattr(text_config, "layer_types", None) or [config.model_type]))
@@ -199,6 +200,7 @@ class Anatomy:
         has_places = alibi or architecture.tree is False or takes_positions or kernels is not None
         names = _MLP_NAMES if architecture.mlp is None else [architecture.mlp]
         return cls(
+            view=view,
             model_name=name,
             layers=layers,
             attention=attention,

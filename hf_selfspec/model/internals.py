@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import lru_cache
 from typing import Any
 
@@ -146,9 +146,9 @@ def device_mesh(model: PreTrainedModel) -> Any:
     return model._device_mesh
 
 
-def has_peft_layers(model: PreTrainedModel) -> bool:
-    """Returns whether adapters were added to a model, by PEFT or by transformers."""
-    return getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, ADAPTED) for part in model.modules())
+def has_peft_layers(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
+    """Returns whether adapters were added to a model with these modules, by PEFT or by transformers."""
+    return getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, ADAPTED) for part in modules)
 
 
 def is_cast_by_accelerate(model: PreTrainedModel) -> bool:

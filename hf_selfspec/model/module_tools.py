@@ -1,11 +1,10 @@
-"""A model's modules, hooks and processes, looked up anew in each call: users change models between calls."""
+"""A model's modules, hooks and processes."""
 
 import functools
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from time import perf_counter
 from types import FunctionType
 from typing import Any
@@ -27,27 +26,8 @@ _OPERATORS = {"CustomOpDef", "OpOverload", "OpOverloadPacket", "ScriptFunction",
 _TRUSTED = ROW_BLIND | _IMPORTED | sys.stdlib_module_names | {"", "None", "builtins", "peft"}
 
 
-class _Listed(threading.local):
-    modules: dict[nn.Module, list[nn.Module]] | None = None  # of each model, None where it is listed anew
-
-
-_listed = _Listed()
-
-
-@contextmanager
-def listing_once(is_on: bool = True) -> Iterator[None]:
-    """Lists a model's modules once for a block in which no code of others runs; ``False`` for a part where it does."""
-    before, _listed.modules = _listed.modules, {} if is_on else None
-    try:
-        yield
-    finally:
-        _listed.modules = before if is_on or before is None else {}
-
-
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """Returns what ``model.modules()`` yields, in its order, in a quarter of the time."""
-    if _listed.modules is not None and model in _listed.modules:
-        return _listed.modules[model]
     modules: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:
@@ -56,9 +36,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
             modules[module] = None
             if children := module._modules:
                 waiting += reversed(children.values())
-    if _listed.modules is None:
-        return list(modules)
-    return _listed.modules.setdefault(model, list(modules))
+    return list(modules)
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:
@@ -78,13 +56,6 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     with suppress(NotImplementedError, AttributeError):
         sizes += [getattr(module, "num_embeddings", 0) for module in model.get_input_embeddings().modules()]
     return int(max(sizes))
-
-
-def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
-    """Returns whether hooks, other than those of some libraries, see or change what goes through a model's modules."""
-    return nn.modules.module._has_any_global_hook() or any(
-        not set(but_of).issuperset(libraries_of(hook)) for _, hook in hooks_of(all_modules(model))
-    )
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
@@ -160,12 +131,6 @@ def libraries_of(function: object, but: object = None) -> Iterator[str]:
         around = getattr(inner, "__dict__", {})
         waiting += [around.get(name) for name in ("__wrapped__", "_torchdynamo_orig_callable")]
         waiting = [other for other in waiting if other is not None]
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Returns whether a model, or a module in it, runs as a compiled graph."""
-    is_whole = hasattr(model.forward, "_torchdynamo_orig_callable")
-    return is_whole or any(module._compiled_call_impl is not None for module in all_modules(model))
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:

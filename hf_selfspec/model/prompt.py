@@ -45,6 +45,7 @@ class Prompt:
     valid: torch.Tensor | None  # [b, width] which columns hold tokens, None for all
     padding: torch.Tensor | None  # the mask, where rows must stay left-padded (see :class:`Target`)
     has_positions: bool = False  # whether position_ids of several dimensions differ from 0, 1, 2, ... in any
+    has_gaps: bool = False  # whether columns are masked after a row's first token, which nothing here is laid out for
 
     @classmethod
     def of(
@@ -61,6 +62,8 @@ class Prompt:
         names = ("inputs_embeds", "attention_mask", "position_ids")
         inputs_embeds, attention_mask, position_ids = (arguments.get(name) for name in names)
         source = input_ids if inputs_embeds is None else inputs_embeds
+        if attention_mask is not None and bool(attention_mask.all()):
+            mask_length, attention_mask = attention_mask.shape[1], None
         if attention_mask is not None:
             width = attention_mask.shape[1]
         elif mask_length is not None:
@@ -79,24 +82,21 @@ class Prompt:
         tokens = source[:, -fresh:]
         mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
         has_positions = _are_unusual(position_ids, mask)
+        stays_padded = not ragged and b > 1
+        padding = mask.long().expand(b, -1) if stays_padded else None
+        if attention_mask is None:
+            base = [width - columns] * b
+            return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions)
         valid = mask.bool()
-        lengths = valid[:, past_tokens:].sum(1).tolist()
-        if 0 in lengths:
+        lengths, has_gaps = valid[:, past_tokens:].sum(1).tolist(), bool((valid[:, :-1] & ~valid[:, 1:]).any())
+        if 0 in lengths and not has_gaps:
             raise SettingError(
                 f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
                 "columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
             )
-        if has_gaps(mask):
-            raise SettingError(
-                "the prompts are padded on the right, or have masked columns between their tokens. Generation goes on "
-                "after the last column: set the tokenizer's padding_side='left', and mask no columns behind a row's "
-                "first token."
-            )
-        stays_padded = not ragged and b > 1
-        if attention_mask is None or stays_padded:
-            padding = mask.long().expand(b, -1) if stays_padded else None
+        if stays_padded:
             base = [width - columns] * b
-            return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions=has_positions)
+            return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions, has_gaps)
         total = valid.sum(1).tolist()
         order = _front(valid[:, past_tokens:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
@@ -109,6 +109,7 @@ class Prompt:
             valid=valid,
             padding=None,
             has_positions=has_positions,
+            has_gaps=has_gaps,
         )
 
     def past_columns(self, past_tokens: int) -> torch.Tensor | None:
@@ -144,12 +145,6 @@ class Prompt:
 def _front(valid: torch.Tensor) -> torch.Tensor:
     """Column indices ``[b, n]`` with the valid ones first, otherwise in order."""
     return (~valid).int().argsort(dim=1, stable=True)
-
-
-def has_gaps(attention_mask: torch.Tensor) -> bool:
-    """Returns whether a row of a mask ``[b, m]`` has masked columns after its first token."""
-    valid = attention_mask.bool()
-    return bool((valid[:, :-1] & ~valid[:, 1:]).any())
 
 
 def _are_unusual(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from .forward_pass import ForwardPass, is_speculating, knows_blocks, obeying, pa
 from .inputs import DecodeInputs
 from .kernels.linear import few_token_linears
 from .layout import Feed, TreeLayout
-from .module_tools import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
+from .module_tools import ROW_BLIND, clock_of, forward_parameters
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import cache_name
@@ -87,7 +87,7 @@ class Target:
             stack.enter_context(speculative_attention())
             if self.anatomy.kernels is not None:
                 stack.enter_context(self.anatomy.kernels.served())
-            if is_compiled(self.model):
+            if self.anatomy.view.is_compiled:
                 stack.enter_context(eagerly())
             if self.graphs is not None:
                 stack.enter_context(self.graphs.running())
@@ -129,7 +129,7 @@ class Target:
         """Whether rows can leave: no graph, input or hook (as of PEFT's ``adapter_names``) may need every row."""
         if self.cache.has_unknown_readers or self.graphs is not None or not self.takes_any_rows:
             return False
-        return not has_hooks(self.model, but_of=ROW_BLIND)
+        return not self.anatomy.view.has_hooks(but_of=ROW_BLIND)
 
     @property
     def rows(self) -> Sequence[int]:

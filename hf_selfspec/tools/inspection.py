@@ -18,6 +18,7 @@ from ..model.cache.speculative_cache import window_of
 from ..model.cache.window import Window
 from ..model.graphs.runner import why_no_graphs
 from ..model.kernels.packing import has_widths, packed_bytes, why_not
+from ..model.view import ModelView
 from ..search.proposers import SkipSpace
 from .tables import as_text
 
@@ -203,7 +204,7 @@ def _unseen(model: PreTrainedModel) -> str:
     """What of a model the tests have not seen, and what comparing it has shown."""
     if why := why_plain(model):
         return f"left to plain generate: {why}"
-    if not (unseen := Unseen.of(model)):
+    if not (unseen := Unseen.of(ModelView(model))):
         return ""
     if unseen.attached:
         return f"left to plain generate: {unseen.why_plain}"

@@ -51,6 +51,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.interface import speculative_attention
 from hf_selfspec.model.forward_pass import partial_forwards
 from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.view import ModelView
 
 pytestmark = pytest.mark.attached
 
@@ -504,7 +505,7 @@ def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> 
 
 def attached_to(make: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]]) -> tuple[str, ...]:
     with around():
-        return Unseen.of(make()).attached
+        return Unseen.of(ModelView(make())).attached
 
 
 def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
@@ -713,7 +714,7 @@ FOREIGN: dict[str, Callable[[], LlamaForCausalLM]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_what_torch_runs_for_others_is_attached(kind: str) -> None:
-    assert Unseen.of(FOREIGN[kind]()).attached
+    assert Unseen.of(ModelView(FOREIGN[kind]())).attached
 
 
 class Logging(LlamaForCausalLM):
@@ -740,10 +741,10 @@ def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(GenerationMixin, "_get_logits_processor", GenerationMixin._get_logits_processor)
     model = LLAMA()
     model.state_dict = lambda *args, **kwargs: {}
-    assert not Unseen.of(model)
+    assert not Unseen.of(ModelView(model))
     model = of_class(Logging)
     add_hook_to_module(model, ModelHook())
-    assert not Unseen.of(model).attached
+    assert not Unseen.of(ModelView(model)).attached
     assert not why_plain(model, SelfSpec.lookup())
 
 
@@ -852,7 +853,7 @@ def test_layers_of_a_quantiser_are_tried_alone(quiet: None, mixes: bool, monkeyp
         layer.mlp.down_proj = QuantizedLinear(inner.in_features, inner.out_features, bias=False)
         layer.mlp.down_proj.weight, layer.mlp.down_proj.mixes = inner.weight, mixes
     model.hf_quantizer = SimpleNamespace(is_compileable=False)
-    unseen = Unseen.of(model)
+    unseen = Unseen.of(ModelView(model))
     assert unseen.own == (("modules of class QuantizedLinear",) if mixes else ())
     assert not unseen.attached
     assert bool(why_plain(model, SelfSpec.lookup())) is mixes
@@ -937,7 +938,7 @@ def test_the_language_model_inside_is_looked_at() -> None:
     settings = multimodal.MODELS["llava"][1]
     text = {name: value for name, value in settings["text_config"].items() if name != "model_type"}
     config = AutoConfig.for_model("llava", **settings | {"text_config": {"model_type": "minimax", **text}})
-    assert "its decoder's class MiniMaxModel" in Unseen.of(LlavaForConditionalGeneration(config)).own
+    assert "its decoder's class MiniMaxModel" in Unseen.of(ModelView(LlavaForConditionalGeneration(config))).own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -968,11 +969,11 @@ def test_a_short_call_is_left_to_plain_without_a_warning() -> None:
 def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
     """Ours is above a forward of others while any thread generates."""
     model = with_a_forward_of_its_own()
-    before = Unseen.of(model)
+    before = Unseen.of(ModelView(model))
     holders = [*before.holders, *model.modules()]
     key = Contents(holders).key
     with partial_forwards(model, Anatomy.of(model)), speculative_attention():
-        assert Unseen.of(model) == before
+        assert Unseen.of(ModelView(model)) == before
         assert Contents(holders).key == key
 
 
@@ -997,7 +998,7 @@ def test_models_of_the_tests_are_not_checked(quiet: None) -> None:
             except pytest.skip.Exception:  # not in this release of transformers
                 continue
             names.add(probation_name(model))
-            assert not Unseen.of(model), name
+            assert not Unseen.of(ModelView(model)), name
     assert names <= SEEN
 
 

@@ -19,10 +19,9 @@ from ..attention.exact import float32_precisions, reduced_precision
 from ..attention.interface import MaskSpec
 from ..cache.speculative_cache import SpeculativeCache
 from ..forward_pass import Best, ForwardPass
-from ..internals import has_peft_layers
 from ..kernels.experts import experts_by_size
 from ..layout import Feed, TreeLayout
-from ..module_tools import has_hooks, is_compiled, is_tensor_parallel
+from ..module_tools import is_tensor_parallel
 from ..patching import autocast_on
 from ..target import Target
 from ..transfer import read
@@ -257,14 +256,15 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
     has_indexers = any(getattr(block, "indexer", None) is not None for block in anatomy.attention)
     is_spread = is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1
+    view = anatomy.view
     reasons = {
         "it has recurrent states, which a graph cannot write by slot": anatomy.is_recurrent,
         "it has indexers, whose keys a graph cannot write by slot": has_indexers,
         "it builds masks of its own": not (anatomy.tree and anatomy.ragged),
-        "the model is compiled already, as a whole; pass the model itself": is_compiled(model),
+        "the model is compiled already, as a whole; pass the model itself": view.is_compiled,
         "it is spread over several devices": is_spread,
-        "its adapters can be switched from call to call; merge them first": has_peft_layers(model),
-        "its modules have hooks, which graphs would not run; remove them first": has_hooks(model, ("transformers",)),
+        "its adapters can be switched from call to call; merge them first": view.is_adapted,
+        "its modules have hooks, which graphs would not run; remove them first": view.has_hooks(("transformers",)),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 
