@@ -164,7 +164,6 @@ class Row:
         name: What the table calls it.
         assistant: The ``assistant`` argument of ``generate``, if any.
         exit_layer: Its exit layer, if it has one.
-        lossless: Whether it must produce the tokens of plain generation.
         correct: For each pair whether the answer is right.
         outputs: For each pair the token ids, shape (s,).
         drafted: Drafting steps, all pairs.
@@ -175,7 +174,6 @@ class Row:
     name: str
     assistant: SelfSpec | None = None
     exit_layer: int | None = None
-    lossless: bool = True
     correct: list[bool] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     drafted: int = 0
@@ -352,7 +350,7 @@ class Generator:
         answer = self.tokenizer.decode(output[len(pair.prompt) :], skip_special_tokens=True)
         row.outputs.append(output)
         row.correct.append(self.task.is_right(answer, pair.expected))
-        if row.assistant is not None and row.lossless:
+        if row.assistant is not None:
             row.drafted += row.assistant.stats.drafted
             row.accepted += row.assistant.stats.accepted
 
@@ -418,7 +416,7 @@ def exit_layers(num_layers: int) -> list[int]:
 def evaluate(
     generator: Generator, training: Sequence[Pair], held_out: Sequence[Pair], evaluation: Evaluation, seed: int
 ) -> list[Row]:
-    """Measure plain generation, early exits and self-speculation at the same exits; plain generation comes first.
+    """Measure plain generation and self-speculation at the same exits; plain generation comes first.
 
     Args:
         generator: The fine-tuned model.
@@ -431,16 +429,13 @@ def evaluate(
     chosen = chance.sample(held_out, min(evaluation.pairs, len(held_out)))
     tuning = chance.sample(training, min(evaluation.tuning, len(training)))
     exits = exit_layers(generator.model.config.num_hidden_layers)
-    early = [
-        Row("early exit only", SelfSpec.early_exit_only(exit_layer), exit_layer, lossless=False) for exit_layer in exits
-    ]
     speculative = [best_self_speculation(generator, exit_layer, tuning) for exit_layer in exits]
     free = [
         Row("with free drafts", beside_free_drafts(row.assistant), row.exit_layer)
         for row in speculative
         if row.assistant is not None
     ]
-    rows = [Row("plain"), *early, *speculative, Row("free drafts alone", SelfSpec.lookup()), *free]
+    rows = [Row("plain"), *speculative, Row("free drafts alone", SelfSpec.lookup()), *free]
     if evaluation.head:
         rows += with_reduced_head(generator, training, speculative, evaluation.head)
     for row in rows:
@@ -474,7 +469,7 @@ def verdict(rows: Sequence[Row]) -> str:
     """Return one line that states whether self-speculation produced the tokens of plain generation."""
     plain = rows[0]
     compared = len(plain.outputs)
-    different = sum(row.differences(plain) for row in rows[1:] if row.lossless)
+    different = sum(row.differences(plain) for row in rows[1:])
     if different:
         return f"Self-speculative tokens differ from plain generation in {different} outputs: please report this."
     return f"Self-speculative tokens equal plain generation's: yes, for all {compared} pairs at all exits."

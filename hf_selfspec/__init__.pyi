@@ -13,7 +13,6 @@ from .drafts import DynamicExit as DynamicExit
 from .drafts import EarlyExit as EarlyExit
 from .drafts import EarlyExitAdapter as EarlyExitAdapter
 from .drafts import EarlyExitLora as EarlyExitLora
-from .drafts import EarlyExitOnly as EarlyExitOnly
 from .drafts import FixedDrafter as FixedDrafter
 from .drafts import Lookup as Lookup
 from .drafts import Quantized as Quantized

@@ -159,7 +159,6 @@ class Draft:
             ``T`` has one, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
         listed: ``tokens`` as lists, where the host knows them: these count then, wherever ``tokens`` are.
-        skips_verification: the line is kept whatever the full model chooses, so the output changes.
         sure: ``[b, T]`` the probability that the line's tokens are accepted, if those before are; ``None`` where the
             source has no estimate.
 
@@ -175,7 +174,6 @@ class Draft:
     states: torch.Tensor | None = None
     prefix: int = 0
     listed: list[list[int]] | None = None
-    skips_verification: bool = False
     sure: torch.Tensor | None = None
     _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, init=False)
 

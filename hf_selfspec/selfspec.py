@@ -51,15 +51,13 @@ class SelfSpec(Settings):
             :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
             needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
             default free drafts, and layers to skip that are found while generating, see :class:`ClosestLayers`.
-            :class:`EarlyExitOnly` generates with the first layers alone, which changes the output (and returns no
-            cache).
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to
             skip chooses the fastest rule; drafts of :class:`MTP` and :class:`Quantized` end where the product of
             confidences falls below 0.4, those of given layers and of all other fitted parts where the confidence falls
-            below 0.8. Not allowed with a ``CandidateGenerator`` or :class:`EarlyExitOnly`.
-        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with those two either.
+            below 0.8. Not allowed with a ``CandidateGenerator``.
+        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with one either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
             for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.

@@ -15,7 +15,7 @@ from .drafts.free.lookup import Lookup
 from .drafts.heads.adapter import EarlyExitAdapter
 from .drafts.heads.exit_heads import DynamicExit
 from .drafts.heads.mtp import MTP
-from .drafts.layers.early_exit import EarlyExit, EarlyExitOnly
+from .drafts.layers.early_exit import EarlyExit
 from .drafts.layers.quantized import Quantized
 from .drafts.layers.skip_layers import SkipLayers
 from .drafts.siblings import Tree
@@ -241,38 +241,6 @@ class Settings:
             max_draft: maximum number of tokens in a draft.
         """
         return cls(draft=Cascade((Lookup(), MTP(head))), stop=stop, max_draft=max_draft)
-
-    @classmethod
-    def early_exit_only(
-        cls,
-        layer: int | None = None,
-        *,
-        heads: ExitHeads | StrPath | None = None,
-        epsilon: float = 0.9,
-        metric: str | None = None,
-        max_draft: int = 32,
-    ) -> Self:
-        """Generates with a part of the model, without verification. **The output is not the model's own.**
-
-        The papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the
-        first exit head that is sure enough, and from the whole model where none is (DSSD §3.4.2).
-
-        Args:
-            layer: the exit layer ``E``.
-            heads, metric, max_draft: in place of a layer, see :meth:`dssd`; the whole model processes the tokens of
-                early exits together with the next token of its own, and after ``max_draft`` tokens at the latest.
-            epsilon: how often each head has to be right where its token is taken (DSSD §3.4).
-        """
-        if (layer is None) == (heads is None):
-            raise SettingError(
-                f"SelfSpec.early_exit_only(layer={layer!r}, heads={heads!r}): give one of the two, an exit layer or "
-                "exit heads."
-            )
-        if heads is None:
-            assert layer is not None
-            return cls(draft=EarlyExitOnly(layer))
-        draft = DynamicExit(heads, epsilon, metric, lossless=False)
-        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
 
 def _check_types(draft: Any, stop: Any, tree: Any) -> None:

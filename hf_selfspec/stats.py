@@ -34,8 +34,7 @@ class GenerationStats:
         drafts: whether it was worth drafting with part of the model at the end of the call.
         promise: how far ids are plain ``generate``'s: ``bit for bit`` (see :attr:`SelfSpec.exact`), ``token for token``
             (float32), others where logits are ``near-ties`` (16 bits, or float32 that may be multiplied in TF32 or
-            bfloat16 by torch's flags), the ``distribution`` alone of drawn ones, or ``none`` where only part of the
-            model generates.
+            bfloat16 by torch's flags), or the ``distribution`` alone of drawn ones.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
             verified then.
         checked: what of the model the tests of this package have not seen, so that drafting with it was first compared

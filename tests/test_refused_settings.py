@@ -17,7 +17,6 @@ from hf_selfspec import (
     CostTree,
     DraftSource,
     EarlyExit,
-    EarlyExitOnly,
     FixedLength,
     Lookup,
     OfflineSearch,
@@ -34,11 +33,6 @@ from hf_selfspec import (
 @dataclass(frozen=True)
 class Listed(DraftSource):
     fixed_because = "Listed drafts what is in its list"
-
-
-@dataclass(frozen=True)
-class Lossy(Listed):
-    lossless = False
 
 
 # What no setting can be, with what the message has to name: the setting, what is allowed and what was given.
@@ -76,12 +70,10 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
     (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
     (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, ("give one of the two",)),
     (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, ("(max_draft) must be a whole number",)),
-    (lambda: SelfSpec.early_exit_only(0), SettingError, ("EarlyExitOnly(layer) must be at least 1, got 0",)),
     (lambda: Cascade([Listed()]), SettingError, ("Cascade(sources)",)),
     (lambda: Cascade([Lookup(), Lookup(5)]), SettingError, ("Cascade(sources)",)),
     (lambda: Cascade([Lookup(), EarlyExit(3), EarlyExit(3)]), SettingError, ("one Lookup and different others",)),
     (lambda: Cascade([Lookup(), Cascade([Lookup()])]), SettingError, ("Cascade(sources)",)),
-    (lambda: Cascade([Lookup(), Lossy()]), SettingError, ("Cascade(sources) cannot hold Lossy", "lossless")),
     (
         lambda: Cascade([Lookup(), PromptLookupCandidateGenerator(max_length=9)]),
         SettingTypeError,
@@ -119,7 +111,6 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
         SettingError,
         ("tree=", "Generator drafts as many tokens as it ret"),
     ),
-    (lambda: SelfSpec(EarlyExitOnly(3), FixedLength(3)), SettingError, ("stop=", "without drafts. Leave stop out")),
 ]
 
 

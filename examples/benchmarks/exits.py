@@ -66,14 +66,12 @@ def print_ways(model: PreTrainedModel, prompts: list[torch.Tensor], options: dic
     for ids in choosing:  # on which the spec probes the model
         model.generate(ids, attention_mask=torch.ones_like(ids), assistant=spec, **options)
     choice = spec.choice(model)
-    layer = choice.layer or model.config.num_hidden_layers // 4
     exit_layer, length = best_early_exit(model, choosing, options)
     ways: dict[str, Way] = {
         "plain generate": {},
         f"assistant_early_exit, E = {exit_layer}, {length} tokens": early_exit(model, exit_layer, length, options),
         "prompt lookup, 4 tokens": {"prompt_lookup_num_tokens": 4},
         f"SelfSpec.layerskip(), E = {choice.layer}, {choice.stop}": spec,
-        f"early exit only, E = {layer}": SelfSpec.early_exit_only(layer),
     }
     speeds = compare(model, ways, timed, options, repeats)
     table = Table("way", "ms per token", "speed-up", "α", "M", "same ids")

@@ -46,8 +46,8 @@ class Cascade(DraftSource):
         if sum(isinstance(source, Lookup) for source in sources) != 1 or len(sources) != len(set(map(repr, sources))):
             raise SettingError(f"Cascade(sources) needs one Lookup and different others, got {sources!r}. {example}")
         for source in sources:
-            if isinstance(source, Cascade) or not source.lossless:
-                raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
+            if isinstance(source, Cascade):
+                raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single sources.")
         object.__setattr__(self, "sources", sources)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:

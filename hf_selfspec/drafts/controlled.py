@@ -142,7 +142,6 @@ class ControlledDrafter(BaseDrafter):
         tokens, *sure = read(draft.tokens, *([] if draft.sure is None else [draft.sure]))
         rates = sure[0] if sure else [[rate] * draft.size] * text.batch_size
         seeds = list(map(Seed.of_row, tokens, parents_of(draft), rates))
-        grow = self._session.takes_trees and not draft.skips_verification
-        trees = self.free.plan(text, max_new, seeds) if grow else [seed.tree for seed in seeds]
+        trees = self.free.plan(text, max_new, seeds) if self._session.takes_trees else [seed.tree for seed in seeds]
         grafted = self.free.draft(trees, replace(draft, listed=tokens), seeds)
         return grafted if grafted.size > draft.size else draft

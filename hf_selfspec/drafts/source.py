@@ -229,11 +229,9 @@ class DraftSource:
     only this interface. ``hf_selfspec.register("draft")`` lets a source be saved by its name.
 
     Attributes:
-        lossless: whether the output is the model's own.
         takes_forwards: whether all drafts take forwards of the model, or of parts of it.
     """
 
-    lossless = True
     takes_forwards = True
 
     @property
@@ -295,7 +293,3 @@ class DraftSource:
             f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
             "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
         )
-
-    def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:
-        """The blocks that stand in for the whole model, ``None`` for all of it."""
-        return None

@@ -28,9 +28,7 @@ from ..drafts.siblings import Tree
 from ..drafts.source import Session
 from ..drafts.stateless import stateful
 from ..errors import (
-    SettingError,
     UnsupportedModelError,
-    UnsupportedOptionError,
     brief,
     left_to_plain,
     only_warned,
@@ -49,7 +47,7 @@ from ..model.kernels.linear import are_faster
 from ..model.module_tools import is_tensor_parallel, others_are_unfinished
 from ..model.patching import without_checkpointing
 from ..model.plan import LayerPlan
-from ..model.prompt import CACHE_NAME, Prompt, cache_name, given_cache
+from ..model.prompt import Prompt, cache_name, given_cache
 from ..model.target import Target
 from ..settings import Settings
 from ..stats import GenerationStats, generated
@@ -149,21 +147,12 @@ def _check(call: Call, spec: Settings, knowledge: KnowledgeOfCall) -> None:
     if call.synced_gpus:
         source.check_synced()
     source.check(call.anatomy, call.max_new)
-    if call.has_own_cache and source.whole_model(call.anatomy) is not None:
-        raise UnsupportedOptionError(
-            "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be used "
-            f"again. Leave out `{CACHE_NAME}`."
-        )
-    if call.inputs.prompt.has_gaps and not source.lossless:
-        raise SettingError(_GAPS)
     check_length(call.model, call.inputs, call.generation_config.max_length)
 
 
 def _choose(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> tuple[Call, str]:
     """Returns why transformers' own loop serves the call as well or better, for example since no draft pays; else an
     empty string, and the call with what a comparison has left of what its model supports."""
-    if not spec._source.lossless:
-        return call, ""
     name, findings = call.anatomy.model_name, knowledge.all_findings()
     if why := why_plain(call.model) or ("" if spec.trust else unseen.why_plain):
         return call, left_to_plain(name, "", UnsupportedModelError(why))
@@ -203,8 +192,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         padding=prompt.padding,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
-        plan=source.whole_model(anatomy),
-        is_exact=_is_exact(call, spec, is_whole=source.lossless and compile_config is None),
+        is_exact=_is_exact(call, spec, compile_config is not None),
     )
     # Modules of others may treat rows by their place in the batch.
     target.cache.has_unknown_readers = bool(unseen)
@@ -212,7 +200,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
     if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
         GraphRunner.install(target, compile_config, compares=bool(unseen))
     # Others' streamers may change the model between two tokens.
-    streamers = [] if call.streamer is None or not source.lossless else [call.streamer]
+    streamers = [] if call.streamer is None else [call.streamer]
     functions = (*scorer.stateful, *stopper.stateful, *stateful(streamers))
     session = Session(
         target=target,
@@ -238,13 +226,12 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         scorer=scorer,
         vocabulary=session.vocabulary,
         checks_logits=not call.default_of,
-        is_lossless=source.lossless,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
         keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
     )
 
 
-def _is_exact(call: Call, spec: Settings, is_whole: bool) -> bool:
+def _is_exact(call: Call, spec: Settings, has_graphs: bool) -> bool:
     """Whether forwards must have the results of plain ``generate``, bit for bit; raises where they cannot."""
     # accelerate puts its mixed precision around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
@@ -253,7 +240,7 @@ def _is_exact(call: Call, spec: Settings, is_whole: bool) -> bool:
     reasons = {
         "autocast is on": casts,
         "a cache of your own is given": call.has_own_cache,
-        "parts of the model, or graphs, are asked for": not is_whole,
+        "graphs are asked for": has_graphs,
     }
     check_exact(call.model, call.inputs, call.generation_config, reasons)
     return True
@@ -262,8 +249,6 @@ def _is_exact(call: Call, spec: Settings, is_whole: bool) -> bool:
 def _promise(decoder: Decoder) -> str:
     """How far ids are those of plain ``generate``, see :class:`GenerationStats`."""
     target = decoder.target
-    if not decoder.is_lossless:
-        return "none"
     if decoder.scorer.do_sample:
         return "distribution"
     if target.is_exact:
@@ -305,7 +290,7 @@ def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | 
 
 def _run(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
     """Decodes, hands back what the caller gets beside the ids, and keeps what was learned."""
-    cache = call.past if decoder.target.plan is None else None
+    cache = call.past
     try:
         with decoder.target.prepared():
             ids = decoder.run()

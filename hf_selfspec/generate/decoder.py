@@ -41,7 +41,6 @@ class Decoder:
     scorer: Scorer  # logits processors
     vocabulary: int  # number of tokens that the model knows; logits may cover fewer
     checks_logits: bool = True  # NaN and infinite logits are an error; otherwise they are treated as in plain generate
-    is_lossless: bool = True  # drafts do not change the output
     keeps_rows: bool = True  # rows that have ended stay in forwards and cache, since the caller gets the cache back
     # Given whether this process is unfinished, returns whether any process is; all of them run as many forwards.
     waits_for: Callable[[bool], bool] | None = None
@@ -110,7 +109,7 @@ class Decoder:
         try:
             yield
         except Exception as error:  # users write drafters, too
-            can_go_on = is_out_of_memory(error) and self.is_lossless and not is_tensor_parallel(self.target.model)
+            can_go_on = is_out_of_memory(error) and not is_tensor_parallel(self.target.model)
             if not (self.output.is_finished or can_go_on):
                 raise
             warn_once(f"a call went on without drafts and learning: {brief(repr(error))}", ignore_numbers=True)

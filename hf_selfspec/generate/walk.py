@@ -100,9 +100,6 @@ def verify(
     pick = choose_sampled if scorer.do_sample else choose_greedy
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
-        is_kept = draft.skips_verification and bool(children)
-        if is_kept and scores_so_far is None:
-            return candidates[0], 0
         if accepted is not None and candidates:
             return (candidates[0], 0) if accepted[row][node] else (instead[row][node], None)
         if tokens is not None:
@@ -117,7 +114,7 @@ def verify(
         if scores_so_far is not None:
             # A copy: a view would keep the rejected positions alive as well.
             verdicts[row].scores.append(at_node.clone())
-        return (candidates[0], 0) if is_kept else pick(at_node, candidates, *draft.candidates(row, node, children))
+        return pick(at_node, candidates, *draft.candidates(row, node, children))
 
     reads_text = stopper.reads_text or not (scorer.prefix_free or grammar is not None)
     for row, verdict in enumerate(verdicts):

@@ -52,7 +52,6 @@ class Target:
     padding: torch.Tensor | None = None  # [b, m] mask of prompts that stay left-padded (not `anatomy.ragged`)
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
-    plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
     is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
     forwards: int = field(init=False, default=0)  # so far
     forward_seconds: float = field(init=False, default=0.0)
@@ -69,7 +68,7 @@ class Target:
     verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, n d] of the last verification
 
     def __post_init__(self) -> None:
-        self.full_plan = self.plan or LayerPlan(self.anatomy.num_layers)
+        self.full_plan = LayerPlan(self.anatomy.num_layers)
         self.clock = clock_of(self.model, lambda: self.forwards)  # the same in all processes of a model
         self.roots = RowNumbers([0] * len(self.cache.cursors))  # slot of each row's last token
         self.cache_name = cache_name(self.model)

@@ -117,21 +117,8 @@ class ExitHeads(DraftModule):
             raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
         return dict(calibration)
 
-    def thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
-        """For each head the least confidence at which it was right often enough (DSSD §3.4), infinite if it never was.
-
-        Args:
-            epsilon: the wanted accuracy, above 0 and at most 1; the next higher accuracy that was calibrated is used.
-            metric: metric of confidence, :attr:`metric` by default.
-
-        Raises:
-            SettingError: no accuracy that high was calibrated, or there is no such metric.
-        """
-        rates = self.calibration["epsilons"]
-        return self._first(rates, epsilon, metric, f"is above all accuracies that were calibrated, up to {rates[-1]}.")
-
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
-        """Like :meth:`thresholds`, but the loosest at which drafted tokens were accepted often enough.
+        """For each head the least confidence at which drafted tokens were accepted often enough, infinite if never.
 
         A draft is accepted up to its first wrong token, so this is stricter than each head being right as often. Raises
         if the rate ``epsilon`` was never reached.
@@ -141,7 +128,11 @@ class ExitHeads(DraftModule):
             "they drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer "
             "to what they are used for."
         )
-        return self._first(self._rates(metric), epsilon, metric, too_high)
+        check_share("epsilon", epsilon, zero=False, one=True)
+        index = next((index for index, rate in enumerate(self._rates(metric)) if rate >= epsilon - 1e-9), None)
+        if index is None:
+            raise SettingError(f"epsilon={epsilon} {too_high}")
+        return [math.inf if head[index] is None else head[index] for head in self._by_metric("thresholds", metric)]
 
     def reached(self, metric: str | None = None) -> float:
         """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
@@ -154,14 +145,6 @@ class ExitHeads(DraftModule):
 
     def _rates(self, metric: str | None) -> list[float]:
         return [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
-
-    def _first(self, rates: list[float], epsilon: float, metric: str | None, too_high: str) -> list[float]:
-        """The thresholds of the first of ``rates`` that is high enough."""
-        check_share("epsilon", epsilon, zero=False, one=True)
-        index = next((index for index, rate in enumerate(rates) if rate >= epsilon - 1e-9), None)
-        if index is None:
-            raise SettingError(f"epsilon={epsilon} {too_high}")
-        return [math.inf if head[index] is None else head[index] for head in self._by_metric("thresholds", metric)]
 
     def _by_metric(self, table: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)

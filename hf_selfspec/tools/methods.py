@@ -50,11 +50,6 @@ class Method:
         """The settings that figures depend on: two methods of the same name may differ in them."""
         return self.call if self.make is None else _ADDRESS.sub("", repr(self.make()))
 
-    @property
-    def is_lossless(self) -> bool:
-        """Whether the settings promise the model's own text."""
-        return self.make is None or getattr(self.make().draft, "lossless", True)
-
 
 def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
     """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
@@ -78,7 +73,6 @@ _WITH_PARTS = {
     "SelfSpec.kangaroo(adapter)": _FIT.format("adapter"),
     "SelfSpec.dssd(heads)": _FIT.format("heads"),
     "SelfSpec(EarlyExitLora(lora))": _FIT.format("lora"),
-    "SelfSpec.early_exit_only(layer)": "its text is not the model's own",
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
 _NAMES = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")

@@ -18,7 +18,7 @@ PRESETS: dict[str, Callable[[], SelfSpec]] = {"selfspec": SelfSpec} | {
     name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "mtp", "quantized", "swift")
 }
 # Methods of SelfSpec that an expression may call.
-_CONSTRUCTORS = sorted({*PRESETS, "dssd", "early_exit_only", "from_pretrained", "kangaroo"} - {"selfspec"})
+_CONSTRUCTORS = sorted({*PRESETS, "dssd", "from_pretrained", "kangaroo"} - {"selfspec"})
 # For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
 _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "configs": SelfSpec.mtp,

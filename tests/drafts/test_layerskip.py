@@ -1,4 +1,4 @@
-"""SelfSpec.layerskip, its probe, and early_exit_only."""
+"""SelfSpec.layerskip and its probe."""
 
 import copy
 import json
@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import DynamicCache
 
 from helpers.architectures import build
-from helpers.calls import PAST, unchanged
+from helpers.calls import unchanged
 from helpers.models import ragged_batch, tiny_llama
 from helpers.searches import generated, prompt
 from helpers.watched import drafts_into
@@ -28,7 +27,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.drafts.layers import probing
 from hf_selfspec.drafts.stop.rules import confidence
-from hf_selfspec.errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from hf_selfspec.errors import SettingTypeError, UnsupportedModelError
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import exit_study
@@ -383,34 +382,6 @@ def test_models_whose_exits_cannot_be_compared() -> None:
     with pytest.raises(UnsupportedModelError, match=r"GPTBigCodeForCausalLM .* exit_layer and a num_draft"):
         generated(model, prompt(), assistant=SelfSpec.layerskip())
     assert torch.equal(generated(model, prompt(), assistant=spec), generated(model, prompt()))
-
-
-def truncated(model, layers):
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    small = type(model)(config).eval()
-    small.load_state_dict({name: value for name, value in model.state_dict().items() if name in small.state_dict()})
-    return small
-
-
-def test_early_exit_only_is_the_truncated_model():
-    model = tiny_llama()
-    small, spec = truncated(model, 2), SelfSpec.early_exit_only(2)
-    for rows in (1, 3):
-        ids = prompt(rows)
-        found = generated(model, ids, 12, assistant=spec)
-        assert torch.equal(found, generated(small, ids, 12))
-        assert not torch.equal(found, generated(model, ids, 12))
-    assert (spec.stats.drafted, spec.stats.plan) == (0, "##....")
-
-
-def test_early_exit_only_returns_no_cache_and_takes_none():
-    """Later layers' keys and values do not exist, so whatever went on from them would be wrong."""
-    model, spec = tiny_llama(), SelfSpec.early_exit_only(2)
-    output = generated(model, prompt(), 4, assistant=spec, return_dict_in_generate=True)
-    assert output.past_key_values is None
-    with pytest.raises(UnsupportedOptionError, match=f"Leave out `{PAST}`"):
-        generated(model, prompt(), 4, assistant=spec, **{PAST: DynamicCache(config=model.config)})
 
 
 @pytest.mark.every_run("llama")

@@ -155,14 +155,6 @@ def masked(row: int, *columns: int | None) -> dict[str, torch.Tensor]:
         ({"input_ids": torch.zeros(1, 0).long()}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
         ({"inputs_embeds": torch.zeros(1, 0, 64)}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
         (masked(1, None), SelfSpec(), SettingError, ("the prompt of row 1 is empty", "at least one token")),
-        # Other calls are left to transformers' loop, which decodes with the whole model.
-        (
-            masked(2, -2, None),
-            SelfSpec.early_exit_only(3),
-            SettingError,
-            ("padded on the right", "padding_side='left'"),
-        ),
-        (masked(2, 3, 5), SelfSpec.early_exit_only(3), SettingError, ("masked columns between", "padding_side='left'")),
         (
             BATCH | {"position_ids": torch.arange(9)[None] + 3},
             SelfSpec(),
@@ -276,7 +268,6 @@ def test_model(build: Callable[[], PreTrainedModel], words: tuple[str, ...]) -> 
     ("spec", "words"),
     [
         (SelfSpec(EarlyExit(6)), ("EarlyExit(layer=6)", "6 layers", "between 1 and 5")),
-        (SelfSpec.early_exit_only(6), ("(layer=6) is not possible: ", "has 6 layers")),
         (SelfSpec.layerskip(6), ("(layer=6) is not possible: ", "has 6 layers")),
         (SelfSpec(SkipLayers(attention=[5])), ("SkipLayers(attention) names layer 5", "1 to 4 can be skipped")),
         (SelfSpec(SkipLayers(mlp=[2, 77])), ("SkipLayers(mlp) names layer 77", "1 to 4 can be skipped")),

@@ -19,7 +19,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 import hf_selfspec
 from helpers.calls import PAST, Counting
-from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.sampling import SPECS as SAMPLED
@@ -28,10 +27,8 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.drafts import stateless
 from hf_selfspec.drafts.stateless import is_stateless
 from hf_selfspec.errors import (
-    SettingError,
     SettingTypeError,
     UnsupportedModelError,
-    UnsupportedOptionError,
 )
 
 MODEL = tiny_llama(4, factor=0.5)
@@ -340,14 +337,3 @@ def test_drawn_tokens_are_exact(name: str, rows: int) -> None:
         sequences.append(sample(spec, rows=rows, seed=seed, logits_processor=[Tightening()])[0])
         accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
     check_exact((torch.cat(sequences), accepted / drafted), exact_joint(llama(), [TighteningByLength()]))
-
-
-def test_lossy_heads_are_refused() -> None:
-    spec = SelfSpec.early_exit_only(heads=heads_of(MODEL, 0.6, (2, 3)))
-    with pytest.raises(UnsupportedOptionError, match=r"Counting.*without the whole model.*lossless"):
-        texts(spec, ROW)
-    with pytest.raises(UnsupportedOptionError, match=r"AfterCalls.*without the whole model"):
-        MODEL.generate(**ROW, max_new_tokens=8, stopping_criteria=[AfterCalls([9])], assistant=spec)
-    right = {name: value.flip(1) for name, value in ragged_batch((4, 9)).items()}
-    with pytest.raises(SettingError, match="padded on the right"):
-        MODEL.generate(**right, max_new_tokens=8, assistant=spec)

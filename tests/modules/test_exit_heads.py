@@ -52,49 +52,17 @@ def test_calibrations() -> None:
     assert calibration["acceptance"]["entropy"] == [2 / 3, None, None]
     assert calibration["metric"] == "probability"  # the first of those that tell best
     heads = ExitHeads([1, 2], 8, 5, about={"calibration": calibration})
-    assert heads.thresholds(0.45) == heads.thresholds(0.5) == [1.0, math.inf]
-    assert heads.thresholds(0.4, "entropy") == [-3.0, math.inf]
     assert heads.draft_thresholds(0.6) == [0.0, math.inf]
     assert heads.draft_thresholds(0.7) == [2.0, math.inf]
     with pytest.raises(SettingError, match=r"epsilon=0\.7 is more than these exit heads reach: .* at best 0\.666 of"):
         heads.draft_thresholds(0.7, "entropy")
     with pytest.raises(SettingError, match="must be one of"):
-        heads.thresholds(0.5, "variance")
+        heads.draft_thresholds(0.5, "variance")
 
 
 def test_layers_of_heads() -> None:
     assert default_layers(24, 4) == [4, 9, 14, 19]  # DSSD's own for 24 layers
     assert default_layers(4, 4) == [1, 2, 3]
-
-
-@pytest.mark.parametrize(("lengths", "do_sample"), [((12,), True), ((4, 9, 6), False)])
-def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...], do_sample: bool) -> None:
-    """By hand, row by row: the first head that is sure speaks, and the whole model where none is."""
-    model = tiny_llama(8)
-    heads = heads_of(model, 0.5)
-    limits = heads.thresholds(0.9)
-    inputs, spec = ragged_batch(lengths), SelfSpec.early_exit_only(heads=heads, epsilon=0.9, max_draft=4)
-    options: dict[str, Any] = {"do_sample": True, "top_k": 1} if do_sample else {"do_sample": False}
-    ids = model.generate(**inputs, max_new_tokens=12, assistant=spec, **options)
-    width = max(lengths)
-    for row, length in enumerate(lengths):
-        text, early = inputs["input_ids"][row : row + 1, width - length :], 0
-        for index in range(12):
-            with torch.no_grad():
-                output = model(text, output_hidden_states=True)
-            said = [heads.logits(k, output.hidden_states[at][:, -1]).float() for k, at in enumerate(LAYERS)]
-            sure = [k for k in range(3) if METRICS["entropy"](said[k]).item() >= limits[k]]
-            # The first token is the prompt's; each round ends with one of the whole model, the last text too.
-            takes = bool(sure) and early < 4 and 0 < index < 11
-            early = early + 1 if takes else 0
-            logits = said[sure[0]] if takes else output.logits[:, -1]
-            text = torch.cat([text, logits.argmax(-1, keepdim=True)], 1)
-        assert ids[row, width - length :].tolist() == text[0].tolist()
-    assert spec.stats is not None
-    assert spec.stats.acceptance_rate == 1.0
-    assert set(spec.stats.exit_layers) <= set(LAYERS)
-    assert sum(spec.stats.exit_layers.values()) >= spec.stats.drafted > 0
-    assert not torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
 
 
 def test_fits_of_heads(tmp_path: Path) -> None:
@@ -153,7 +121,7 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     for name, value in (usual | {"eos_token_id": end}).items():
         setattr(model.generation_config, name, value)
     before = model.generation_config
-    with attach(model, SelfSpec.early_exit_only(2)) as attached:
+    with attach(model, SelfSpec.lookup()) as attached:
         calibrated = calibrate_exit_heads(
             heads, model, None, texts, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
         )
@@ -197,9 +165,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for wrong, error, words in (
         (lambda: SelfSpec.dssd(ExitHeads([2], 64, 97)), SettingError, "have no thresholds"),
         (lambda: SelfSpec.dssd(heads), SettingError, r"epsilon=0\.9 is more than .* reach: .* at best 0\.897 of"),
-        (lambda: SelfSpec.early_exit_only(heads=heads, epsilon=0.95), SettingError, r"epsilon=0\.95 is above"),
         (lambda: SelfSpec.dssd(3), SettingTypeError, "must be ExitHeads or the path of a saved one"),
-        (lambda: SelfSpec.early_exit_only(layer=2, heads=heads), SettingError, "give one of the two"),
         (lambda: generate(tiny_llama(6), heads), SettingError, "but LlamaForCausalLM has 6 layers"),
         (lambda: generate(shared, heads_of(model, 0.5, (1,))), UnsupportedModelError, "exit heads cannot draft"),
         (lambda: calibrate_again(other), SettingError, "was fitted to|were fitted to"),

@@ -284,17 +284,6 @@ def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lossy_drafts_are_never_the_best(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Also where nothing shows it: where tokens are drawn, or where the texts of a lossy draft are the same."""
-    methods = {"lossy": SelfSpec.early_exit_only(3), "free": SelfSpec.lookup()}
-    found = compare(model, tokenizer, TEXTS[:2], methods, max_new_tokens=4, temperature=[0, 0.7], progress=False)
-    for one in found.results["conditions"]:
-        lossless = {method["name"]: method["is_lossless"] for method in one["methods"]}
-        assert lossless == {"plain": True, "lossy": False, "free": True}
-        assert one["best"] != "lossy"
-    assert "lossy" in str(found)
-
-
 def test_names_of_methods() -> None:
     """Short ones, and texts as for ``--spec``."""
     found = ["selfspec", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)", "prompt-lookup"]

@@ -27,7 +27,6 @@ from hf_selfspec import (
     DynamicExit,
     EarlyExit,
     EarlyExitAdapter,
-    EarlyExitOnly,
     FixedLength,
     Lookup,
     SelfSpec,
@@ -275,7 +274,7 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
         SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "other", tiny_llama(seed=1))
 
 
-@pytest.mark.parametrize("draft", [EarlyExitOnly(2), Cascade([Lookup(), EarlyExit(2)])])
+@pytest.mark.parametrize("draft", [Cascade([Lookup(), EarlyExit(2)])])
 def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM, tmp_path: Path) -> None:
     assert exported(draft, llama, tmp_path).config.num_hidden_layers == 2
 

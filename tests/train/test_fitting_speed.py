@@ -142,7 +142,7 @@ TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
 def test_parts_are_compared_to_the_model_alone() -> None:
     """Not to what is attached to it."""
     model = tiny_llama(3)
-    with attach(model, SelfSpec.early_exit_only(2)) as spec:
+    with attach(model, SelfSpec.lookup()) as spec:
         speeds(model, TEXT[:2], 4, [SelfSpec.lookup()])
         assert spec.stats is None
         model.generate(TEXT[:1], max_new_tokens=2)

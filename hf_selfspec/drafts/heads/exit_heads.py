@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...batch import Draft, Text
-from ...errors import UnsupportedModelError, UnsupportedOptionError
+from ...errors import UnsupportedModelError
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.forward_pass import ForwardPass
@@ -18,7 +18,7 @@ from ...model.plan import LayerPlan
 from ...model.transfer import RowNumbers, upload
 from ...modules.heads import METRICS, ExitHeads
 from ...stats import GenerationStats
-from ...validation import StrPath, check_flag, check_share
+from ...validation import StrPath, check_share
 from ..growing import DraftStep
 from ..layers.early_exit import ExitSource
 from ..layers.partial import PartialDraft
@@ -33,11 +33,9 @@ class DynamicExit(ExitSource[ExitHeads]):
 
     Args:
         heads: exit heads with thresholds, or the folder or Hub repository that holds them, see ``fit_exit_heads``.
-        epsilon: the target share of drafted tokens that are accepted; with ``lossless=False``, how often each head has
-            to be right. (DSSD uses the latter for both; of a draft of several tokens less than that is accepted.)
+        epsilon: the target share of drafted tokens that are accepted. (In DSSD it is how often each
+            head has to be right; of a draft of several tokens less than that is accepted.)
         metric: how confidence is measured, ``None`` for the metric that the heads were calibrated with.
-        lossless: whether the whole model verifies. Otherwise it generates only the tokens for which no head is sure,
-            and the output is **not** the model's own (DSSD §3.4.2).
 
     Raises:
         SettingError, SettingTypeError: there are no such heads, or they do not reach ``epsilon``.
@@ -46,14 +44,11 @@ class DynamicExit(ExitSource[ExitHeads]):
     heads: ExitHeads | StrPath
     epsilon: float = 0.9
     metric: str | None = None
-    lossless: bool = True
 
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
-        check_flag("DynamicExit(lossless)", self.lossless)
         object.__setattr__(self, "module", self._load("heads", ExitHeads))
-        find = self.module.draft_thresholds if self.lossless else self.module.thresholds
-        object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))
+        object.__setattr__(self, "_thresholds", self.module.draft_thresholds(self.epsilon, self.metric))
 
     @property
     def thresholds(self) -> list[float]:
@@ -77,12 +72,6 @@ class DynamicExit(ExitSource[ExitHeads]):
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
 
     def start(self, session: Session) -> Drafter:
-        if session.stateful and not self.lossless:
-            raise UnsupportedOptionError(
-                f"{session.stateful[0]} may keep a state from token to token, but exit heads with lossless=False "
-                "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
-                "(SelfSpec.dssd), or declare it with `is_stateless = True` if its result follows from its arguments."
-            )
         plan = self.plan(session.anatomy)
         self.module.check(session.knowledge.fingerprint)
         return HeadsDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self)
@@ -100,7 +89,6 @@ class HeadsDraft(PartialDraft):
         self._sure = METRICS[settings.metric or settings.module.metric]
         self._bounds = (0, *settings.module.layers)
         self._level_of = {layer: level for level, layer in enumerate(self._bounds)}
-        self._skips_verification = not settings.lossless
         # For each token of the draft: ids [b, 1], the state that enters the layer it has reached, and that layer.
         self._fed: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
@@ -115,12 +103,7 @@ class HeadsDraft(PartialDraft):
             return draft
         while self._levels[-1] < self._levels[0]:
             self._raise()
-        return replace(
-            draft,
-            states=torch.cat(self._states, 1),
-            prefix=self._bounds[self._levels[0]],
-            skips_verification=self._skips_verification,
-        )
+        return replace(draft, states=torch.cat(self._states, 1), prefix=self._bounds[self._levels[0]])
 
     def report(self, stats: GenerationStats) -> None:
         super().report(stats)

@@ -15,7 +15,7 @@ from ...modules.lora import DraftLora
 from ...modules.reduced_head import ReducedHead
 from ...search.choice import ExitChoice
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
-from ..source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 from ..stop.rules import ConfidenceThreshold
 from .partial import PartialDraft
 from .probing import ProbingDraft
@@ -144,41 +144,6 @@ class EarlyExitLora(ExitSource[DraftLora]):
         draft = PartialDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
         session.target.substitutes.append(substitutes)
         return draft
-
-
-@register("draft")
-@dataclass(frozen=True)
-class EarlyExitOnly(DraftSource):
-    """Generates with layers ``0 .. layer-1`` alone: fast, and **not** what the whole model would generate.
-
-    The early-exit baseline of LayerSkip (Tables 1, 2 and 11).
-
-    Args:
-        layer: the exit layer ``E``, from 1 to ``L-1``.
-
-    Raises:
-        SettingError, SettingTypeError: ``layer`` is not allowed.
-    """
-
-    layer: int
-
-    lossless = False
-
-    def __post_init__(self) -> None:
-        check_count("EarlyExitOnly(layer)", self.layer, most=MOST_LAYERS)
-
-    @property
-    def fixed_because(self) -> str:
-        return f"{self!r} generates without drafts"
-
-    def whole_model(self, anatomy: Anatomy) -> LayerPlan:
-        return _plan("EarlyExitOnly", self.layer, anatomy)
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        return DraftBlocks(self.whole_model(anatomy))
-
-    def start(self, session: Session) -> Drafter:
-        return BaseDrafter()
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:
