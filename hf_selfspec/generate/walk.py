@@ -56,7 +56,7 @@ def verify(
         draft: ``t`` drafted tokens after each row's last one.
         logits: the full model's at the last token and at each drafted one.
         scorer: logits processors; the tokens are chosen from its scores.
-        stopper: stopping criteria, tested after each token; the walk ends where one is met.
+        stopper: stopping criteria; a row ends with the first token after which one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
         model_name: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
@@ -129,6 +129,7 @@ def verify(
                 text.put_one(row, count - 1, token)
             scores_of_row = None if scores_so_far is None else [*scores_so_far[row], *verdict.scores]
             verdict.stopped = stopper(text, row, count, token, scores_of_row)
+    stopper.end(text, verdicts)
     return verdicts
 
 

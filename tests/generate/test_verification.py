@@ -10,12 +10,15 @@ import torch
 from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from helpers.models import character_tokenizer
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
 from hf_selfspec import NumericalError, TopKTree
-from hf_selfspec.batch import Text
+from hf_selfspec.batch import Text, Verdict
 from hf_selfspec.drafts.scoring import Scorer, check_highest
 from hf_selfspec.generate.acceptance import accept_line, choose_sampled
+from hf_selfspec.generate.stopping import Stopper
 from hf_selfspec.model.logits import draw_without_replacement
 
 HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
@@ -193,3 +196,37 @@ def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
     check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")  # ruled out tokens are fine
     with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
         check_highest(torch.tensor([[0.0, 1.0], bad]).amax(-1).tolist(), "Tiny")
+
+
+@pytest.mark.parametrize("strings", [["aba"], ["aaaa", "bb"]])
+def test_stop_strings_are_looked_for_once_in_all_rows(strings: list[str]) -> None:
+    """Each row ends where plain generate ends it, whatever its length and place, also where the text is short."""
+    tokenizer, generator = character_tokenizer(), torch.Generator().manual_seed(0)
+    a, b = (tokenizer(letter, add_special_tokens=False)["input_ids"][-1] for letter in "ab")
+    criteria, ended = [StopStringCriteria(tokenizer, [string]) for string in strings], 0
+    for _ in range(30):
+        lengths = torch.randint(1, 6, (4,), generator=generator).tolist()
+        tokens = [torch.randint(2, (count + 5,), generator=generator) * (b - a) + a for count in lengths]
+        pairs = list(zip(tokens, lengths, strict=True))
+        new = [row[count:].tolist()[: 5 - row_number] for row_number, (row, count) in enumerate(pairs)]
+        text = text_of(*[row[:count].tolist() for row, count in pairs], width=1)
+        verdicts = [Verdict(row.copy(), [-1] * len(row), False, [0] * len(row)) for row in new]
+        called = Mock(side_effect=StopStringCriteria.__call__)
+        with patch.object(StopStringCriteria, "__call__", lambda *given, called=called: called(*given)):
+            Stopper(StoppingCriteriaList(criteria)).end(text, verdicts)
+        assert called.call_count == len(criteria)
+        for row, count, following, verdict in zip(tokens, lengths, new, verdicts, strict=True):
+            prefixes = [row[None, : count + ahead] for ahead in range(1, len(following) + 1)]
+            ends = [any(bool(criterion(prefix, None)) for criterion in criteria) for prefix in prefixes]
+            kept = ends.index(True) + 1 if True in ends else len(following)
+            assert verdict == Verdict(following[:kept], [-1] * kept, True in ends, [0] * kept)
+            ended += verdict.stopped
+    assert ended > 30
+
+
+def test_a_time_limit_needs_no_text() -> None:
+    stopper = Stopper(StoppingCriteriaList([MaxTimeCriteria(0.0, initial_timestamp=0.0)]))
+    assert not stopper.reads_text
+    verdicts = [Verdict([5, 6], [1, -1], False, [0, 1]), Verdict([], [], False, [])]
+    stopper.end(text_of([1], [2]), verdicts)
+    assert verdicts == [Verdict([5], [1], True, [0]), Verdict([], [], False, [])]
