@@ -3,19 +3,20 @@
 import inspect
 import math
 from itertools import product
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
-from helpers.models import character_tokenizer
+from helpers.models import character_tokenizer, ragged_batch
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
-from hf_selfspec import NumericalError, TopKTree
-from hf_selfspec.batch import Text, Verdict
+from hf_selfspec import NumericalError, SelfSpec, TopKTree
+from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts.scoring import Scorer, check_highest
 from hf_selfspec.generate.acceptance import accept_line, choose_sampled
 from hf_selfspec.generate.stopping import Stopper
@@ -159,6 +160,43 @@ def test_a_row_alone_has_the_scores_that_it_has_beside_others(processor: LogitsP
             for row in range(3):
                 torch.testing.assert_close(scorer.row(row, ids[row : row + 1], logits[row]), expected[row])
         assert [len(call.args[2]) for call in called.mock_calls] == [1] * 3
+
+
+# Of prompts of three columns; the last is longer than the text, of which all is ignored.
+IGNORED = (None, 0, 3, 4, 9)
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["line", "tree"])
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 6, 4)], ids=["even", "ragged"])
+@pytest.mark.parametrize("ignored", IGNORED if not HAS_LENGTHS else (*IGNORED, torch.tensor([0, 4, 2])))
+def test_a_repetition_penalty_of_all_nodes_is_that_of_each(
+    ignored: Any, lengths: tuple[int, ...], is_tree: bool
+) -> None:
+    """Bit for bit, between other processors; some ids have no logits."""
+    generator = torch.Generator().manual_seed(1)
+    last = [lp.TemperatureLogitsWarper(0.7), PENALTY(1.3, ignored), lp.TopKLogitsWarper(4), PENALTY(0.9)]
+    scorer = Scorer(LogitsProcessorList(last), 3, do_sample=True)
+    rows = [torch.randint(VOCABULARY + 2 * HAS_LENGTHS, (length,), generator=generator).tolist() for length in lengths]
+    text, tokens = text_of(*rows), torch.randint(VOCABULARY, (3, 4), generator=generator)
+    parents = [[0, 1, 0, 3], [0, 0, 2, 2], [0, 1, 2, 1]]
+    for listed in (None, tokens.tolist()):
+        draft = Draft(tokens, [4] * 3, parents if is_tree else None, listed=listed)
+        logits = torch.randn(3, 5, VOCABULARY, generator=generator)
+        scores = scorer.of_nodes(text, draft, logits)
+        for row, node in product(range(3), range(5)):
+            path, at = list[int](), node
+            while at > 0:
+                path.insert(0, int(tokens[row, at - 1]))
+                at = parents[row][at - 1] if is_tree else at - 1
+            expected = scorer.row(row, torch.tensor([[*rows[row], *path]]), logits[row, node])
+            assert torch.equal(scores[row, node], expected), (row, node)
+
+
+def test_a_repetition_penalty_is_not_called_for_each_token(llama: LlamaForCausalLM) -> None:
+    options = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.1}
+    expected, called = llama.generate(**ragged_batch(), **options), Mock(side_effect=AssertionError)
+    with patch.object(PENALTY, "__call__", called):
+        assert torch.equal(llama.generate(**ragged_batch(), **options, assistant=SelfSpec.lookup()), expected)
 
 
 def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
