@@ -122,6 +122,12 @@ class Text:
             return self.ids[:, :width]
         return self.ids.gather(1, self._columns(length - width, width).clamp(min=0))
 
+    def around_ends(self, before: int, ahead: int, missing: int) -> torch.Tensor:
+        """Each row's last ``before`` columns and ``ahead`` scratch ones, ``[b, before + ahead]``; ``missing`` for those
+        that a short row does not have."""
+        columns = self._columns(-before, before + ahead)
+        return self.ids.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, missing)
+
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
         most = max(map(len, tokens))
         if not most:
@@ -252,6 +258,12 @@ class Verdict:
         self.tokens.append(token)
         self.nodes.append(node)
         self.sources.append(source)
+
+    def end(self, count: int) -> None:
+        """Stops after the first ``count`` tokens."""
+        self.stopped = True
+        for values in (self.tokens, self.nodes, self.sources, self.scores):
+            del values[count:]
 
     def up_to(self, last: int) -> Verdict:
         """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""

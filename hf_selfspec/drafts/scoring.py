@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers.generation import logits_process as lp
 
-from ..batch import Text
+from ..batch import Draft, Text
 from ..errors import NumericalError
 from ..model.internals import prefix_function
+from ..model.layout import TreeLayout
+from ..model.transfer import RowNumbers
 from .grammar.rows import GrammarMask
 from .stateless import PREFIX_FREE, ROW_BLIND, is_stateless, stateful
 
@@ -28,10 +30,11 @@ class Scorer:
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
         others = [processor for processor in processors if not isinstance(processor, GrammarMask)]
-        # The one that alone depends on the prefix, and whose masks can be known for all nodes of a draft at once.
+        # Whether all nodes of a draft can be scored at once; with a grammar, given what it allows at each of them.
+        are_others = all(type(processor) in PREFIX_FREE or _is_penalty(processor, batch_size) for processor in others)
         is_alone = len(self.grammars) == 1 and not self.grammars[0].is_prefix_function
-        is_alone &= all(type(processor) in PREFIX_FREE for processor in others)
-        self.grammar = self.grammars[0] if is_alone else None
+        self.at_once = are_others and not self.grammars
+        self.grammar = self.grammars[0] if are_others and is_alone else None
         self._empty = len(processors) == 0
         self.processors = processors
         self._rows = [
@@ -53,19 +56,34 @@ class Scorer:
         stateless = lp.LogitsProcessorList(processor for processor in self.processors if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
 
-    def everywhere(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds, or with the tokens ``[..., v]`` that
-        :attr:`grammar` allows."""
+    def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds."""
         if self._empty:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         for processor in self.processors:  # the list itself would look up what each of them takes, in every call
-            if allowed is not None and processor is self.grammar:
-                flat = flat.masked_fill(~allowed.view_as(flat), -torch.inf)
-            else:
-                flat = processor(no_prefix, flat)
+            flat = processor(no_prefix, flat)
         return flat.view_as(logits)
+
+    def of_nodes(
+        self, text: Text, draft: Draft, logits: torch.Tensor, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scores of logits ``[b, t + 1, v]`` at each row's last token and at each drafted one; only where
+        :attr:`at_once` holds, or with the tokens ``[b, t + 1, v]`` that :attr:`grammar` allows."""
+        if self.prefix_free:
+            return self.everywhere(logits)
+        scores, before = logits, None
+        no_prefix = torch.zeros(scores[..., 0].numel(), 0, dtype=torch.long, device=scores.device)
+        for processor in self.processors:
+            if allowed is not None and processor is self.grammar:
+                scores = scores.masked_fill(~allowed, -torch.inf)
+            elif _is_penalty(processor, len(scores)):
+                before = _before_nodes(text, draft) if before is None else before
+                scores = _penalized(scores, processor, *before)
+            else:
+                scores = processor(no_prefix, scores.flatten(0, 1)).view_as(scores)
+        return scores
 
     def roughly(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores of logits ``[..., v]``; raw logits if processors need a prefix: they change draft and target alike."""
@@ -90,14 +108,48 @@ class Scorer:
         return scores
 
 
+def _is_penalty(processor: Any, batch_size: int) -> bool:
+    """Whether a processor is a repetition penalty that fits the batch: it looks at the set of earlier tokens alone."""
+    if type(processor) is not lp.RepetitionPenaltyLogitsProcessor:
+        return False
+    ignored = processor.prompt_ignore_length  # one number for each row since transformers 5.24, as a tensor
+    return not isinstance(ignored, torch.Tensor) or len(ignored) == batch_size
+
+
+def _before_nodes(text: Text, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of the text and the path up to each node of a draft, ``[b, t + 1, s]``, -1 for those of other paths,
+    and their columns in the text, ``[b, 1, s]``."""
+    device, b, width = text.ids.device, text.batch_size, max(text.lengths)
+    tree = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
+    nodes = tree or TreeLayout.replay(draft.size + 1, behind=0)  # a line
+    ends = RowNumbers(text.lengths).on(device)
+    of_text = torch.arange(width, device=device).expand(b, -1)
+    of_draft = (ends - 1 + nodes.offsets(device)[:, 1:]).expand(b, -1)
+    earlier = text.ids[:, :width].masked_fill(of_text >= ends, -1)[:, None].expand(-1, nodes.size, -1)
+    drafted = torch.where(nodes.ancestry(device)[:, :, 1:], draft.on(device, tree)[:, None], -1)
+    return torch.cat([earlier, drafted], dim=-1), torch.cat([of_text, of_draft], dim=-1)[:, None]
+
+
+def _penalized(scores: torch.Tensor, processor: Any, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Scores ``[b, t + 1, v]`` with a repetition penalty, by the processor's own arithmetic."""
+    ignored, vocabulary = processor.prompt_ignore_length, scores.shape[-1]
+    ignored = ignored.to(scores.device)[:, None, None] if isinstance(ignored, torch.Tensor) else ignored or 0
+    counts = (tokens >= 0) & (tokens < vocabulary) & (columns >= ignored)
+    # In the place of those that do not count is the first one that does, if there is any.
+    first = tokens.gather(-1, counts.int().argmax(-1, keepdim=True)).clamp(0, vocabulary - 1)
+    tokens = torch.where(counts, tokens, first)
+    before = scores.gather(-1, tokens)
+    penalized = torch.where(before < 0, before * processor.penalty, before / processor.penalty)
+    return scores.scatter(-1, tokens, torch.where(counts.any(-1, keepdim=True), penalized, before))
+
+
 def _of_row(processor: Any, row: int, batch_size: int) -> Processor:
     if isinstance(processor, GrammarMask):
         return lambda input_ids, scores: processor.of_row(row, input_ids[0], scores)
-    if type(processor) is lp.RepetitionPenaltyLogitsProcessor:
-        ignored = processor.prompt_ignore_length  # one number for each row since transformers 5.24, as a tensor
-        if not isinstance(ignored, torch.Tensor) or len(ignored) != batch_size:
-            return processor
-        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+    if _is_penalty(processor, batch_size):
+        ignored = processor.prompt_ignore_length
+        ignored = int(ignored[row]) if isinstance(ignored, torch.Tensor) else ignored
+        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
     if batch_size == 1 or type(processor) is not lp.PrefixConstrainedLogitsProcessor:
         return processor
     # A prefix function must not be called for copies in other rows.

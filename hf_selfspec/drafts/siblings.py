@@ -59,7 +59,8 @@ class TopKTree:
             reach: ``[b]`` the probability that all earlier tokens of the draft are accepted.
         """
         lowest = read(top[:, 0].min())[0]
-        return next(width for edge, width in self.widths if lowest <= edge + 1e-6)
+        # The last width also where the draft's probabilities are no numbers.
+        return next((width for edge, width in self.widths if lowest <= edge + 1e-6), self.widths[-1][1])
 
 
 @register("tree")

@@ -50,7 +50,7 @@ class Decoder:
         has_rows, self._ran_out = self.text.batch_size > 1, False
         self._keeps_states = self.keeps_rows and self.target.anatomy.is_recurrent
         # Plain generate goes on with rows that end without an end token, until the longest ends.
-        go_on = has_rows and self.stopper.reads_text and not self.stopper.has_eos
+        go_on = has_rows and self.stopper.has_others and not self.stopper.has_eos
         # The states and windows of such rows cannot be taken back to where these end.
         is_lost = go_on and (self._keeps_states or (self.keeps_rows and self.target.cache.window is not None))
         self._together = self.output.in_step or self.target.padding is not None or is_lost

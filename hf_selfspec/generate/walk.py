@@ -56,7 +56,7 @@ def verify(
         draft: ``t`` drafted tokens after each row's last one.
         logits: the full model's at the last token and at each drafted one.
         scorer: logits processors; the tokens are chosen from its scores.
-        stopper: stopping criteria, tested after each token; the walk ends where one is met.
+        stopper: stopping criteria; a row ends with the first token after which one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
         model_name: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
@@ -68,22 +68,22 @@ def verify(
     Raises:
         NumericalError: a NaN or an infinity among the logits.
     """
-    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
-    # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
+    # Scores are computed for all nodes at once where processors allow it, and greedy ones are moved at once. On a CPU
+    # scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
     # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
     device = logits.values.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
-    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
+    at_once = scorer.at_once and not (scorer.do_sample and draft.size and device.type == _ONE_BY_ONE)
     unlisted = [draft.tokens] if draft.listed is None else []
     scores: torch.Tensor | None = None
     if scorer.is_greedy and scores_so_far is None:
         *fetched, highest = _greedy(logits, unlisted, along, text.batch_size)
     else:
         if at_once:
-            scores = scorer.everywhere(logits.of_all)
+            scores = scorer.of_nodes(text, draft, logits.of_all)
         elif grammar is not None:
             allowed = grammar.of_nodes(text, draft, [not ended for ended in done], stopper.eos_tokens)
-            scores = scorer.everywhere(logits.of_all, upload(allowed.numpy(), device))
+            scores = scorer.of_nodes(text, draft, logits.of_all, upload(allowed.numpy(), device))
         elif not draft.size:
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
@@ -116,7 +116,7 @@ def verify(
             verdicts[row].scores.append(at_node.clone())
         return pick(at_node, candidates, *draft.candidates(row, node, children))
 
-    reads_text = stopper.reads_text or not (scorer.prefix_free or grammar is not None)
+    reads_text = stopper.reads_text or not (scorer.prefix_free or scores is not None)
     for row, verdict in enumerate(verdicts):
         node = -1 if done[row] else 0
         while node >= 0 and not verdict.stopped:
@@ -126,6 +126,7 @@ def verify(
                 text.put_one(row, count - 1, token)
             scores_of_row = None if scores_so_far is None else [*scores_so_far[row], *verdict.scores]
             verdict.stopped = stopper(text, row, count, token, scores_of_row)
+    stopper.end(text, verdicts)
     return verdicts
 
 

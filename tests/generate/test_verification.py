@@ -3,19 +3,24 @@
 import inspect
 import math
 from itertools import product
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from helpers.models import character_tokenizer, ragged_batch
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
-from hf_selfspec import NumericalError, TopKTree
-from hf_selfspec.batch import Text
+from hf_selfspec import CostTree, NumericalError, SelfSpec, TopKTree
+from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts.scoring import Scorer, check_highest
+from hf_selfspec.drafts.siblings import Tree
 from hf_selfspec.generate.acceptance import accept_line, choose_sampled
+from hf_selfspec.generate.stopping import Stopper
 from hf_selfspec.model.logits import draw_without_replacement
 
 HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
@@ -76,6 +81,12 @@ def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
     assert TopKTree().width(torch.tensor([[confidence]]), torch.ones(1)) == width
     assert TopKTree().width(torch.tensor([[1.0], [confidence]]), torch.ones(2)) == width
+
+
+@pytest.mark.parametrize("tree", [TopKTree(), CostTree()])
+def test_probabilities_that_are_no_numbers_get_one_candidate(tree: Tree) -> None:
+    """Those of a user's drafter; the full model rejects what is wrong."""
+    assert tree.width(torch.full((2, 8), math.nan), torch.ones(2)) == 1
 
 
 VOCABULARY = 10
@@ -158,6 +169,43 @@ def test_a_row_alone_has_the_scores_that_it_has_beside_others(processor: LogitsP
         assert [len(call.args[2]) for call in called.mock_calls] == [1] * 3
 
 
+# Of prompts of three columns; the last is longer than the text, of which all is ignored.
+IGNORED = (None, 0, 3, 4, 9)
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["line", "tree"])
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 6, 4)], ids=["even", "ragged"])
+@pytest.mark.parametrize("ignored", IGNORED if not HAS_LENGTHS else (*IGNORED, torch.tensor([0, 4, 2])))
+def test_a_repetition_penalty_of_all_nodes_is_that_of_each(
+    ignored: Any, lengths: tuple[int, ...], is_tree: bool
+) -> None:
+    """Bit for bit, between other processors; some ids have no logits."""
+    generator = torch.Generator().manual_seed(1)
+    last = [lp.TemperatureLogitsWarper(0.7), PENALTY(1.3, ignored), lp.TopKLogitsWarper(4), PENALTY(0.9)]
+    scorer = Scorer(LogitsProcessorList(last), 3, do_sample=True)
+    rows = [torch.randint(VOCABULARY + 2 * HAS_LENGTHS, (length,), generator=generator).tolist() for length in lengths]
+    text, tokens = text_of(*rows), torch.randint(VOCABULARY, (3, 4), generator=generator)
+    parents = [[0, 1, 0, 3], [0, 0, 2, 2], [0, 1, 2, 1]]
+    for listed in (None, tokens.tolist()):
+        draft = Draft(tokens, [4] * 3, parents if is_tree else None, listed=listed)
+        logits = torch.randn(3, 5, VOCABULARY, generator=generator)
+        scores = scorer.of_nodes(text, draft, logits)
+        for row, node in product(range(3), range(5)):
+            path, at = list[int](), node
+            while at > 0:
+                path.insert(0, int(tokens[row, at - 1]))
+                at = parents[row][at - 1] if is_tree else at - 1
+            expected = scorer.row(row, torch.tensor([[*rows[row], *path]]), logits[row, node])
+            assert torch.equal(scores[row, node], expected), (row, node)
+
+
+def test_a_repetition_penalty_is_not_called_for_each_token(llama: LlamaForCausalLM) -> None:
+    options = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.1}
+    expected, called = llama.generate(**ragged_batch(), **options), Mock(side_effect=AssertionError)
+    with patch.object(PENALTY, "__call__", called):
+        assert torch.equal(llama.generate(**ragged_batch(), **options, assistant=SelfSpec.lookup()), expected)
+
+
 def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A user's own processor that treats rows by their place in the batch."""
     return scores + torch.arange(len(scores))[:, None]
@@ -193,3 +241,37 @@ def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
     check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")  # ruled out tokens are fine
     with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
         check_highest(torch.tensor([[0.0, 1.0], bad]).amax(-1).tolist(), "Tiny")
+
+
+@pytest.mark.parametrize("strings", [["aba"], ["aaaa", "bb"]])
+def test_stop_strings_are_looked_for_once_in_all_rows(strings: list[str]) -> None:
+    """Each row ends where plain generate ends it, whatever its length and place, also where the text is short."""
+    tokenizer, generator = character_tokenizer(), torch.Generator().manual_seed(0)
+    a, b = (tokenizer(letter, add_special_tokens=False)["input_ids"][-1] for letter in "ab")
+    criteria, ended = [StopStringCriteria(tokenizer, [string]) for string in strings], 0
+    for _ in range(30):
+        lengths = torch.randint(1, 6, (4,), generator=generator).tolist()
+        tokens = [torch.randint(2, (count + 5,), generator=generator) * (b - a) + a for count in lengths]
+        pairs = list(zip(tokens, lengths, strict=True))
+        new = [row[count:].tolist()[: 5 - row_number] for row_number, (row, count) in enumerate(pairs)]
+        text = text_of(*[row[:count].tolist() for row, count in pairs], width=1)
+        verdicts = [Verdict(row.copy(), [-1] * len(row), False, [0] * len(row)) for row in new]
+        called = Mock(side_effect=StopStringCriteria.__call__)
+        with patch.object(StopStringCriteria, "__call__", lambda *given, called=called: called(*given)):
+            Stopper(StoppingCriteriaList(criteria)).end(text, verdicts)
+        assert called.call_count == len(criteria)
+        for row, count, following, verdict in zip(tokens, lengths, new, verdicts, strict=True):
+            prefixes = [row[None, : count + ahead] for ahead in range(1, len(following) + 1)]
+            ends = [any(bool(criterion(prefix, None)) for criterion in criteria) for prefix in prefixes]
+            kept = ends.index(True) + 1 if True in ends else len(following)
+            assert verdict == Verdict(following[:kept], [-1] * kept, True in ends, [0] * kept)
+            ended += verdict.stopped
+    assert ended > 30
+
+
+def test_a_time_limit_needs_no_text() -> None:
+    stopper = Stopper(StoppingCriteriaList([MaxTimeCriteria(0.0, initial_timestamp=0.0)]))
+    assert not stopper.reads_text
+    verdicts = [Verdict([5, 6], [1, -1], False, [0, 1]), Verdict([], [], False, [])]
+    stopper.end(text_of([1], [2]), verdicts)
+    assert verdicts == [Verdict([5], [1], True, [0]), Verdict([], [], False, [])]
