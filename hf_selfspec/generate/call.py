@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    CompileConfig,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -34,9 +33,9 @@ from ..model.attention.exact import reduced_precision
 from ..model.cache.handover import empty
 from ..model.cache.speculative_cache import cache_for
 from ..model.forks import cached_property
-from ..model.graphs.runner import GraphRunner
+from ..model.graphs.graph_runner import GraphRunner
 from ..model.inputs import Inputs
-from ..model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
+from ..model.internals import is_cast_by_accelerate, is_of_user, pad_token, sample
 from ..model.kernels.linear import are_faster
 from ..model.module_tools import all_modules, is_tensor_parallel, listing_once, others_are_unfinished
 from ..model.patching import without_checkpointing
@@ -188,7 +187,6 @@ def _lay_out(
     call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool, unseen: Unseen | None = None
 ) -> Decoder:
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
-    compile_config = _compile_config(call, spec.compile)
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
     check_length(call.model, inputs, config.max_length)
@@ -203,11 +201,10 @@ def _lay_out(
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
-        is_exact=_is_exact(call, spec, inputs, is_whole=source.lossless and compile_config is None),
+        is_exact=_is_exact(call, spec, inputs, is_whole=source.lossless),
     )
-    on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
-    if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
-        GraphRunner.install(target, compile_config, compares=bool(unseen))
+    if spec.graphs is not False and not target.is_exact:
+        GraphRunner.install(target, call.input_ids.device, compares=bool(unseen))
     # Others' streamers may change the model between two tokens.
     streamers = [] if call.streamer is None or not source.lossless else [call.streamer]
     functions = (*scorer.stateful, *stopper.stateful, *stateful(streamers))
@@ -250,7 +247,7 @@ def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> boo
     reasons = {
         "autocast is on": casts,
         "a cache of your own is given": call.has_own_cache,
-        "parts of the model, or graphs, are asked for": not is_whole,
+        "parts of the model are asked for": not is_whole,
     }
     check_exact(call.model, inputs, call.generation_config, reasons)
     return True
@@ -273,16 +270,6 @@ def _is_rounded(model: PreTrainedModel) -> bool:
     """Whether matrices may be multiplied in less than float32's precision."""
     size = model.dtype.itemsize
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
-
-
-def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileConfig | None:
-    """How forwards are compiled, if the ``SelfSpec`` (:attr:`SelfSpec.compile`) or the call wants that."""
-    if wanted:
-        return CompileConfig() if wanted is True else wanted
-    config: CompileConfig | None = None if wanted is False else call.generation_config.compile_config
-    if config is not None and call.input_ids.device.type == "cpu" and not compiles_on_cpu(config):
-        return None  # as in transformers
-    return config
 
 
 def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
