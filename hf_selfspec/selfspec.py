@@ -62,14 +62,10 @@ class SelfSpec(Settings):
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
             for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
         task: name of what the model is used for; use another name for another kind of text.
-        compile: graphs of forwards over drafts. ``None``: on CUDA kernels are captured when a shape comes for the third
-            time, which takes about as long as ten forwards, and one launch runs them. ``False``: none. ``True``, or a
-            config as for transformers' static cache: ``torch.compile`` fuses them before, on a CPU as well, when a
-            shape comes for the eighth time (``fullgraph`` and ``dynamic`` make no difference: graphs are whole, with
-            fixed shapes); that takes up to a minute for some graphs, once per process, and a call with
-            ``cache_implementation="static"`` compiles as well. Results of captured kernels are compared with those of
-            the model's own code twice, all graphs are timed against it, and the faster way stays. Up to four calls at a
-            time have captured graphs.
+        graphs: ``False`` for none. Otherwise, on CUDA, the kernels of a forward over a few tokens are captured when its
+            shape comes for the third time, which takes about as long as ten forwards, and one launch runs them. Results
+            are compared with those of the model's own code twice, both are timed, and the faster way stays. Up to four
+            calls of a model at a time have graphs; elsewhere this changes nothing.
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
             ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
             whether this machine's kernels allow that; an error gives the reason, and names the part of the model.

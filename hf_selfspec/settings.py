@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from typing_extensions import Self
 
@@ -51,7 +51,7 @@ class Settings:
     max_draft: int = 25
     cache_dir: StrPath | None = None
     task: str = "default"
-    compile: bool | CompileConfig | None = field(default=None, hash=False)
+    graphs: bool | None = None
     exact: bool = False
     trust: bool = False
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
@@ -75,10 +75,8 @@ class Settings:
             )
         check_flag("SelfSpec(exact)", self.exact)
         check_flag("SelfSpec(trust)", self.trust)
-        if not isinstance(self.compile, (bool, CompileConfig, type(None))):
-            raise SettingTypeError(
-                f"SelfSpec(compile) must be None, True, False or a transformers.CompileConfig, got {self.compile!r}."
-            )
+        if self.graphs is not None:
+            check_flag("SelfSpec(graphs)", self.graphs)
 
     @property
     def _source(self) -> DraftSource:

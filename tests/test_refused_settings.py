@@ -94,7 +94,11 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
         (lambda task=task: SelfSpec(cache_dir="cache", task=task), SettingError, ("(task) names a file: give letters",))
         for task in ("", "../a", "a" * 51, 3)
     ),
-    (lambda: SelfSpec(compile="inductor"), SettingTypeError, ("SelfSpec(compile) must be None, True, False or",)),
+    (
+        lambda: SelfSpec(graphs="inductor"),
+        SettingTypeError,
+        ("SelfSpec(graphs) must be True or False, got 'inductor'",),
+    ),
     (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
     (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
     (lambda: Quantized(layers=3), SettingTypeError, ("must be EarlyExit, SkipLayers or None, got 3",)),

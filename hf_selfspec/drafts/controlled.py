@@ -20,7 +20,7 @@ from .source import BaseDrafter, Drafter, Session, completed
 def controller_of(session: Session) -> Controller:
     """The controller of a generation."""
     target, device = session.target, session.target.model.device.type
-    name = f"{device} {target.model.dtype}{'' if target.graphs is None else ' compiled'}"
+    name = f"{device} {target.model.dtype}{'' if target.graphs is None else ' captured'}"
     return Controller(
         session.knowledge.in_process("rounds", Measurements), name, device == "cpu", session.is_tensor_parallel
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    CompileConfig,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -40,9 +39,9 @@ from ..model.attention.exact import reduced_precision
 from ..model.cache.handover import empty
 from ..model.cache.speculative_cache import cache_for
 from ..model.forks import cached_property
-from ..model.graphs.runner import GraphRunner
+from ..model.graphs.graph_runner import GraphRunner
 from ..model.inputs import Inputs
-from ..model.internals import compiles_on_cpu, is_cast_by_accelerate, is_of_user, pad_token, sample
+from ..model.internals import is_cast_by_accelerate, is_of_user, pad_token, sample
 from ..model.kernels.linear import are_faster
 from ..model.module_tools import is_tensor_parallel, others_are_unfinished
 from ..model.patching import without_checkpointing
@@ -180,7 +179,6 @@ def _choose(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unse
 def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> Decoder:
     """Makes what decodes a call: cache, target, drafts, and what was generated so far."""
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
-    compile_config = _compile_config(call, spec.compile)
     inputs = call.inputs
     anatomy, prompt = inputs.anatomy, inputs.prompt
     scorer = Scorer(with_grammars(call.logits_processor), batch_size, bool(config.do_sample))
@@ -192,13 +190,12 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         padding=prompt.padding,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
-        is_exact=_is_exact(call, spec, compile_config is not None),
+        is_exact=_is_exact(call, spec),
     )
     # Modules of others may treat rows by their place in the batch.
     target.cache.has_unknown_readers = bool(unseen)
-    on_cuda = {call.input_ids.device.type, call.model.device.type} == {"cuda"}
-    if compile_config is not None or (spec.compile is None and on_cuda and not target.is_exact):
-        GraphRunner.install(target, compile_config, compares=bool(unseen))
+    if spec.graphs is not False and not target.is_exact:
+        GraphRunner.install(target, call.input_ids.device, compares=bool(unseen))
     # Others' streamers may change the model between two tokens.
     streamers = [] if call.streamer is None else [call.streamer]
     functions = (*scorer.stateful, *stopper.stateful, *stateful(streamers))
@@ -231,7 +228,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
     )
 
 
-def _is_exact(call: Call, spec: Settings, has_graphs: bool) -> bool:
+def _is_exact(call: Call, spec: Settings) -> bool:
     """Whether forwards must have the results of plain ``generate``, bit for bit; raises where they cannot."""
     # accelerate puts its mixed precision around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
@@ -240,7 +237,6 @@ def _is_exact(call: Call, spec: Settings, has_graphs: bool) -> bool:
     reasons = {
         "autocast is on": casts,
         "a cache of your own is given": call.has_own_cache,
-        "graphs are asked for": has_graphs,
     }
     check_exact(call.model, call.inputs, call.generation_config, reasons)
     return True
@@ -261,16 +257,6 @@ def _is_rounded(model: PreTrainedModel) -> bool:
     """Whether matrices may be multiplied in less than float32's precision."""
     size = model.dtype.itemsize
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
-
-
-def _compile_config(call: Call, wanted: bool | CompileConfig | None) -> CompileConfig | None:
-    """How forwards are compiled, if the ``SelfSpec`` (:attr:`SelfSpec.compile`) or the call wants that."""
-    if wanted:
-        return CompileConfig() if wanted is True else wanted
-    config: CompileConfig | None = None if wanted is False else call.generation_config.compile_config
-    if config is not None and call.input_ids.device.type == "cpu" and not compiles_on_cpu(config):
-        return None  # as in transformers
-    return config
 
 
 def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:

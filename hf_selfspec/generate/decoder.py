@@ -26,9 +26,6 @@ from ..model.transfer import is_out_of_memory, moment, seconds_between
 from .output import Output
 from .walk import verify, verify_in_step
 
-# Devices on which an argmax over a vocabulary is slow inside compiled graphs.
-SLOW_CHOICES = ("cpu",)
-
 
 @dataclass
 class Decoder:
@@ -175,8 +172,6 @@ class Decoder:
     def _verify_pass(self, draft: Draft) -> Logits:
         """The full model's logits at each row's last token and at each drafted one."""
         text, target = self.text, self.target
-        # Faster outside of graphs on a CPU: 49 µs against 247 for 8 x 49,152 logits (one thread of an AMD EPYC).
-        chooses = self._is_greedy and text.ids.device.type not in SLOW_CHOICES
         nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
         tokens = text.last_tokens()
         if draft.size:
@@ -198,7 +193,7 @@ class Decoder:
             ).captured
             assert lower is not None
             states = torch.cat([states, lower], dim=1)
-        run = target.verification(start=start, state=states, chooses=chooses, spreads=False)
+        run = target.verification(start=start, state=states, chooses=self._is_greedy, spreads=False)
         step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
         target.verified = step.captured

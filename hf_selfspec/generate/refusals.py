@@ -86,7 +86,7 @@ def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Ma
         "it serves one prompt of ids, without masked columns": len(prompt.lengths) > 1 or not is_whole or not is_text,
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
         "use_cache is False": config.use_cache is False,
-        "graphs or a static cache are asked for": config.compile_config is not None,
+        "a static cache is asked for": config.compile_config is not None or config.cache_implementation == "static",
         "the model is spread over several processes": is_tensor_parallel(model),
         f"{name} cannot take a tree mask": not inputs.anatomy.tree,
         f"the recurrent states of {name} are computed for several tokens together": inputs.anatomy.is_recurrent,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import (
     AnyToAnyPipeline,
-    CompileConfig,
     ContinuousMixin,
     GenerationConfig,
     GenerationMixin,
@@ -118,8 +117,6 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     effective = _Options(model, named)
     check_options(model, effective)
     check_inputs(model, named.get("inputs"))
-    if effective.cache_implementation == "static":
-        named |= {"compile_config": effective.compile_config or CompileConfig()}
     if (strings := effective.stop_strings) is not None:
         # Where a callable decodes, transformers has no tokenizer for this option.
         if (tokenizer := named.get("tokenizer")) is None:

@@ -77,11 +77,6 @@ def mask_length(config: Any) -> int | None:
     return length
 
 
-def compiles_on_cpu(config: Any) -> bool:
-    """Returns whether a ``CompileConfig`` is meant for CPUs, too, where transformers does not compile by itself."""
-    return bool(config._compile_all_devices)
-
-
 def let_compile_on_cpu(config: Any) -> Any:
     """Returns a ``CompileConfig`` that is meant for CPUs, too."""
     config._compile_all_devices = True

@@ -32,7 +32,7 @@ from .prompt import cache_name
 from .transfer import RowNumbers
 
 if TYPE_CHECKING:
-    from .graphs.runner import GraphRunner
+    from .graphs.graph_runner import GraphRunner
 
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
 # these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).
@@ -44,7 +44,7 @@ Observer = Callable[[torch.Tensor, Sequence[int], list[int]], None]
 
 @dataclass(eq=False)
 class Target:
-    """The model that is being decoded, with its cache, and its forwards: by its own code, or by compiled graphs."""
+    """The model that is being decoded, with its cache, and its forwards: by its own code, or by captured graphs."""
 
     model: PreTrainedModel
     anatomy: Anatomy

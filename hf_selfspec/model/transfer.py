@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,6 @@ TIMED = ("cuda",)
 # Uploads that are kept for further layers; recurrent ones need up to five between two rounds.
 _RECENT = 8
 
-# How often each way is timed before one is chosen; disturbances only make a time longer, so the shortest counts. Both
-# are timed once more at the use whose number has so many binary digits, the 128th, and at each doubling after it.
-_TIMES, _AGAIN = 3, 8
-
-Result = TypeVar("Result")
 # Seconds of the host's clock, or an event of a device.
 Moment = Any
 
@@ -60,51 +54,6 @@ def seconds_between(begun: Moment, ended: Moment) -> float:
         return float(ended - begun)
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3
-
-
-def device_clock(device: torch.device) -> Callable[[], float]:
-    """A clock that waits for a device, so that it measures more than launches there."""
-
-    def settled() -> float:
-        wait_for(device)
-        return perf_counter()
-
-    return perf_counter if device.type == "cpu" else settled
-
-
-@dataclass(eq=False)
-class FasterWay:
-    """Which of two ways is faster for each number of tokens. Once that is decided, it is timed again only seldom, so
-    that equal calls have equal results."""
-
-    clock: Callable[[], float]  # returns seconds, once its device has done all its work
-    seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
-    is_faster: dict[int, bool] = field(default_factory=dict)  # whether the first way is
-    uses: dict[int, int] = field(default_factory=dict)
-
-    def faster_of(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
-        """Returns the result for ``count`` tokens in one way or the other, in turn until times have decided."""
-        of_first, of_second = self.seconds.setdefault(count, ([], []))
-        uses = self.uses[count] = self.uses.get(count, 0) + 1
-        wanted = _TIMES + max(uses.bit_length() + 1 - _AGAIN, 0)
-        if len(of_second) >= wanted and count in self.is_faster:
-            return first() if self.is_faster[count] else second()
-        is_first = len(of_first) <= len(of_second)
-        result = self._timed(of_first, first) if is_first else self._timed(of_second, second)
-        if len(of_second) >= wanted:
-            self.is_faster[count] = min(of_first) <= min(of_second)
-        return result
-
-    def results(self, count: int, first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
-        """The results of both ways, each timed."""
-        of_first, of_second = self.seconds.setdefault(count, ([], []))
-        return self._timed(of_first, first), self._timed(of_second, second)
-
-    def _timed(self, seconds: list[float], way: Callable[[], Result]) -> Result:
-        begun = self.clock()
-        result = way()
-        seconds.append(self.clock() - begun)
-        return result
 
 
 def is_out_of_memory(error: Exception) -> bool:

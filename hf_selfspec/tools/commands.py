@@ -164,8 +164,8 @@ def bench(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="prompt-lookup, static-compiled, selfspec, selfspec-compiled, or a value of generate's --spec, "
-            "separated by commas; by default all that fit."
+            help="prompt-lookup, static-compiled, selfspec, or a value of generate's --spec, separated by commas; by "
+            "default all that fit."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt, at least 2.")] = 128,

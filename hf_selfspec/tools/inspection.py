@@ -16,7 +16,7 @@ from ..generate.unseen import Unseen, why_plain
 from ..model.anatomy import Anatomy
 from ..model.cache.speculative_cache import window_of
 from ..model.cache.window import Window
-from ..model.graphs.runner import why_no_graphs
+from ..model.graphs.graph_runner import why_no_graphs
 from ..model.kernels.packing import has_widths, packed_bytes, why_not
 from ..model.view import ModelView
 from ..search.proposers import SkipSpace
@@ -58,7 +58,7 @@ class Inspection:
             steps has shown in this process (see ``GenerationStats.checked``); empty where there is nothing.
         replay: verification can start from the hidden states that a draft has computed.
         exits: the states of several exits can go through the head together (``exit_report``, training of exits).
-        no_graphs: why forwards cannot be compiled graphs, empty where they can be.
+        no_graphs: why forwards cannot be captured on a GPU, empty where they can be.
         is_recurrent: it has recurrent states besides keys and values, which are restored when a draft is rejected.
         max_positions: number of tokens that the model was made for, ``None`` if its config does not give it.
         position_limit: whether the model cannot go beyond ``max_positions``.
@@ -121,7 +121,7 @@ class Inspection:
             ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),
             ("batches", pace),
             ("sampling", "exact, with trees as well" if self.tree else "exact"),
-            ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
+            ("captured on a GPU", f"no: {self.no_graphs}" if self.no_graphs else "forwards over a few tokens"),
             ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
             ("exit_report, training", "possible" if self.exits else "not possible: exits cannot share the head"),
             ("drafts in four bits", self._in_four_bits()),

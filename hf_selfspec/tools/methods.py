@@ -59,8 +59,8 @@ def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
     return Method(name, LOOKUP_GROUP, call, options)
 
 
-def _ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> Method:
-    return Method(name, group, f"assistant={name}", make=make)
+def _ours(name: str, make: Callable[[], SelfSpec]) -> Method:
+    return Method(name, OURS_GROUP, f"assistant={name}", make=make)
 
 
 _COMPILING = let_compile_on_cpu(CompileConfig())
@@ -76,10 +76,7 @@ _WITH_PARTS = {
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
 _NAMES = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
-_PRESETS = {"SelfSpec(compile=True)": COMPILED_GROUP} | dict.fromkeys(
-    ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))"),
-    OURS_GROUP,
-)
+_PRESETS = ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))")
 METHODS = {
     method.name: method
     for method in (
@@ -88,7 +85,7 @@ METHODS = {
         Method(LAYERS, PLAIN_GROUP, "(plain with the linear layers of a SelfSpec, to compare with)"),
         Method("static-compiled", COMPILED_GROUP, 'cache_implementation="static"', _STATIC, is_static=True),
         Method("prompt-lookup-compiled", COMPILED_GROUP, _STATIC_LOOKUP[0], _STATIC_LOOKUP[1], is_static=True),
-        *(_ours(text, partial(read_spec, text), group) for text, group in _PRESETS.items()),
+        *(_ours(text, partial(read_spec, text)) for text in _PRESETS),
     )
 }
 
@@ -96,7 +93,6 @@ METHODS = {
 SHORT = {
     "prompt-lookup": tuple(method.name for method in _LOOKUPS),
     "selfspec": ("SelfSpec()",),
-    "selfspec-compiled": ("SelfSpec(compile=True)",),
     **{name: (f"SelfSpec.{name}()",) for name in _NAMES},
 }
 
@@ -115,8 +111,7 @@ def methods_of(chosen: Methods) -> list[Method]:
 def _methods(name: str | None, choice: Any) -> list[Method]:
     """The methods of a name, also a short one, of a text as for ``--spec``, or of a ``SelfSpec``."""
     if isinstance(choice, SelfSpec):
-        group = COMPILED_GROUP if choice.compile else OURS_GROUP
-        return [_ours(name or _shown(choice), lambda: begun_anew(choice), group)]
+        return [_ours(name or _shown(choice), lambda: begun_anew(choice))]
     if not isinstance(choice, str):
         raise SettingTypeError(f"methods must be names or SelfSpec objects, got {choice!r}.")
     if names := SHORT.get(choice, (choice,) if choice in METHODS else ()):
@@ -133,7 +128,7 @@ def _methods(name: str | None, choice: Any) -> list[Method]:
 
 def _shown(spec: SelfSpec) -> str:
     usual = SelfSpec()
-    names = ("draft", "stop", "tree", "max_draft", "compile", "exact")
+    names = ("draft", "stop", "tree", "max_draft", "graphs", "exact")
     shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]
     return f"SelfSpec({', '.join(shown)})"
 

@@ -38,7 +38,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fewer_bits": ("--width 64 --layers 2 --vocabulary 97 --repeats 1", ("| Quantized(",)),
     "forward": (f"{RANDOM} --repeats 1 --prompt 20", ("| width 64, float32, ours |",)),
     "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", ("| 2 |",)),
-    "compiled": ("--tokens 40 --repeats 1 --backend eager", ("| skip set, line of 4 |",)),
     "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", ("| closest layers (CLaSp) | 3 |",)),
     "grammar": ("--model {model} --prompts 1 --max-new-tokens 24", ("| fresh |",)),
     "suites": (
@@ -78,7 +77,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "trl"}
 # Those that take longer than a few seconds.
 SLOW = {
-    "adapters", "compiled", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
+    "adapters", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
     "grammar", "heads", "known_answer", "parts", "stops", "train_demo_model", "training", "windows",
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_selfspec
 from helpers import architectures, multimodal
-from helpers.compiled import QUICK
+from helpers.captured import Traced
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.errors import UnsupportedModelError
@@ -50,7 +50,7 @@ from hf_selfspec.generate.unseen import SEEN, Unseen
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.interface import speculative_attention
 from hf_selfspec.model.forward_pass import partial_forwards
-from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.graphs.model_graphs import graphs_of
 from hf_selfspec.model.view import ModelView
 
 pytestmark = pytest.mark.attached
@@ -919,19 +919,15 @@ def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
 @pytest.mark.machine("graphs_are_taken")
 def test_graphs_of_what_was_not_seen_are_compared(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the model's own code, when they are new."""
-    runs: list[int] = []
-
-    def compiled(graph: Any, **_: Any) -> Any:
-        return lambda *inputs: [runs.append(1), [2 * value for value in graph(*inputs)]][1]
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    model, spec = of_class(Unchanged, 6), SelfSpec(EarlyExit(2), FixedLength(3), compile=QUICK)
+    run = Traced.__call__
+    monkeypatch.setattr(Traced, "__call__", lambda graph, *inputs: [2 * value for value in run(graph, *inputs)])
+    model, spec = of_class(Unchanged, 6), SelfSpec(EarlyExit(2), FixedLength(3))
     options = OPTIONS | {"max_new_tokens": 16}
     expected = model.generate(**ROW, **options)
     for _ in range(3):
         assert torch.equal(model.generate(**ROW, **options, assistant=spec), expected)
-    assert runs
-    assert graphs_of(model, QUICK).refused.endswith("not those of the model's own code")
+    assert any(graph.runs for graph in Traced.made)
+    assert graphs_of(model).refused.endswith("not those of the model's own code")
 
 
 def test_the_language_model_inside_is_looked_at() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig
 from transformers.generation import CandidateGenerator, TopKLogitsWarper, TopPLogitsWarper
 
+from helpers.captured import Traced
 from helpers.sampling import (
     OPTIONS,
     SAMPLES,
@@ -38,8 +38,7 @@ from hf_selfspec.batch import Draft, Text
 from hf_selfspec.drafts.controlled import ControlledDrafter
 from hf_selfspec.generate import walk
 from hf_selfspec.generate.acceptance import choose_sampled
-from hf_selfspec.model.graphs import graphs
-from hf_selfspec.model.graphs.graphs import Graph
+from hf_selfspec.model.graphs.model_graphs import COMPARISONS
 
 # Free drafts beside others, with few nodes, so that not every token of the tiny vocabulary is named.
 NAMED: dict[str, SelfSpec] = {
@@ -110,18 +109,11 @@ def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.machine("graphs_are_taken")
 @pytest.mark.parametrize("spec", SPECS)
-def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = []
-
-    def by_graph(graph: Graph, count: int, by_graph: Callable[[], Any], eager: Callable[[], Any]) -> Any:
-        served.append(count)
-        return by_graph()
-
-    monkeypatch.setattr(graphs, "_USES", 2)
-    monkeypatch.setattr(Graph, "faster_of", by_graph)
-    compiled = replace(SPECS[spec], compile=CompileConfig(backend="eager", mode="default"))
-    sampled = sample(compiled, rows=SAMPLES // 4, calls=3, top_k=3)
+def test_joint_distribution_of_captured_forwards(spec: str) -> None:
+    sampled = sample(replace(SPECS[spec]), rows=SAMPLES // 4, calls=3, top_k=3)
+    served = {graph.inputs[0].shape[1] for graph in Traced.made if graph.runs > COMPARISONS}
     assert 1 in served  # steps of drafts
     assert max(served) > 1  # verifications
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))

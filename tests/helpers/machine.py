@@ -1,15 +1,17 @@
 """The machine as tests see it: what is measured on it, or follows from that, is given here and nowhere else."""
 
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from helpers.captured import Traced
 from hf_selfspec.drafts import controller
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.drafts.layers import probing
-from hf_selfspec.model.graphs import graphs
-from hf_selfspec.model.graphs.graphs import Graph
+from hf_selfspec.model.graphs import graph_runner, model_graphs
+from hf_selfspec.model.graphs.model_graphs import Graph
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
 from hf_selfspec.search import choice
@@ -58,9 +60,16 @@ class Machine:
         self._set(controller, "LEAST_SPEEDUP", 0.0)
 
     def graphs_are_taken(self) -> None:
-        """Graphs are made and taken early, however fast they are here."""
-        self._set(graphs, "_USES", 2)
-        self._set(Graph, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+        """A CPU has graphs (see :class:`Traced`), which are made and taken early, however fast they are here."""
+        self._set(graph_runner, "DEVICES", {"cpu"})
+        self._set(model_graphs, "Captured", Traced)
+        self._set(Traced, "made", [])
+        self._set(model_graphs, "CapturePool", Mock())
+        self._set(model_graphs, "_USES", 2)
+        self._set(Graph, "of", lambda graph, by_graph, eager: by_graph())
+        self._set(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
+        self._set(torch.cuda, "current_stream", Mock())
+        self._set(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
     def packed_float32_is_fast(self) -> None:
         """Layers in float32 have a kernel for weights in four bits, as those in bfloat16 have."""

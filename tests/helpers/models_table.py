@@ -22,8 +22,8 @@ type. `hf-selfspec inspect --model MODEL` prints the same for your model, and it
 
 - *drafts*: trees, or lines where a model cannot take a tree's mask.
 - *rows*: the rows of a batch advance at their own pace, or together by the shortest acceptance.
-- *graphs*: nothing in the config rules out compiled graphs, or captured ones on a GPU. Each forward is traced first,
-  and those of OPT, BioGPT, XGLM and DBRX cannot be.
+- *graphs*: nothing in the config rules out captured forwards on a GPU. A capture finds out what the forward does, and
+  those of OPT, BioGPT, XGLM and DBRX cannot be captured.
 - *exact*: `SelfSpec(exact=True)` is possible in bfloat16 with attention by `sdpa`, where the kernels of the machine
   allow it, which the first call tries out.
 - *states*: recurrent states, which are rolled back when a draft is rejected. transformers' own assisted generation

@@ -50,9 +50,9 @@ from hf_selfspec.drafts.layers.partial import PartialDraft
 from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
-from hf_selfspec.model.graphs import graphs as graphs_module
-from hf_selfspec.model.graphs import runner
-from hf_selfspec.model.graphs.runner import GraphRunner
+from hf_selfspec.model.graphs import graph_runner, model_graphs
+from hf_selfspec.model.graphs.graph_runner import GraphRunner
+from hf_selfspec.model.graphs.model_graphs import Graph as CapturedForward
 from hf_selfspec.model.kernels import experts
 from hf_selfspec.model.logits import draw
 from hf_selfspec.model.target import Target
@@ -288,7 +288,7 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "streams": nullcontext,  # each call in a thread, whose work is a stream of its own
     "split": _split,
-    "compared": lambda: patch.object(runner, "COMPARISONS", 1 << 30),
+    "compared": lambda: patch.object(graph_runner, "COMPARISONS", 1 << 30),
     "begin": lambda: patch.object(Graph, "capture_begin", _fail),
     "midst": lambda: patch.object(GraphRunner, "_forward", _reading(GraphRunner._forward)),
     "once": lambda: patch.object(GraphRunner, "_forward", _failing_once(GraphRunner._forward)),
@@ -368,7 +368,7 @@ def replayed(
         costs = patch.object(
             controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(False, rows, True)
         )
-        taken = patch.object(graphs_module.FasterWay, "faster_of", lambda graph, count, by_graph, eager: by_graph())
+        taken = patch.object(CapturedForward, "of", lambda graph, by_graph, eager: by_graph())
         grouped = patch.object(experts, "has_grouped_kernel", lambda weight: True)  # as of bfloat16, which is not exact
         for context in (pretended(), FAILURES[failure](), costs, taken, grouped):
             stack.enter_context(context)
@@ -399,7 +399,7 @@ def replayed(
         "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
         "replays": replays / forwards,
         "launches": (counts.launches.total() - replays) / rounds,
-        "graphs": sum(graphs.count for graphs in graphs_module._of_models.get(model, [])),
+        "graphs": 0 if (graphs := model_graphs._of_models.get(model)) is None else graphs.count,
         "warnings": [str(warning.message) for warning in told],
     }
 

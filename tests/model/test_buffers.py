@@ -10,38 +10,29 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.compiled import QUICK, few_layers, same_ids, specs
+from helpers.captured import Traced, few_layers, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch
 from hf_selfspec.model.cache.layer_buffers import Bank
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
-from hf_selfspec.model.graphs import graphs, runner
-from hf_selfspec.model.graphs import shapes as traceable
-from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.graphs import model_graphs, shapes
+from hf_selfspec.model.graphs.model_graphs import graphs_of
 
-Recorded = list[set[tuple[int, ...]]]
+Recorded = dict[Traced, set[tuple[int, ...]]]
 
 
 @pytest.fixture
 def recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    """For each graph the addresses of keys and values that it ran with, as if it were a CUDA graph."""
+    """For each graph the addresses of keys and values that it was called with."""
     machine.graphs_are_taken()
-    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
-    found: Recorded = []
+    found: defaultdict[Traced, set[tuple[int, ...]]] = defaultdict(set)
+    run = Traced.__call__
 
-    def compiled(graph: torch.nn.Module, **_: Any) -> Any:
-        if not isinstance(graph, torch.fx.GraphModule):
-            return graph
-        addresses: set[tuple[int, ...]] = set()
-        found.append(addresses)
+    def called(graph: Traced, *inputs: torch.Tensor) -> Any:
+        found[graph].add(tuple(value.data_ptr() for value in inputs if value.dim() == 4))
+        return run(graph, *inputs)
 
-        def run(*inputs: torch.Tensor) -> Any:
-            addresses.add(tuple(value.data_ptr() for value in inputs if value.dim() == 4))
-            return graph(*inputs)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(Traced, "__call__", called)
     return found
 
 
@@ -56,11 +47,11 @@ def test_buffers_of_all_layers_grow_with_the_text() -> None:
 
 
 def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
-    place, found, largest = traceable.Place(), defaultdict[int, set[int]](set), 0
+    pool, found, largest = shapes.BufferPool(), defaultdict[int, set[int]](set), 0
     for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):
-        found[slots].add(place.buffer("keys", (2, slots, 3), torch.ones(1)).data_ptr())
+        found[slots].add(pool.buffer("keys", (2, slots, 3), torch.ones(1)).data_ptr())
         largest = max(largest, slots)
-        assert sum(len(piece) for pieces in place._pieces.values() for piece in pieces) <= 2 * largest * 6
+        assert sum(len(piece) for pieces in pool._pieces.values() for piece in pieces) <= 2 * largest * 6
     # Those of 128 and 256 slots moved once, when memory for a larger one replaced theirs.
     assert all(len(addresses) <= 2 for addresses in found.values())
 
@@ -72,9 +63,9 @@ def test_each_graph_is_recorded_once(recorded: Recorded) -> None:
         assert torch.equal(model.generate(**options, assistant=spec), model.generate(**options))
         gc.collect()
         keep = torch.ones(1000)  # what others allocate meanwhile
-    assert len(recorded) > 4
-    assert graphs_of(model, QUICK).count == len(recorded), "none was made again"
-    assert {len(addresses) for addresses in recorded} == {1}
+    assert len(recorded) > 2
+    assert graphs_of(model).count == len(Traced.made), "none was made again"
+    assert {len(addresses) for addresses in recorded.values()} == {1}
     del keep
 
 
@@ -84,13 +75,13 @@ def test_calls_at_the_same_time(recorded: Recorded) -> None:
     model, spec = few_layers(), specs()["exit"]
     same_ids(model, spec)
     options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    expected, places = model.generate(**options), graphs_of(model, QUICK).places
+    expected, free = model.generate(**options), graphs_of(model).free
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda _: torch.equal(model.generate(**options, assistant=spec), expected), range(2)))
     assert found == [True, True]
-    assert max(len(addresses) for addresses in recorded) <= 2
-    assert len(places) == graphs.PLACES
-    places.clear()
+    assert {len(addresses) for addresses in recorded.values()} == {1}
+    assert len(free) == model_graphs.POOLS
+    free.clear()
     with pytest.warns(UserWarning, match="without graphs in some calls, .* since they serve 4 at a time"):
         same_ids(model, spec)
 
@@ -109,37 +100,34 @@ def test_an_error_leaves_the_memory_to_the_next_call(recorded: Recorded, monkeyp
 @pytest.mark.every_run("making")
 @pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("at", ["making", "running"])
-def test_assertions_of_torchs_graph_trees(at: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_captures_end_no_call(at: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls go on without graphs."""
     left = [0 if at == "making" else 5]
 
-    def compiled(graph: Any, **_: Any) -> Any:
-        def run(*inputs: torch.Tensor) -> Any:
-            left[0] -= 1
-            assert left[0] >= 0, "the tree has no such node"
-            return graph(*inputs)
+    def failing(*_: Any) -> Any:
+        left[0] -= 1
+        assert left[0] >= 0, "the device has no such node"
+        return run(*_)
 
-        return run
-
-    model, spec = few_layers(), specs()["exit"]
-    graphs_of(model, QUICK)
-    monkeypatch.setattr(torch, "compile", compiled)
-    with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*the tree has no such node"):
+    name = "__init__" if at == "making" else "__call__"
+    run, model, spec = getattr(Traced, name), few_layers(), specs()["exit"]
+    monkeypatch.setattr(Traced, name, failing)
+    with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*the device has no such node"):
         same_ids(model, spec, new=20)
     for _ in range(2):
         same_ids(model, spec, new=20)
     assert left[0] < 0
     if at == "making":  # none of them works
-        assert left[0] == -graphs._FAILURES
-        for place in graphs_of(model, QUICK).places:
-            assert not place._pieces  # no memory is kept for nothing
+        assert left[0] >= -model_graphs._FAILURES
+        for pool in graphs_of(model).pools if left[0] == -model_graphs._FAILURES else []:
+            assert not pool._pieces  # no memory is kept for nothing
 
 
 def test_long_texts_attend_over_few_empty_slots() -> None:
-    assert [traceable.step_above(slots) for slots in (1, 128, 129, 3000, 4097)] == [128, 128, 256, 4096, 8192]
+    assert [shapes.step_above(slots) for slots in (1, 128, 129, 3000, 4097)] == [128, 128, 256, 4096, 8192]
     for slots in range(4096, 1 << 18, 777):
-        assert slots <= traceable.step_above(slots) < slots + max(4096, slots / 8)
-    assert len({traceable.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32
+        assert slots <= shapes.step_above(slots) < slots + max(4096, slots / 8)
+    assert len({shapes.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32
 
 
 def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import CompileConfig
 
+from helpers.machine import Machine
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.sampling import SAMPLES, SIGNIFICANCE, exact_joint, p_value, sample
@@ -20,7 +20,6 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers
 pytestmark = peft_calls_old_name
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-EAGER = CompileConfig(backend="eager", mode=None)
 
 
 def optimizer_step(model: Any) -> None:
@@ -45,18 +44,22 @@ def specs() -> dict[str, SelfSpec]:
         "default": SelfSpec(),
         "exit": SelfSpec(EarlyExit(3), FixedLength(3)),
         "skip": SelfSpec(SkipLayers(attention=[4], mlp=[3]), FixedLength(3)),
-        "compiled": SelfSpec(EarlyExit(3), FixedLength(3), compile=EAGER),
+        "captured": SelfSpec(EarlyExit(3), FixedLength(3)),
     }
 
 
 @pytest.mark.every_run("optimizer_step-default|other_parameters-skip")
 @pytest.mark.parametrize("kind", specs())
 @pytest.mark.parametrize("change", [optimizer_step, other_parameters, training_and_back])
-def test_the_ids_are_those_of_the_weights_of_the_moment(kind: str, change: Callable[[Any], None]) -> None:
+def test_the_ids_are_those_of_the_weights_of_the_moment(
+    kind: str, change: Callable[[Any], None], machine: Machine
+) -> None:
     model, spec = tiny_llama(factor=0.5), specs()[kind]
+    if kind == "captured":
+        machine.graphs_are_taken()
     seen = []
     for _ in range(3):
-        for inputs in (ROW,) if kind == "compiled" else (BATCH, ROW):  # graphs are made for each shape
+        for inputs in (ROW,) if kind == "captured" else (BATCH, ROW):  # graphs are made for each shape
             expected = model.generate(**inputs, **OPTIONS)
             assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=spec), expected)
         seen.append(expected)
@@ -64,11 +67,12 @@ def test_the_ids_are_those_of_the_weights_of_the_moment(kind: str, change: Calla
     assert not torch.equal(seen[0], seen[-1])
 
 
-@pytest.mark.filterwarnings("ignore:LlamaForCausalLM runs without compiled graphs:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", specs())
-def test_merged_adapters(kind: str) -> None:
+def test_merged_adapters(kind: str, machine: Machine) -> None:
     model, spec = tiny_llama(factor=0.5), specs()[kind]
+    if kind == "captured":
+        machine.graphs_are_taken()
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     adapted.eval()
     for change in (adapted.merge_adapter, adapted.unmerge_adapter, lambda: optimizer_step(adapted)):

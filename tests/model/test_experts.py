@@ -8,17 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.graphs.model_graphs import graphs_of
 from hf_selfspec.model.graphs.shapes import capturing
 from hf_selfspec.model.kernels import experts
 
-QUICK = CompileConfig(backend="eager", mode="default")
 EXPERTS, CHOSEN = 16, 2
 Calls = list[tuple[str, int]]  # functions, and for how many tokens each was called
 
@@ -135,15 +134,12 @@ def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.M
 
 
 @pytest.mark.machine("graphs_are_taken")
-def test_graphs_gather_weights_for_few_tokens(
-    moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: Calls) -> None:
     """Other forwards have none, and the graphs of few tokens stay."""
-    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)  # run as they were traced
-    spec = SelfSpec(EarlyExit(1), FixedLength(10), compile=QUICK)
+    spec = SelfSpec(EarlyExit(1), FixedLength(10))
     for _ in range(2):
         same_ids(moe, spec)
-    known = graphs_of(moe, QUICK)
+    known = graphs_of(moe)
     assert known.count
     assert not known.refused
     assert {tokens for name, tokens in calls if name == "batched_mm"} == {1}

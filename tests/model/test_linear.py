@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain_linear
 
-from helpers.models import tiny_llama
+from helpers.calls import check_lossless
+from helpers.models import ROW, tiny_llama
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.forward_pass import ForwardPass, obeying
@@ -19,6 +21,7 @@ from hf_selfspec.model.kernels.linear import (
     LinearAutotuner,
     Way,
     few_token_forwards,
+    few_token_linears,
     is_served,
 )
 from hf_selfspec.model.target import Target
@@ -44,7 +47,7 @@ class FakeMachine:
         return multiply
 
     def choice(self, count: int, weight: torch.Tensor) -> str:
-        return self.fastest.choice(count, weight, [weight]).way.__name__
+        return self.fastest.way(count, weight, [weight]).__name__
 
 
 @pytest.fixture
@@ -172,8 +175,8 @@ def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.Monk
     own.load_state_dict(plain.state_dict())
     [(module, forward)] = few_token_forwards(torch.nn.Sequential(plain, torch.nn.ReLU()).modules(), lambda: True)
     assert module is plain
-    input, served, choice = torch.randn(shape), [], linear._fastest.choice
-    monkeypatch.setattr(linear._fastest, "choice", lambda *args: served.append(1) or choice(*args))
+    input, served, way = torch.randn(shape), [], linear._fastest.way
+    monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
     for layer in (forward, own):
         served.clear()
         with torch.no_grad():
@@ -193,22 +196,26 @@ def test_compiled_layers_of_our_own_are_one_graph() -> None:
         assert torch.equal(compiled(x), plain_linear(x, layer.weight, layer.bias))
 
 
-@pytest.mark.every_run("for one")
-@pytest.mark.parametrize("then", ["for one", "for many"])
-def test_a_choice_that_was_made_under_load_is_mended(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By looks again that cost little, and ever less; what was right stays whatever disturbs these."""
-    load = {"for one": 9.0 if then == "for one" else 1.0, "for many": 1.0 if then == "for one" else 9.0}
-    machine = FakeMachine({"for one": lambda n: load["for one"] * 3.0, "for many": lambda n: load["for many"] * 4.0})
+def wrapped(model: torch.nn.Module) -> list[torch.Size]:
+    """The shapes of the linear layers that do not run by their own forward in a call."""
+    with few_token_linears(model, lambda: True):
+        layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        return [layer.weight.shape for layer in layers if "forward" in vars(layer)]
+
+
+@pytest.mark.parametrize("slower", ["blas", "other"])
+def test_layers_that_blas_serves_best_are_left_alone(slower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on, but for one of each shape, which chooses for further numbers of tokens."""
+    machine = FakeMachine({"blas": lambda n: 2.0, "other": lambda n: 1.0 if n > 4 or slower == "blas" else 3.0})
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
     monkeypatch.setattr(linear, "_fastest", machine.fastest)
-    layer, x, chosen = torch.nn.Linear(256, 256), torch.randn(1, 256), list[str]()
-    for _ in range(4):  # each has forwards of its own
-        [(_, forward)] = few_token_forwards([layer], lambda: True)
-        for _ in range(3000):
-            with torch.no_grad():
-                forward(x)
-        chosen.append(machine.fastest.way_for(1, layer.weight).__name__)
-        load |= {"for one": 1.0, "for many": 1.0} if then == "for one" else {"for one": 9.0, "for many": 1.0}
-    assert chosen[0] == ("for many" if then == "for one" else "for one")
-    assert chosen[-1] == "for one"
-    looks = (len(machine.runs) - 4 * 3000) / (3 * 2)
-    assert 3 <= looks <= 6
+    monkeypatch.setattr(linear, "blas", machine.ways[0])
+    model = tiny_llama(layers=3, factor=0.5)
+    all_layers = wrapped(model)
+    assert len(all_layers) == 3 * 7 + 1
+    for drafted in (1, 3):
+        check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(drafted)), 12, [ROW])
+    assert max(machine.fastest.chosen(model.lm_head.weight)) == 4
+    assert sorted(wrapped(model)) == sorted(all_layers if slower == "blas" else set(all_layers))
+    check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(6)), 20, [ROW])  # verifications of 7 tokens
+    assert wrapped(model) == all_layers

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from helpers.architectures import build
 from helpers.calls import PAST, random_skip_set
-from helpers.compiled import QUICK
 from helpers.fitted import mtp_of
 from helpers.machine import Machine
 from helpers.models import ragged_batch
@@ -29,8 +28,7 @@ from hf_selfspec.drafts import MTP
 from hf_selfspec.model.cache import speculative_cache as cache_module
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.cache.window import Window
-from hf_selfspec.model.graphs import runner
-from hf_selfspec.model.graphs.graphs import graphs_of
+from hf_selfspec.model.graphs.model_graphs import graphs_of
 from hf_selfspec.model.transfer import RowNumbers
 
 pytestmark = pytest.mark.machine("verification_is_free")
@@ -92,13 +90,11 @@ def test_in_graphs(
     rows: str, kind: str, tree: TopKTree | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.graphs_are_taken()
-    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
     monkeypatch.setattr(cache_module, "_GRAPH_GRAIN", 8)  # so that windows move
-    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)  # run as they were traced
     model, options = model_of(kind), {"max_new_tokens": 60 - max(ROWS[rows])}
-    spec = SelfSpec(EarlyExit(2), THREE, tree, compile=QUICK)
+    spec = SelfSpec(EarlyExit(2), THREE, tree)
     assert torch.equal(ids(model, rows, spec, **options), ids(model, rows, None, **options))
-    assert graphs_of(model, QUICK).count > 2
+    assert graphs_of(model).count > 2
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def test_presets_by_name(name: str) -> None:
             "SelfSpec(draft=SkipLayers(attention=[1, 2], mlp=(3,)), tree=TopKTree(((0.5, 2), (1.0, 1))), max_draft=7)",
             SelfSpec(SkipLayers((1, 2), (3,)), None, TopKTree(((0.5, 2), (1.0, 1))), 7),
         ),
-        ("SelfSpec(Cascade([Lookup(0)]), compile=False)", SelfSpec(Cascade([Lookup(0)]), compile=False)),
+        ("SelfSpec(Cascade([Lookup(0)]), graphs=False)", SelfSpec(Cascade([Lookup(0)]), graphs=False)),
     ],
 )
 def test_expressions(text: str, spec: SelfSpec) -> None:

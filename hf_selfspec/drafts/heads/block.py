@@ -85,7 +85,7 @@ class BlockDraft(StatesDraft):
         super().__init__(session, head.read_layers(target.model))
         self._block = head
         self._cache = SpeculativeCache(len(head.layers), len(self._taken), target.cache.capacity)
-        self._cache.owner, self._cache.has_few_sizes = "block", target.cache.has_few_sizes
+        self._cache.owner = "block"
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
@@ -104,7 +104,7 @@ class BlockDraft(StatesDraft):
 
     def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
         head, slots = self._block.on(states.device, states.dtype), entries.onwards(states.shape[1], states.device)
-        self._cache.place = self.target.cache.place  # known since the prompt
+        self._cache.pool = self.target.cache.pool  # known since the prompt
         self._cache.seek(entries, states.shape[1])
         with torch.no_grad(), within(self.target.autocast):
             head.take_in(states, self._positions(slots.expand(len(states), -1)), self._cache)

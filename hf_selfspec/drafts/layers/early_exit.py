@@ -77,7 +77,7 @@ class EarlyExit(ExitSource[DraftModule]):
         layer: the exit layer ``E``, from 1 to ``L-1``, or ``None`` for the fastest one, found by a probe on the first
             text that each model generates.
         head: a :class:`ReducedHead` with the tokens that can be drafted, or the folder or Hub repository that holds
-            one, see ``fit_reduced_head``; ``None`` for all tokens. Drafts with one run without compiled graphs.
+            one, see ``fit_reduced_head``; ``None`` for all tokens. Drafts with one run without graphs.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -117,7 +117,7 @@ class EarlyExit(ExitSource[DraftModule]):
 class EarlyExitLora(ExitSource[DraftLora]):
     """Drafts with layers ``0 .. E-1`` with LoRA that is off in verification, and the model's own norm and head.
 
-    The model's output is that without LoRA. Drafts run without compiled graphs.
+    The model's output is that without LoRA. Drafts run without graphs.
 
     Args:
         lora: the LoRA, or the folder or Hub repository that holds it, see ``fit_draft_lora``.

@@ -18,11 +18,11 @@ from ..cache.speculative_cache import cache_for
 from ..forward_pass import ForwardPass, obeying
 from ..internals import ACCELERATE_HOOK, ACTIVE_ADAPTER, ADAPTED, attention_implementation
 from ..kernels.experts import decoding_experts
+from ..kernels.fastest_way import FastestWay, device_clock
 from ..module_tools import all_modules, forward_of_others, global_hooks
 from ..plan import LayerPlan
 from ..prompt import cache_name
 from ..target import Target
-from ..transfer import FasterWay, device_clock
 from .exact import MOST_TOKENS, reduced_precision
 
 # Tokens of the text after which results are compared, and of the one after which forwards are timed.
@@ -56,7 +56,7 @@ def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
 
 def price_of(model: PreTrainedModel, anatomy: Anatomy) -> float:
     """The share by which exact results lengthen a forward over a few tokens through one layer of each sort."""
-    plan, ways = _sample_plan(model, anatomy), FasterWay(device_clock(model.device))
+    plan, ways = _sample_plan(model, anatomy), FastestWay(device_clock(model.device))
     length = min(_LONG_TEXT, anatomy.position_limit - _TIMED if anatomy.position_limit else _LONG_TEXT)
     with _begun(model, anatomy, length) as (target, _, new):
 
@@ -65,8 +65,8 @@ def price_of(model: PreTrainedModel, anatomy: Anatomy) -> float:
             target.step(new[:, :_TIMED], [length], ForwardPass(plan, stop=plan.num_layers))
 
         for _ in range(_TURNS):
-            ways.results(_TIMED, partial(step, True), partial(step, False))
-    exact, usual = ways.seconds[_TIMED]
+            ways.results(partial(step, True), partial(step, False))
+    exact, usual = ways.seconds
     return min(exact[1:]) / min(usual[1:]) - 1.0
 
 

@@ -34,11 +34,11 @@ class Bank:
         """Makes buffers for states like these ``[b, k, any, h]``."""
         self._views, self._opened = [], None
         b, k, _, h = like.shape
-        shape, place = (len(self.numbers), b, k, self.extent.capacity, h), self._cache.place
-        if place is None:
+        shape, pool = (len(self.numbers), b, k, self.extent.capacity, h), self._cache.pool
+        if pool is None:
             self._keep((like.new_empty if self.bases is None else like.new_zeros)(shape))
         else:
-            self._keep(place.buffer((self._cache.owner, self.name, *self.numbers), shape, like))
+            self._keep(pool.buffer((self._cache.owner, self.name, *self.numbers), shape, like))
 
     def _keep(self, buffer: torch.Tensor) -> None:
         self._buffer, self._opened = buffer, None
@@ -94,7 +94,7 @@ class Bank:
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
         self.grow()
-        if end > self.filled and self._cache.place is None:  # those of a place begin with zeros
+        if end > self.filled and self._cache.pool is None:  # those of a pool begin with zeros
             self._buffer[:, :, :, self.filled : end] = 0
             self.filled = min(end, self._buffer.shape[3])
 
@@ -104,7 +104,7 @@ class Bank:
         has_moved, length = self.bases != bases, self._buffer.shape[3]
         if bases is not None and self.bases is not None and has_moved:
             before = _shifted(before, bases.minus(self.bases), length)
-        if has_moved or (length < wanted and self._cache.place is not None):
+        if has_moved or (length < wanted and self._cache.pool is not None):
             before = before.clone()  # it may lie in the same memory
         if length < wanted or (length > wanted and bases is not None):
             self._allocate(before[0])

@@ -78,7 +78,6 @@ class SpeculativeLayer(CacheLayerMixin):
         if (slots := self.extent.fixed_slots) is not None:
             assert self.buffers_of_graphs is not None
             for buffer, states in zip(self.buffers_of_graphs, (key_states, value_states), strict=True):
-                # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
                 buffer[self._cache.fixed_rows, :, slots] = states.transpose(1, 2)
             return self.buffers_of_graphs
         keys, values = self.banks["keys"], self.banks["values"]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from ..anatomy import Anatomy
-from ..graphs.shapes import SIZES, Place, step_above
+from ..graphs.shapes import BufferPool, step_above
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, Uploads, upload
 from .layer_buffers import Bank
@@ -49,9 +49,8 @@ class SpeculativeCache(Cache, Extent):
         self.window = window  # what is kept in layers that see the last tokens alone
         self.capacity = self._text_slots = capacity
         self.write_at([0] * batch_size)
-        self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
-        self.place: Place | None = None  # where the buffers are, where that matters
-        self.owner = ""  # whose they are, where caches share a place
+        self.pool: BufferPool | None = None  # where the buffers are, where graphs look for them
+        self.owner = ""  # whose they are, where caches share a pool
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
         self._buffers: tuple[Hashable, list[torch.Tensor]] = None, []  # of all layers, and what they depend on
@@ -60,6 +59,11 @@ class SpeculativeCache(Cache, Extent):
         # Whether code runs beside the model that the tests do not have: it gets all rows, but no keys and values.
         self.has_unknown_readers = False
         self.was_given = False  # whether a cache of the user's lacks what is here
+
+    @property
+    def has_few_sizes(self) -> bool:
+        """Whether only few capacities are used, and so only few shapes of forwards."""
+        return self.pool is not None
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -87,8 +91,6 @@ class SpeculativeCache(Cache, Extent):
 
     def reserve(self, slots: int) -> None:
         """Reserves at least ``slots`` slots after the longest text that the initial capacity was for."""
-        if self.has_few_sizes:
-            slots = max(slots, SIZES[-1])  # graphs pad tokens
         self.capacity = max(self.capacity, self._text_slots + slots)
 
     def seek(
@@ -151,7 +153,7 @@ class SpeculativeCache(Cache, Extent):
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
-        key = self.capacity, len(self.cursors), len(self._banks), self.place
+        key = self.capacity, len(self.cursors), len(self._banks), self.pool
         if self.window is not None or self._buffers[0] != key:
             for bank in self._banks:
                 bank.fill(self.capacity)

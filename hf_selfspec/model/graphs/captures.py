@@ -27,11 +27,11 @@ drawing = new_lock()
 _taken = set[int]()
 
 
-class Shared:
+class CapturePool:
     """What captured forwards of a model share: memory, which each of them overwrites, so that one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pool, self.lock = torch.cuda.graph_pool_handle(), new_lock()
+        self.handle, self.lock = torch.cuda.graph_pool_handle(), new_lock()
         self.captures = torch.cuda.Stream(device, priority=-1)  # which others hardly use
         if self.captures.cuda_stream in _taken:
             torch._C._cuda_clearCublasWorkspaces()  # of other graphs, which keep the memory itself
@@ -51,13 +51,13 @@ class Shared:
 class Captured:
     """The kernels of a forward, which read its inputs from memory of their own, and all of which one launch runs."""
 
-    def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, shared: Shared) -> None:
-        self._shared, self._device, self._graph = shared, inputs[0].device, torch.cuda.CUDAGraph()
-        with shared.alone(self._device), capturing.during(True):
+    def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, pool: CapturePool) -> None:
+        self._pool, self._device, self._graph = pool, inputs[0].device, torch.cuda.CUDAGraph()
+        with pool.alone(self._device), capturing.during(True):
             for _ in range(_WARM_UPS):
                 function(*inputs)
             torch.cuda.empty_cache()  # which is not done while something is captured
-            with torch.cuda.stream(shared.captures):
+            with torch.cuda.stream(pool.captures):
                 self._begin()
                 try:
                     self._inputs = [torch.empty_like(value) for value in inputs[: len(inputs) - fixed]]
@@ -76,12 +76,12 @@ class Captured:
         with drawing:
             device.graphsafe_set_state(own)
             try:
-                self._graph.capture_begin(self._shared.pool, capture_error_mode="thread_local")
+                self._graph.capture_begin(self._pool.handle, capture_error_mode="thread_local")
             finally:
                 device.graphsafe_set_state(usual)
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        with self._shared.alone(self._device):
+        with self._pool.alone(self._device):
             for memory, value in zip(self._inputs, inputs, strict=False):
                 memory.copy_(value)
             self._graph.replay()

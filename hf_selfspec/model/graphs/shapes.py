@@ -11,15 +11,14 @@ from ..patching import PerThread
 
 # Sizes of forwards in tokens; other numbers are padded to the next size.
 SIZES = (1, 2, 4, 8, 16, 32)
+# Of these there are few where further tokens cost next to nothing: each is a capture, and forwards before it.
+_FEW = (1, 8, 32)
 # Capacities are powers of two up to 4,096 slots, then multiples of that, and above 65,536 an eighth more at each step.
 # Attention over 4,096 empty slots reads 0.5 GiB for nothing in an 8B model (32 layers, 8 heads of 128, bfloat16;
 # computed).
 _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 
-# Of these there are few where further tokens cost next to nothing: each is a capture, and forwards before it.
-_FEW = (1, 8, 32)
-tracing = PerThread[bool]()  # whether this thread runs a forward to trace it, with tensors that have no values
-capturing = PerThread[bool]()  # whether it runs one to capture its kernels
+capturing = PerThread[bool]()  # whether this thread runs a forward to capture its kernels
 
 
 class NoGraphError(RuntimeError):
@@ -27,7 +26,7 @@ class NoGraphError(RuntimeError):
 
 
 class ChangingNumber:
-    """A number that a graph must not hold: whatever is computed with it ends the trace."""
+    """A number that a graph must not hold: whatever is computed with it ends the capture."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError("the forward computes with the number of tokens in the cache")
@@ -52,12 +51,13 @@ def step_above(slots: int) -> int:
     return max(_FEWEST_SLOTS, power) if power <= _STEP else -(-slots // step) * step
 
 
-class Place:
-    """The memory of one generation at a time: buffers of one name and shape have the same address, for CUDA graphs."""
+class BufferPool:
+    """Memory for one generation at a time, in which buffers of one name and shape have the same address each time, and
+    the graphs that were captured with these addresses."""
 
     def __init__(self) -> None:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
-        self.version = 0  # of the addresses of earlier buffers
+        self.graphs: dict[Hashable, Any] = {}
         self._left: Any = None  # the moment at which the last generation's work there is done
 
     @property
@@ -65,7 +65,7 @@ class Place:
         return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
 
     def take(self, device: torch.device) -> None:
-        """Lets this thread's work on a GPU begin after the last generation's, which may be that of another stream."""
+        """Lets this thread's work begin after the last generation's, which may be that of another stream."""
         if self._left is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(self._left)
@@ -74,7 +74,12 @@ class Place:
 
     def leave(self, device: torch.device) -> None:
         """Ends a generation."""
-        self._left = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._left = torch.cuda.current_stream(device).record_event()
+
+    def clear(self) -> None:
+        """Frees the memory."""
+        self._pieces.clear()
+        self.graphs.clear()
 
     def buffer(self, name: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Returns a buffer of zeros, of which the generation uses only the last one of a name."""
@@ -83,7 +88,7 @@ class Place:
         if piece is None:
             while sum(map(len, pieces)) > size:
                 del pieces[0]
-                self.version += 1
+                self.graphs.clear()
             with torch.inference_mode(False):  # other calls could not write to an inference tensor
                 piece = torch.empty(size, dtype=like.dtype, device=like.device)
             pieces.append(piece)

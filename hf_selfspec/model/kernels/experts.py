@@ -15,10 +15,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from ..graphs.shapes import NoGraphError, capturing, tracing
+from ..graphs.shapes import NoGraphError, capturing
 from ..internals import EXPERTS, experts_implementation
 from ..patching import InstanceForwards, PerThread, shared_change
-from ..transfer import FasterWay, device_clock
+from .fastest_way import FastestWay, device_clock
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)
@@ -47,8 +47,8 @@ def experts_by_size(forwards: InstanceForwards, model: PreTrainedModel) -> None:
             forwards.put(config.__dict__, EXPERTS, _BY_SIZE)
 
 
-# Which of the two is faster, ``grouped_mm`` first, for experts of the same shape on a device.
-_ways: dict[Hashable, FasterWay] = {}
+# Which of the two is faster, ``grouped_mm`` first, for experts of the same shape on a device and numbers of tokens.
+_ways: dict[Hashable, dict[int, FastestWay]] = {}
 
 
 def _by_size(
@@ -61,17 +61,18 @@ def _by_size(
     weights = list(experts.parameters())
     has_kernel = has_grouped_kernel(weights[0])
     if chosen.numel() >= experts.num_experts:
-        if tracing.now or (capturing.now and not has_kernel):
+        if capturing.now and not has_kernel:
             raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
         return grouped()
-    if tracing.now or _is_exact.now or not has_kernel:
+    if _is_exact.now or not has_kernel:
         return batched()
     count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in weights)
-    way = _ways.setdefault((shapes, chosen.shape[1], states.device), FasterWay(device_clock(states.device)))
+    ways = _ways.setdefault((shapes, chosen.shape[1], states.device), {})
     if capturing.now:  # after forwards over fewer tokens, to which others are padded there, were timed
-        nearest = min(list(way.is_faster), key=lambda timed: abs(timed - count), default=None)
-        return grouped() if nearest is not None and way.is_faster[nearest] else batched()
-    return way.faster_of(count, grouped, batched)
+        timed = [other for other, way in list(ways.items()) if way.chosen is not None]
+        nearest = min(timed, key=lambda other: abs(other - count), default=None)
+        return batched() if nearest is None or ways[nearest].chosen else grouped()
+    return ways.setdefault(count, FastestWay(device_clock(states.device))).of(grouped, batched)
 
 
 def has_grouped_kernel(weight: torch.Tensor) -> bool:

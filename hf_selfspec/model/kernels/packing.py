@@ -284,4 +284,4 @@ def _check_room(model: PreTrainedModel, wanted: Wanted) -> None:
             f"drafts with packed weights take {what} but {device} has {free / 2**20:,.0f} MiB left. Free memory, or "
             "draft with fewer layers."
         )
-    _logger.warning(f"{type(model).__name__}: packing {len(wanted)} layers for drafts takes {what} once.")
+    _logger.info(f"{type(model).__name__}: packing {len(wanted)} layers for drafts takes {what} once.")

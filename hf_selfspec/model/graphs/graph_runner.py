@@ -1,4 +1,9 @@
-"""Forwards over a few tokens by graphs: from round to round only the values of tensors change."""
+"""Forwards over a few tokens by graphs: from round to round only the values of tensors change.
+
+Our own forward runs with the rows' cursors as a tensor, keys and values written by index into buffers of fixed
+capacity, and masks over the whole capacity; plans and hooks of a forward are constants of its graph, whose kernels a
+GPU then runs with one launch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...errors import warn_once
 from ..anatomy import Anatomy
@@ -26,9 +31,11 @@ from ..patching import autocast_on
 from ..target import Target
 from ..transfer import read
 from .captures import Run
-from .graphs import COMPARISONS, PLACES, Graph, Graphs, graphs_of
-from .shapes import NoGraphError, Place, capturing, size_for
+from .model_graphs import COMPARISONS, POOLS, Graph, ModelGraphs, graphs_of
+from .shapes import SIZES, NoGraphError, capturing, size_for
 
+# The devices that have graphs, with the interface of ``torch.cuda``.
+DEVICES = {"cuda"}
 # The rounding of TF32; how many roundings results may be apart, as a share of their length, and how much of it at
 # most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
 _REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-9, 2.0**-3
@@ -46,57 +53,44 @@ class GraphRunner:
     """Runs the forwards of one generation with the graphs of its model."""
 
     target: Target
-    graphs: Graphs
+    graphs: ModelGraphs
     compares: bool  # whether each call compares results: unknown code may compute with numbers that change
     _compared_here: set[Graph] = field(default_factory=set)
 
     @classmethod
-    def install(cls, target: Target, config: CompileConfig | None, compares: bool = False) -> None:
-        """Makes forwards of a generation over a few tokens graphs, if they can be; where they cannot and were asked for
-        (a ``config``), that warns."""
-        why = why_no_graphs(target.model, target.anatomy)
-        if not target.takes_any_rows or target.following.offsets is not None:
-            why = why or "its prompts have padding, images or other inputs that forwards need"
-        if why:
-            if config is not None:
-                warn_once(
-                    f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the "
-                    "same."
-                )
+    def install(cls, target: Target, device: torch.device, compares: bool) -> None:
+        """Makes forwards of a generation over a few tokens of ``device`` graphs, if they can be."""
+        model, is_text = target.model, target.takes_any_rows and target.following.offsets is None
+        if {device.type, model.device.type} != DEVICES or not is_text or why_no_graphs(model, target.anatomy):
             return
-        graphs = graphs_of(target.model, config)
-        if not graphs.refused:
-            target.graphs, target.cache.has_few_sizes = cls(target, graphs, compares), True
-            if config is not None:
-                target.cache.shapes = ()  # a compiler takes no buffers that share memory
+        if not (graphs := graphs_of(model)).refused:
+            target.graphs = cls(target, graphs, compares)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
-        graphs, cache, place = self.graphs, self.target.cache, None
-        if _needs_addresses(self.target.model.device):
-            try:
-                place = cache.place = graphs.places.pop()
-                place.take(self.target.model.device)
-            except IndexError:
-                self.target.graphs = None
-                warn_once(
-                    f"{graphs.whose} runs without graphs in some calls, which takes several times as long, since they "
-                    f"serve {PLACES} at a time. The output is the same."
-                )
+        """Keeps this generation's keys and values where graphs look for them."""
+        graphs, cache, device = self.graphs, self.target.cache, self.target.model.device
         try:
+            pool = graphs.free.pop()
+        except IndexError:
+            self.target.graphs = None
+            warn_once(
+                f"{graphs.whose} runs without graphs in some calls, which takes several times as long, since they "
+                f"serve {POOLS} at a time. The output is the same."
+            )
+            yield
+            return
+        try:
+            pool.take(device)
+            cache.pool = pool
+            cache.reserve(SIZES[-1])  # tokens are padded
             yield
         finally:
-            graphs.report()
-            if place is not None:
-                device = self.target.model.device
-                limit = _KEPT * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
-                kept = sum(other.bytes for other in (place, *graphs.places))
-                if graphs.refused or (graphs.config is None and kept > limit):  # captures are quick
-                    graphs.forget(lambda key: key[0] is place)
-                    cache.place, place = None, Place()
-                place.leave(device)
-                graphs.places.append(place)
+            kept = sum(other.bytes for other in (pool, *graphs.free))
+            if graphs.are_slower() or kept > _KEPT * torch.cuda.mem_get_info(device)[1]:
+                pool.clear()
+            pool.leave(device)
+            graphs.free.append(pool)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
@@ -106,16 +100,16 @@ class GraphRunner:
         is_changed = run.calls_functions or (substitutes is not None and not substitutes.is_lasting)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = None if is_changed or is_part else size_for(s, self.graphs.cheap_tokens // b)
-        if size is None or self.graphs.are_left_out():
+        if size is None or self.graphs.refused:
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)
         inputs = [
             _filled(tokens, size),
-            _plain(feed.starts.on(device).expand(b, 1)),
-            _plain(feed.last.on(device).expand(b, 1)),
+            feed.starts.on(device).expand(b, 1),
+            feed.last.on(device).expand(b, 1),
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
-            *([] if window is None else [_plain(window.bases.on(device).expand(b, 1))]),
+            *([] if window is None else [window.bases.on(device).expand(b, 1)]),
         ]
         # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
         parts = (is_whole, run.plan, run.start, run.stop, run.capture, run.chooses, window and window.capacity)
@@ -135,9 +129,8 @@ class GraphRunner:
             run.captured = run.exit_state = None  # perhaps those of a comparison
             return target.run_eagerly(feed, run), run.captured, run.exit_state, None
 
-        # On a GPU both ways are bound by launches and weights, whose number does not depend on that of tokens.
-        count, forward = size if tokens.is_cuda else s, partial(self._forward, run, nodes is not None)
-        outcome = self._outcome(parts, count, forward, inputs, target.cache, name, unpadded, eager)
+        forward = partial(self._forward, run, nodes is not None)
+        outcome = self._outcome(parts, forward, inputs, target.cache, name, unpadded, eager)
         logits, run.captured, run.exit_state, run.best = outcome
         return logits
 
@@ -146,15 +139,13 @@ class GraphRunner:
     ) -> Sequence[torch.Tensor]:
         """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
         these and its buffers, unless ``eager`` over the inputs is faster."""
-        is_here = cache.place is not None and cache.place is self.target.cache.place
-        if not is_here or self.graphs.config is not None or self.graphs.are_left_out():
+        if self.graphs.refused or cache.pool is not self.target.cache.pool:
             return eager(*inputs)
-        return self._outcome((head,), 0, forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
+        return self._outcome((head,), forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
 
     def _outcome(
         self,
         parts: tuple[Hashable, ...],
-        count: int,
         forward: Run,
         inputs: Sequence[torch.Tensor],
         cache: SpeculativeCache,
@@ -163,56 +154,52 @@ class GraphRunner:
         eager: Callable[[], Outcome],
     ) -> Outcome:
         """The results, ``unpadded``, of the graph of ``forward`` over ``inputs`` and the buffers of ``cache``, which
-        depends on ``parts``, or those of the model's own code; see :meth:`FasterWay.faster_of`."""
-        place, buffers, device = cache.place, cache.buffers(), inputs[0].device
-        shaped, version, addresses = [*inputs, *buffers], None, None
-        if place is not None:
-            shaped, version, addresses = [*inputs], place.version, cache.addresses()
-            self.graphs.forget(lambda key: key[0] is place and key[1] != version)
-        modes = (_modes(device), self.target.autocast, cache.capacity, device, len(buffers))
-        shapes = ((tensor.shape, tensor.dtype) for tensor in shaped)
-        key: Hashable = (place, version, addresses, *parts, *modes, *shapes)
+        depends on ``parts``, or those of the model's own code; see :meth:`FastestWay.of`."""
+        pool, buffers, device = cache.pool, cache.buffers(), inputs[0].device
+        assert pool is not None
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        modes = _modes(device), self.target.autocast, device
+        key: Hashable = (*parts, *modes, shapes, cache.capacity, len(buffers), cache.addresses())
         begun = perf_counter()
-        graph = self.graphs.find(key, forward, [*inputs, *buffers], name, len(buffers))
+        graph = self.graphs.find(key, pool, forward, [*inputs, *buffers], name, len(buffers))
         self.target.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
-            is_awaited = self.graphs.are_awaited(key) if graph is None else graph.is_faster.get(count, True)
-            self.target.unsettled += is_awaited
+            self.target.unsettled += self.graphs.are_awaited(key) if graph is None else not graph.chosen
             return eager()
 
-        if graph is None:
+        if graph is None or graph.run is None:
             return by_code()
 
         run = graph.run
-        ways = lambda: unpadded(run(*inputs, *buffers)), by_code, lambda: unpadded(forward(*inputs, *buffers))
+        ways = lambda: unpadded(run(*inputs, *buffers)), by_code
         try:
-            is_new = graph.compared < COMPARISONS and (self.compares or self.target.model.device.type == "cuda")
-            if is_new or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, count, *ways)
-            return graph.faster_of(count, *ways[:2])
+            if graph.compared < COMPARISONS or (self.compares and graph not in self._compared_here):
+                return self._compared(graph, ways, lambda: unpadded(forward(*inputs, *buffers)))
+            return graph.of(*ways)
         except Exception as error:  # of a device, else the model's own code raises it again
-            self.graphs.failed(error, key)
+            self.graphs.failed(error, graph)
             return by_code()
 
-    def _compared(self, graph: Graph, count: int, *ways: Callable[[], Outcome]) -> Outcome:
-        """The outcome of the model's own code, the second of three ``ways``; raises an error where that of the graph,
-        the first, is further from that of the same forward without it, the last (mostly it is the same bit for bit),
-        than this from the own code's, or where this is more than rounding. So only near ties choose other tokens."""
-        by_graph, by_code, filled = ways
+    def _compared(
+        self, graph: Graph, ways: tuple[Callable[[], Outcome], Callable[[], Outcome]], filled: Callable[[], Outcome]
+    ) -> Outcome:
+        """The outcome of the model's own code; raises an error where that of the graph is further from that of the
+        same forward without it, ``filled`` (mostly it is the same bit for bit), than this from the own code's, or
+        where this is more than rounding. So only near ties choose other tokens."""
         if graph.compared < 0:
             graph.compared = 0
-            return by_code()
+            return ways[1]()
         self.target.unsettled += 1
         with capturing.during(True):
             of_filled = filled()
-        (of_graph, of_code), excesses = graph.results(count, by_graph, by_code), list[torch.Tensor]()
+        (of_graph, of_code), excesses = graph.results(*ways), list[torch.Tensor]()
         for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
             if replayed is not None and own is not None and expected is not None:
                 dtypes = torch.float32, expected.dtype, *(self.target.autocast or ())[1:]
                 reduced = _REDUCED if reduced_precision(expected.device) else 0.0
                 rounded = _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
-                by_filling, least = _apart(own, expected), min(rounded, _FILLED if self.graphs.config else _REPLAYED)
+                by_filling, least = _apart(own, expected), min(rounded, _REPLAYED)
                 excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / by_filling.clamp(min=least)]
         if isinstance(best := of_graph[-1], Best):
             highest = (scores := of_graph[0].float()).gather(-1, best.tokens[..., None])[..., 0]
@@ -276,28 +263,16 @@ def _apart(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return next(parts).nan_to_num(math.inf) / next(parts).clamp(min=1e-30)
 
 
-def _needs_addresses(device: torch.device) -> bool:
-    """Whether graphs write where they were recorded, as CUDA graphs do."""
-    return device.type != "cpu"
-
-
 def _modes(device: torch.device) -> Hashable:
-    """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
+    """The modes around a call that operations depend on."""
     modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    precisions = tuple(float32_precisions().values())
-    return autocast_on(device), modes, torch.get_num_threads(), torch.get_default_dtype(), precisions
-
-
-def _plain(values: torch.Tensor) -> torch.Tensor:
-    """The values with contiguous strides; a graph would treat other strides as another shape."""
-    return values.contiguous().view(-1).view(values.shape)
+    return autocast_on(device), modes, torch.get_default_dtype(), tuple(float32_precisions().values())
 
 
 def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
     """Pads ``[b, s, ...]`` at the end with zeros to ``[b, size, ...]``."""
-    missing = size - values.shape[1]
-    if not missing:
-        return _plain(values)
+    if not (missing := size - values.shape[1]):
+        return values
     return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1)
 
 

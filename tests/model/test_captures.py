@@ -1,12 +1,12 @@
-"""Compiled forwards: the ids of plain generate, one graph for each shape, and eager forwards where there is none."""
+"""Captured forwards: the ids of plain generate, one graph for each shape, and eager forwards where there is none."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -14,23 +14,21 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import IA3Config, get_peft_model
-from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM
 
 from helpers.architectures import ARCHITECTURES, STATEFUL, build
 from helpers.calls import check_lossless, random_skip_set
-from helpers.compiled import QUICK, THREE, few_layers, same_ids, specs
+from helpers.captured import THREE, Traced, few_layers, same_ids, specs
 from helpers.models import BATCH, ROW, ragged_batch
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
 from helpers.split import attention_with_sums
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError
-from hf_selfspec.generate import decoder
+from hf_selfspec import EarlyExit, SelfSpec
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
-from hf_selfspec.model.graphs import graphs, runner
-from hf_selfspec.model.graphs.graphs import Graphs, graphs_of
-from hf_selfspec.model.graphs.shapes import tracing
+from hf_selfspec.model.graphs import graph_runner, model_graphs
+from hf_selfspec.model.graphs.model_graphs import ModelGraphs, graphs_of
+from hf_selfspec.model.graphs.shapes import BufferPool
 
 pytestmark = [pytest.mark.machine("graphs_are_taken"), pytest.mark.usefixtures("no_warnings_yet")]
 
@@ -40,32 +38,24 @@ INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4")  # and these write keys of th
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Graphs run as they were traced, without a compiler."""
-    found: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.nn.Module, **_: Any) -> torch.nn.Module:
-        if isinstance(graph, torch.fx.GraphModule):
-            found.append(graph)
-        return graph
-
-    monkeypatch.setattr(torch, "compile", keep)
-    return found
+def traced() -> list[Traced]:
+    """The graphs that were made."""
+    return Traced.made
 
 
 @pytest.mark.every_run("gpt_oss")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
-def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
+def test_forwards_of_any_type_are_exact(name: str, traced: list[Traced]) -> None:
     model = build(name)
-    exits, skips = SelfSpec(EarlyExit(2), THREE, compile=QUICK), random_skip_set(name, model)
+    exits, skips = SelfSpec(EarlyExit(2), THREE), random_skip_set(name, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what some models cannot do is said once
-        for spec, prompt in ((exits, BATCH), (SelfSpec(skips, THREE, compile=QUICK), ROW)):
+        for spec, prompt in ((exits, BATCH), (SelfSpec(skips, THREE), ROW)):
             check_lossless(model, spec, 16, [prompt])
-    assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model, QUICK).refused
+    assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model).refused
 
 
-def test_a_hook_that_is_there_for_some_tokens(traced: list[torch.fx.GraphModule]) -> None:
+def test_a_hook_that_is_there_for_some_tokens(traced: list[Traced]) -> None:
     found = []
     for assistant in (None, specs()["exit"]):
         layer = (model := few_layers()).model.layers[0]
@@ -86,70 +76,64 @@ def test_a_hook_that_is_there_for_some_tokens(traced: list[torch.fx.GraphModule]
 @pytest.mark.every_run("exit-batch")
 @pytest.mark.parametrize("sizes", [(3,), (1, 3)], ids=["batch", "both"])
 @pytest.mark.parametrize("kind", specs())
-def test_compiled_forwards_are_exact(kind: str, sizes: tuple[int, ...]) -> None:
-    """No graph breaks, nothing is compiled a second time as texts grow, and each shape has one graph."""
+def test_captured_forwards_are_exact(kind: str, sizes: tuple[int, ...], traced: list[Traced]) -> None:
+    """Nothing is captured a second time as texts grow, and each shape has one graph."""
     model = few_layers(3 if kind == "skips" else 2)
     spec = specs()[kind]
-    counters.clear()
     for rows in sizes * 2:  # what came once, at the end of a text, comes again
         same_ids(model, spec, rows, new=28)
-    known = graphs_of(model, QUICK)
+    known = graphs_of(model)
     assert not known.refused
-    assert not counters["graph_break"]
     made = known.count
-    assert counters["stats"]["unique_graphs"] == made > 1
+    assert len(traced) == made > 1
     for rows in sizes:
         same_ids(model, spec, rows, new=28)
-    assert counters["stats"]["unique_graphs"] == known.count == made
-
-
-@pytest.mark.slow
-def test_inductor() -> None:
-    same_ids(few_layers(), SelfSpec(EarlyExit(1), FixedLength(1), compile=True), new=24)
+    assert len(traced) == known.count == made
 
 
 @pytest.mark.usefixtures("traced")
-def test_graphs_find_what_the_full_model_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off a CPU, where a host would wait for them; not where processors change the scores."""
-    monkeypatch.setattr(decoder, "SLOW_CHOICES", ())
+def test_graphs_find_what_the_full_model_chooses() -> None:
+    """Where a host would wait for them; not where processors change the scores."""
     model, spec = few_layers(), specs()["rule"]
     for _ in range(2):
         same_ids(model, spec, 3)
     same_ids(model, spec, new=12, repetition_penalty=1.2)
 
 
-def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) -> None:
-    """As in transformers, a CPU compiles only where it is told to."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_static_cache_of_a_call_is_served(device: str, traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whatever it says of compiling: its forwards are those of other calls."""
+    if device == "cpu":
+        monkeypatch.setattr(graph_runner, "DEVICES", {"cuda"})
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=AssertionError("nothing is compiled")))
     model, spec = few_layers(), SelfSpec(EarlyExit(1), THREE)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     ids = ragged_batch((9,))["input_ids"]
     expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, **options, cache_implementation="static", assistant=spec), expected)
-    assert not traced
     config = CompileConfig(mode="default")
     config._compile_all_devices = True
-    options |= {"cache_implementation": "static", "compile_config": config}
-    assert torch.equal(model.generate(ids, **options, assistant=spec), expected)
+    given: list[dict[str, Any]] = [{"cache_implementation": "static"}, {"compile_config": config}]
+    for static in (*given, given[0] | given[1]):
+        assert torch.equal(model.generate(ids, **options, **static, assistant=spec), expected)
+        assert spec.stats is not None
+        assert spec.stats.accepted
+    assert bool(traced) == (device == "cuda")
+
+
+def test_no_graphs_where_none_are_wanted(traced: list[Traced]) -> None:
+    model = few_layers()
+    same_ids(model, replace(specs()["exit"], graphs=False), new=24)
+    assert not traced
+    same_ids(model, specs()["exit"], new=24)
     assert traced
 
 
-def test_settings() -> None:
-    assert {SelfSpec(EarlyExit(1), compile=CompileConfig()): 1}  # a key
-
-
-@pytest.mark.parametrize("wrong", [CompileConfig(backend="none-such"), CompileConfig(options={"max_autotune": False})])
-def test_options_that_torch_does_not_know(wrong: CompileConfig) -> None:
-    with pytest.raises(SettingError, match=r"torch\.compile does not take CompileConfig"):
-        same_ids(few_layers(), SelfSpec(EarlyExit(1), THREE, compile=wrong))
-
-
-def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) -> None:
-    with pytest.warns(UserWarning, match="without compiled graphs here, since it has recurrent states"):
-        same_ids(build("qwen3_next"), specs()["exit"])
+def test_recurrent_models_run_as_they_are(traced: list[Traced]) -> None:
+    same_ids(build("qwen3_next"), specs()["exit"])
     assert not traced
 
 
-def test_forwards_reading_values_are_eager(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_reading_values_are_eager(traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
     model = few_layers()
     original = type(model.model.norm).forward
 
@@ -163,18 +147,17 @@ def test_forwards_reading_values_are_eager(traced: list[torch.fx.GraphModule], m
     assert not traced
 
 
-def test_too_little_memory_ends_no_call(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
+def test_too_little_memory_ends_no_call(traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     model = few_layers()
-    graphs_of(model, QUICK)
-    monkeypatch.setattr(torch, "compile", exhausted)
+    monkeypatch.setattr(Traced, "__init__", exhausted)
     with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*no memory"):
         same_ids(model, specs()["exit"])
 
 
-def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
+def test_hooks_run(traced: list[Traced]) -> None:
     """Those of a user; transformers leaves some of its own, which wait for other calls."""
     model, spec, strength = few_layers(), specs()["exit"], [1.0]
     model(**ragged_batch((9,)), output_hidden_states=True)
@@ -183,8 +166,7 @@ def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
     made = len(traced)
     assert made
     handle = model.model.layers[1].register_forward_hook(lambda module, args, output: output * strength[0])
-    with pytest.warns(UserWarning, match="since its modules have hooks"):
-        same_ids(model, spec)
+    same_ids(model, spec)
     strength[0] = -1.0
     same_ids(model, spec, is_mixed=False)
     handle.remove()
@@ -193,15 +175,14 @@ def test_hooks_run(traced: list[torch.fx.GraphModule]) -> None:
 
 
 @peft_calls_old_name
-def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule]) -> None:
+def test_adapters_can_be_switched_off(traced: list[Traced]) -> None:
     targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     adapter, spec = IA3Config(task_type="CAUSAL_LM", **targets), specs()["exit"]
     model = get_peft_model(few_layers(), adapter).eval()
     for name, values in model.named_parameters():
         if "ia3" in name:
             values.data = -torch.ones_like(values)
-    with pytest.warns(UserWarning, match="since its adapters can be switched"):
-        same_ids(model, spec, is_mixed=False)
+    same_ids(model, spec, is_mixed=False)
     with model.disable_adapter():
         same_ids(model, spec)
     assert not traced
@@ -220,26 +201,25 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.every_run("weights")
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_model_has_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
+def test_another_model_has_other_graphs(change: str, traced: list[Traced]) -> None:
     model, spec = few_layers(), specs()["exit"]
     norm: Any = model.model.norm
     usual, norm.sign, norm.factor, norm.options = norm.forward, 1.0, torch.ones(1), {"factor": 1.0}
     norm.forward = lambda states: usual(states) * norm.sign * norm.factor * norm.options["factor"]
     same_ids(model, spec)
     assert traced
-    first = graphs_of(model, QUICK)
+    first = graphs_of(model)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)  # the same tensor
-    assert graphs_of(model, QUICK) is first
+    assert graphs_of(model) is first
     CHANGES[change](norm)
     same_ids(model, spec, is_mixed=False)
-    assert graphs_of(model, QUICK) is not first
+    assert graphs_of(model) is not first
 
 
 @pytest.mark.usefixtures("traced")
-def test_inference_mode_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call leaves buffers, as for CUDA graphs, that the next one writes."""
-    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
+def test_inference_mode_and_without() -> None:
+    """The first call leaves buffers that the next one writes."""
     model, spec = few_layers(), specs()["exit"]
     with torch.inference_mode():
         same_ids(model, spec)
@@ -248,7 +228,7 @@ def test_inference_mode_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
         same_ids(model, spec)
 
 
-def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
+def test_a_batch_that_ends_unevenly(traced: list[Traced]) -> None:
     """And hands its cache back, which takes a forward for the last tokens of rows that ended early."""
     model, inputs, spec = few_layers(), ragged_batch((9, 5)), specs()["exit"]
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
@@ -261,7 +241,7 @@ def test_a_batch_that_ends_unevenly(traced: list[torch.fx.GraphModule]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
-def test_precision_by_its_newer_name(traced: list[torch.fx.GraphModule]) -> None:
+def test_precision_by_its_newer_name(traced: list[Traced]) -> None:
     """Torch does not tell the older one any more then; another precision is another graph."""
     model, spec, flags = few_layers(), specs()["exit"], torch.backends.mkldnn.matmul
     same_ids(model, spec)
@@ -274,53 +254,43 @@ def test_precision_by_its_newer_name(traced: list[torch.fx.GraphModule]) -> None
     assert len(traced) == 2 * made
 
 
-def test_graphs_do_not_run_while_one_is_made() -> None:
-    """Torch's tracer sets a flag of the whole process, with which compiled functions of other threads fail."""
-    inputs, found = [torch.ones(2)], []
+def test_a_capture_that_was_interrupted_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, pool, inputs = ModelGraphs((), "Tiny"), BufferPool(), [torch.ones(2)]
 
-    def double(values: torch.Tensor) -> list[torch.Tensor]:
-        return [values * 2]
+    def find() -> Any:
+        return known.find("one", pool, lambda values: [values * 2], inputs, lambda: "two numbers")
 
-    known, other = Graphs(QUICK, (), "Tiny"), Graphs(QUICK, (), "Tiny")
-    known.find("one", double, inputs, lambda: "two numbers")
-    graph = known.find("one", double, inputs, lambda: "two numbers")
+    assert find() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Traced, "__init__", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            find()
+    assert known._captures is None  # its memory may be closed
+    graph = find()
     assert graph is not None
-    thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
-
-    def slow(values: torch.Tensor) -> list[torch.Tensor]:
-        if tracing.now:
-            thread.start()
-            thread.join(0.2)
-        return [values * 3]
-
-    warm_up = other.find("two", slow, inputs, lambda: "two numbers")
-    assert warm_up is None
-    assert other.find("two", slow, inputs, lambda: "two numbers") is not None
-    thread.join()
-    assert found == [[2.0, 2.0]]
+    assert graph.run(*inputs)[0].tolist() == [2.0, 2.0]
+    assert find() is graph
 
 
-def test_what_graphs_hold(traced: list[torch.fx.GraphModule]) -> None:
+def test_what_graphs_hold(traced: list[Traced]) -> None:
     """One additive mask, not one in each layer; and they go with their model."""
     gc.collect()
-    others = len(graphs._of_models)
+    others = len(model_graphs._of_models)
     model: LlamaForCausalLM | None = few_layers(3)
     assert model is not None
     same_ids(model, specs()["exit"])
-    assert {sum("masked_fill" in str(node.target) for node in graph.graph.nodes) for graph in traced} == {1}
+    assert {sum("masked_fill" in str(node.target) for node in made.graph.graph.nodes) for made in traced} == {1}
     traced.clear()
     gone = weakref.ref(model)
     model = None
     gc.collect()
     assert gone() is None
-    assert len(graphs._of_models) == others
+    assert len(model_graphs._of_models) == others
 
 
 @pytest.mark.every_run("tree-.*")
 @pytest.mark.parametrize(("name", "rows"), [("exit", 1), ("tree", 3)])
-def test_split_forwards_are_exact(
-    name: str, rows: int, traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_forwards_are_exact(name: str, rows: int, traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs, which attend to all slots that there are."""
     in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
     monkeypatch.setattr(attention, "parts_for", lambda query, key: 4)

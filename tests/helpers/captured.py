@@ -1,0 +1,64 @@
+"""Settings and comparisons of forwards that are graphs, and what captures them on a CPU."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from helpers.models import ragged_batch, tiny_llama
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.model.graphs.shapes import capturing
+
+THREE = FixedLength(3)
+
+
+class Traced:
+    """In the place of ``Captured``: the operations of a forward, with the numbers that the host had then, over keys and
+    values in the memory that they had then. Values cannot be read in a trace, as in a capture."""
+
+    made: ClassVar[list["Traced"]] = []
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], fixed: int, pool: Any) -> None:
+        with capturing.during(True):
+            function(*inputs)
+            self.graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        self.inputs, self.fixed, self.runs = inputs, inputs[len(inputs) - fixed :], 0
+        self.made.append(self)
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        self.runs += 1
+        return self.graph(*inputs[: len(inputs) - len(self.fixed)], *self.fixed)
+
+
+def few_layers(layers: int = 2) -> LlamaForCausalLM:
+    """Graphs take as long to make as there are layers; drafts of the first one are partly right."""
+    return tiny_llama(layers, factor=0.7)
+
+
+def same_ids(
+    model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 12, is_mixed: bool = True, **options: Any
+) -> None:
+    inputs = ragged_batch((9,)) if rows == 1 else ragged_batch((9, 5, 7))
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), expected)
+    assert spec.stats is not None
+    assert not is_mixed or 0 < spec.stats.accepted < spec.stats.drafted
+
+
+def specs() -> dict[str, SelfSpec]:
+    return {
+        "exit": SelfSpec(EarlyExit(1), THREE),
+        "rule": SelfSpec(EarlyExit(1), ConfidenceThreshold(0.1), max_draft=5),
+        "tree": SelfSpec(EarlyExit(1), THREE, TopKTree(((0.9999, 3), (1.0, 1)))),
+        "skips": SelfSpec(SkipLayers([1], [1]), THREE),
+    }
