@@ -262,6 +262,8 @@ def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
 def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:
     """The modules of the first choice of paths that all exist, none where there is no such choice."""
     for paths in choices:
-        with suppress(AttributeError):
-            return tuple(layer.get_submodule(path) for path in paths)
+        first = paths[0].partition(".")[0]
+        if first in layer._modules or hasattr(type(layer), first):
+            with suppress(AttributeError):
+                return tuple(layer.get_submodule(path) for path in paths)
     return ()

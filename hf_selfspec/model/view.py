@@ -33,8 +33,12 @@ class ModelView:
     @cached_property
     def weights(self) -> dict[type, torch.Tensor]:
         """One of the weights of each class of weights."""
-        weights = (weight for module in self.modules for weight in (module.__dict__.get("_parameters") or {}).values())
-        return {type(weight): weight for weight in weights if weight is not None}
+        weights: dict[type, torch.Tensor] = {}
+        for module in self.modules:
+            if parameters := module.__dict__.get("_parameters"):
+                weights.update((type(weight), weight) for weight in parameters.values())
+        weights.pop(type(None), None)
+        return weights
 
     @cached_property
     def hooks(self) -> list[tuple[nn.Module, Any]]:
