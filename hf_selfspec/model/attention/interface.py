@@ -68,6 +68,13 @@ class MaskSpec:
     served: set[int] = field(default_factory=set)  # ids of the modules whose attention has used `views`
     lines: dict[int, torch.Tensor] = field(default_factory=dict)  # masks in which a token sees all up to its own slot
     grouped: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # layouts for query heads
+    usual: dict[Any, bool] = field(default_factory=dict)  # see :meth:`serves`
+
+    def serves(self, original: Any) -> bool:
+        """Whether an attention function is transformers' own, looked up once a forward."""
+        if original not in self.usual:
+            self.usual[original] = is_usual_attention(original)
+        return self.usual[original]
 
     @classmethod
     def of(cls, feed: Feed, positions: torch.Tensor, window: Window | None, is_exact: bool = False) -> MaskSpec:
@@ -201,7 +208,7 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
 def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         spec = _current.now
-        if spec is None or not is_usual_attention(original):
+        if spec is None or not spec.serves(original):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         _, views = spec.views.get(id(attention_mask), (None, None))
         if views is not None and kwargs.get("position_bias") is None:
