@@ -66,8 +66,8 @@ from .tools.audits import Audit as Audit
 from .tools.audits import Parting as Parting
 from .tools.audits import SampleTest as SampleTest
 from .tools.audits import audit as audit
-from .tools.compare import Comparison as Comparison
 from .tools.compare import compare as compare
+from .tools.comparison import Comparison as Comparison
 from .tools.differences import Difference as Difference
 from .tools.differences import first_differences as first_differences
 from .tools.exit_report import ExitReport as ExitReport

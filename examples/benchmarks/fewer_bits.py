@@ -26,7 +26,7 @@ from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.kernels.packing import packed
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.tools.request import texts_of
+from hf_selfspec.tools.compare import texts_of
 
 AGREEMENT, DRAFTED = 0.9, 3
 

@@ -2,98 +2,81 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
+import random
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import SettingError
-from ..learned.files import check_folder, path_of, reported, written_whole
+from ..learned.files import path_of
 from ..model.anatomy import causal_lm, max_positions
 from ..model.encoding import Prompt as TextOrChat
-from ..model.encoding import checked_texts
+from ..model.encoding import as_prompts, checked_texts, token_ids
+from ..model.kernels.linear import few_token_linears
 from ..model.patching import evaluating
+from ..model.transfer import wait_for
+from ..train.prompts import read_rows
 from ..validation import StrPath, check_count
-from .methods import Method, Methods, fitting, methods_of
-from .plots import saved
-from .report import main_table, markdown, speedups, title, verdict
-from .request import KIND, Batch, Clock, Encoder, Prompt, Settings, in_turn
-from .results import Json, results
-from .stream import Journal, Stream
+from .comparison import Comparison, measures
+from .differences import first_differences
+from .methods import LAYERS, PLAIN, Method, Methods, fitting, methods_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+# New tokens of a call that warms up one of transformers' own methods.
+_WARM_UP = 8
+# The column of a data file that names the kind of a prompt, and the kind of prompts without one.
+_COLUMN, KIND = "kind", "text"
+
+
+class Prompt(NamedTuple):
+    """The kind of task, such as ``math``, and the token ids of one prompt."""
+
+    kind: str
+    ids: list[int]
+
+
+class Batch(NamedTuple):
+    """Prompts that are generated together: ``ids`` and ``mask`` are ``[b, s]``, padded on the left."""
+
+    kind: str
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
+        rows = [torch.tensor(prompt.ids, device=device) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        return cls(prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}", ids, mask)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How fast methods of generating are on one model and stream of prompts.
+class Call:
+    """One timed call of ``generate``; ``ids`` are the new ones of each row, up to the end of its text."""
 
-    ``str(comparison)`` is a table and a sentence on what is fastest; :meth:`plot` draws it, :meth:`save` writes a
-    report.
-
-    Attributes:
-        results: everything, as in the file ``results.json``.
-    """
-
-    results: Mapping[str, Any]
+    kind: str
+    ids: list[list[int]]
+    seconds: float
+    rounds: tuple[int, int, int] | None = None  # rounds, drafted and accepted tokens of a ``SelfSpec``
+    left_to_generate: str = ""
 
     @property
-    def best(self) -> str:
-        """Name of the fastest lossless method under the first condition."""
-        return str(self.results["conditions"][0]["best"])
-
-    def __str__(self) -> str:
-        parts = []
-        for condition in self.results["conditions"]:
-            conclusion, table = verdict(condition), main_table(condition).text()
-            parts.append("\n".join([title(condition), "", table, "", conclusion.headline, *conclusion.details]))
-        return "\n\n".join(parts)
-
-    def plot(self, path: StrPath | None = None) -> Figure:
-        """Draws the speed of each method under the first condition, with intervals.
-
-        Args:
-            path: where to save the plot, in the format that its suffix names, e.g. ``speed.png``.
-
-        Returns:
-            The figure, which is not shown and not registered with pyplot.
-
-        Raises:
-            SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
-        """
-        return saved("Comparison.plot", speedups(self.results["conditions"][0]), path)
-
-    def save(self, folder: StrPath) -> None:
-        """Writes ``results.json``, and ``report.md`` with pictures where there is matplotlib.
-
-        Raises:
-            SettingError: the folder cannot be written.
-        """
-        check_folder("the folder of results", folder)
-        directory, content = path_of(folder), dict(self.results)
-        try:
-            figures = {f"speed-up-{n}.png": speedups(condition) for n, condition in enumerate(content["conditions"])}
-        except SettingError:  # there is no matplotlib
-            figures = {}
-        files = {
-            "results.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
-            "report.md": markdown(content, list(figures)),
-        }
-        for name, text in files.items():
-            with reported(directory / name), written_whole(directory / name) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
-        for name, figure in figures.items():
-            saved("Comparison.save", figure, directory / name)
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
 
 
 def compare(
@@ -104,102 +87,195 @@ def compare(
     *,
     max_new_tokens: int = 128,
     max_prompt_tokens: int | None = None,
-    temperature: float | Sequence[float] = 0.0,
-    batch_size: int | Sequence[int] = 1,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    temperature: float = 0.0,
+    batch_size: int = 1,
     seed: int = 0,
-    clock: Clock = "auto",
-    passes: int = 1,
+    chat: bool | None = None,
     out: StrPath | None = None,
     progress: bool = True,
 ) -> Comparison:
     """Measures whether self-speculation pays: all methods of generating on the same prompts, in turn.
 
-    The prompts are one stream, as a service would see them. A ``SelfSpec`` is kept over the stream and is not warmed
-    up; its first call is reported separately. All methods see a prompt before the next one comes, in rotating order, so
-    that disturbances of the machine affect all of them.
+    The prompts are one stream, as a service would see them: a ``SelfSpec`` is kept over the stream, and is not warmed
+    up. All methods see a prompt before the next one comes, in rotating order, so that disturbances of the machine
+    affect all of them. The first prompt does not count where there are several. Times are CPU time with one thread on a
+    CPU, else wall time.
 
     Args:
         model: a causal LM of transformers, or a PEFT model around one.
         tokenizer: the model's tokenizer.
-        texts: prompts like those that the model will see: strings, or chats as lists of messages. With a chat template
-            a string is a message of a user, without one a text that the model continues. A mapping has those of several
-            kinds, which come in turn and have figures of their own.
+        texts: prompts like those that the model will see: strings, or chats as lists of messages. A mapping has those
+            of several kinds, which come in turn and have figures of their own.
         methods: names of methods and ``SelfSpec`` objects, or a mapping to them from names for the table; plain
             generate is always among them. ``None`` for plain generate, prompt lookup at several settings, static and
             compiled decoding where the device compiles, and every preset that fits the model.
-        max_new_tokens: the most new tokens for each prompt.
+        max_new_tokens: the most new tokens for each prompt, at least 2.
         max_prompt_tokens: longer prompts are left out; ``None`` for those that the model cannot take.
-        temperature: 0 for greedy; several values for one table each.
-        batch_size: prompts that are generated together; several values for one table each.
-        top_p, top_k: settings of sampling.
+        temperature: 0 for greedy; else drawn texts have ``max_new_tokens`` tokens each.
+        batch_size: prompts that are generated together.
         seed: seed of sampling.
-        clock: ``wall``, ``cpu`` or ``auto``: the CPU time of the process with one thread on a CPU, otherwise wall time.
-        passes: runs of the stream, each with a new ``SelfSpec``; the last one counts (3 where graphs are compiled).
-        out: folder for the report, and for what was measured so far: the same call resumes where it was interrupted,
-            with ``SelfSpec``s that have learned nothing yet.
+        chat: whether a string is a message of a user, by default where there is a chat template.
+        out: folder for the report.
         progress: whether stderr shows a bar with the time left.
 
     Returns:
         The comparison, with a table, a plot and all figures.
 
     Raises:
-        SettingError, SettingTypeError: an argument is not allowed, a method does not fit the model, or the folder holds
-            figures of other settings.
+        SettingError, SettingTypeError: an argument is not allowed, or a method does not fit the model.
     """
     inner = causal_lm(model, "compare")
-    settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock, passes)
-    longest = longest_prompt(inner.config, settings)
+    check_count("compare(max_new_tokens)", max_new_tokens, least=2)
+    check_count("compare(batch_size)", batch_size)
+    check_count("compare(seed)", seed, least=0)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < torch.inf:
+        raise SettingError(f"compare(temperature) must be a number of at least 0 (0 for greedy), got {temperature!r}.")
+    positions = max_positions(inner.config.get_text_config(decoder=True)) or sys.maxsize
+    longest = positions - max_new_tokens
     if max_prompt_tokens is not None:
         check_count("compare(max_prompt_tokens)", max_prompt_tokens)
         longest = min(longest, max_prompt_tokens)
-    encoder, kinds = Encoder(tokenizer, longest), texts if isinstance(texts, Mapping) else {KIND: texts}
+    kinds = texts if isinstance(texts, Mapping) else {KIND: texts}
     if not kinds:
         raise SettingError("compare(texts) has no kinds of prompts. Give at least one: {'questions': [...]}.")
     checked = {str(kind): checked_texts("compare", of_kind, chats=True) for kind, of_kind in kinds.items()}
-    stream = in_turn(encoder.prompts(*item) for item in checked.items())
-    about = {"prompts_left_out": dict(encoder.left_out)}
-    folder, chosen = None if out is None else path_of(out), None if methods is None else methods_of(methods)
-    return measured(inner, tokenizer, stream, settings, chosen, folder, about, progress)
-
-
-def measured(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    methods: Sequence[Method] | None = None,
-    out: Path | None = None,
-    about: Mapping[str, Any] | None = None,
-    progress: bool = True,
-) -> Comparison:
-    """Measures what ``out`` does not have yet and writes the report there, with ``about`` among its entries."""
-    if not prompts:
-        raise SettingError("no prompt fits the model. Give shorter ones, or fewer max_new_tokens.")
-    if (most := max(settings.batch_sizes)) > len(prompts):
-        raise SettingError(f"batch_size={most}: there are fewer prompts than that. Give more, or smaller batches.")
+    encoded = [
+        [Prompt(kind, token_ids(tokenizer, text)) for text in as_prompts(tokenizer, each, chat)]
+        for kind, each in checked.items()
+    ]
+    in_turn = [prompt for together in zip_longest(*encoded) for prompt in together if prompt is not None]
+    prompts = [prompt for prompt in in_turn if 0 < len(prompt.ids) <= longest]
+    if len(prompts) < batch_size:
+        raise SettingError(
+            f"{len(prompts)} of {len(in_turn)} prompts fit the model, for batches of {batch_size}. Give shorter or "
+            "more prompts, fewer max_new_tokens, or smaller batches."
+        )
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    with evaluating(model):
-        compared, left_out = fitting(model, methods, Batch.of(prompts[:1], pad, model.device))
-        conditions = {**_about(model), "prompts": len(prompts), **(about or {})}
-        tokens = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
-        header = {**conditions, "tokens of prompts": tokens, **vars(settings)}
-        journal = Journal({**header, **{f"method {method.name}": method.settings for method in compared}}, out)
-        stream = Stream(model, settings, prompts, compared, pad, journal)
-        stream.run(progress)
-        on_one_core = model.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = settings.clock if settings.clock != "auto" else "cpu" if on_one_core else "wall"
-    comparison = Comparison({**results(stream, clock), "about": conditions, "left_out": left_out})
+    starts = range(0, len(prompts) - batch_size + 1, batch_size)
+    batches = [Batch.of(prompts[start : start + batch_size], pad, inner.device) for start in starts]
+    chosen = None if methods is None else methods_of(methods)
+    if batch_size > 1 and chosen is not None:  # transformers' prompt lookup takes no batches
+        chosen = [method for method in chosen if "prompt_lookup_num_tokens" not in method.options]
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
+    if temperature:
+        options |= {"do_sample": True, "temperature": float(temperature), "min_new_tokens": max_new_tokens}
+        options |= {"top_p": 1.0, "top_k": 0}
+    with evaluating(inner):
+        compared, left_out = fitting(inner, chosen, batches[0])
+        stream = Stream(inner, batches, compared, options, seed)
+        calls = stream.run(progress)
+        differing = {name: stream.differences(calls[PLAIN], each) for name, each in calls.items() if not temperature}
+    about = {
+        **_about(inner),
+        "prompts": dict(Counter(prompt.kind for prompt in prompts)),
+        "prompts_left_out": len(in_turn) - len(prompts),
+        **{"max_new_tokens": max_new_tokens, "temperature": temperature, "batch_size": batch_size, "seed": seed},
+        "clock": stream.clock,
+    }
+    comparison = Comparison({"about": about, "left_out": left_out, **measures(compared, calls, differing)})
     if out is not None:
-        comparison.save(out)
+        comparison.save(path_of(out))
     return comparison
 
 
-def longest_prompt(config: Any, settings: Settings) -> int:
-    """The most tokens of a prompt that leave space for the answer."""
-    positions = max_positions(config.get_text_config(decoder=True)) or sys.maxsize
-    return int(positions - settings.max_new_tokens)
+class Stream:
+    """Makes the calls of all methods on all batches, in rotating order."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[Batch],
+        methods: Sequence[Method],
+        options: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        self.model, self.batches, self.methods, self.options, self.seed = model, batches, methods, options, seed
+        self.clock = "cpu" if model.device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
+        self._cache_size = max(batch.ids.shape[1] for batch in batches) + options["max_new_tokens"]
+        self._specs = {method.name: method.make() for method in methods if method.make is not None}
+        self._warm = set[str]()
+
+    def run(self, progress: bool) -> dict[str, list[Call]]:
+        """Returns the calls of each method, in the order of the batches."""
+        calls = {method.name: list[Call]() for method in self.methods}
+        columns = (BarColumn(), MofNCompleteColumn(), "left", TimeRemainingColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+            task = bar.add_task("", total=len(self.batches) * len(self.methods))
+            for index, method in self._order():
+                calls[method.name].append(self._call(index, method))
+                bar.update(task, advance=1, description=method.name)
+        return calls
+
+    def _order(self) -> Iterator[tuple[int, Method]]:
+        for index in range(len(self.batches)):
+            first = index % len(self.methods)
+            yield from ((index, method) for method in (*self.methods[first:], *self.methods[:first]))
+
+    def _call(self, index: int, method: Method) -> Call:
+        batch, spec = self.batches[index], self._specs.get(method.name)
+        options: dict[str, Any] = {**self.options, **method.options}
+        if method.is_static:
+            options["max_cache_len"] = self._cache_size
+        with _layers(self.model, method):
+            if spec is not None:
+                options["assistant"] = spec
+            elif method.name not in self._warm:
+                self._warm.add(method.name)
+                few = options | {"max_new_tokens": _WARM_UP, "min_new_tokens": None}
+                self.model.generate(batch.ids, attention_mask=batch.mask, **few)
+            torch.manual_seed(self.seed + index)  # all methods begin a prompt with the same state of it
+            begun = self._now()
+            output: torch.Tensor = self.model.generate(batch.ids, attention_mask=batch.mask, **options)
+            seconds = self._now() - begun
+        eos = self.model.generation_config.eos_token_id
+        ends = eos if isinstance(eos, list) else [eos]
+        rows = output[:, batch.ids.shape[1] :].tolist()
+        ids = [row[: next((at for at, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
+        if spec is None or spec.stats is None:
+            return Call(batch.kind, ids, seconds)
+        stats = spec.stats
+        rounds = None if stats.left_to_generate else (stats.rounds, stats.drafted, stats.accepted)
+        return Call(batch.kind, ids, seconds, rounds, stats.left_to_generate)
+
+    def _now(self) -> float:
+        wait_for(self.model.device)
+        return process_time() if self.clock == "cpu" else perf_counter()
+
+    def differences(self, plain_calls: Sequence[Call], calls: Sequence[Call]) -> list[dict[str, Any]]:
+        """Where texts differ from plain generate's, and whether rounding explains that."""
+        found, pad = [], self.options["pad_token_id"]
+        for index, (batch, plain, call) in enumerate(zip(self.batches, plain_calls, calls, strict=True)):
+            if call.ids == plain.ids:
+                continue
+            longest = max(map(len, [*call.ids, *plain.ids]))
+
+            def padded(text: list[list[int]], batch: Batch = batch, longest: int = longest) -> torch.Tensor:
+                rows = [[*row, *[pad] * (longest - len(row))] for row in text]
+                return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
+
+            for one in first_differences(self.model, padded(plain.ids), padded(call.ids), batch.mask):
+                place = {"prompt": index, "row": one.row, "position": one.column - batch.ids.shape[1]}
+                found.append({**place, "margin": one.margin, "near_tie": one.is_near_tie})
+        return found
+
+
+def _layers(model: PreTrainedModel, method: Method) -> AbstractContextManager[None]:
+    return few_token_linears(model, lambda: True) if method.name == LAYERS else nullcontext()
+
+
+def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[TextOrChat]]:
+    """Returns the prompts of data files by kind; ``column`` holds them, by default the first that usually does."""
+    texts: dict[str, list[TextOrChat]] = {}
+    for path in data:
+        for row in read_rows(path, column):
+            texts.setdefault(str(row.columns.get(_COLUMN) or KIND), []).append(row.prompt(column))
+    return texts
+
+
+def drawn(texts: Mapping[str, Sequence[TextOrChat]], count: int, seed: int) -> dict[str, list[TextOrChat]]:
+    """Returns ``count`` prompts of each kind, drawn by ``seed``."""
+    draw = random.Random(seed)
+    return {kind: draw.sample(list(each), min(count, len(each))) for kind, each in texts.items()}
 
 
 def machine(device: torch.device) -> str:
@@ -213,7 +289,7 @@ def machine(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} thread(s), {versions}"
 
 
-def _about(model: PreTrainedModel) -> Json:
+def _about(model: PreTrainedModel) -> dict[str, Any]:
     from .. import __version__
 
     return {
@@ -223,9 +299,4 @@ def _about(model: PreTrainedModel) -> Json:
         "device": str(model.device),
         "machine": machine(model.device),
         "hf_selfspec": __version__,
-        "python": platform.python_version(),
     }
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,)

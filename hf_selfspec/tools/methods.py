@@ -13,7 +13,6 @@ from ..model.internals import let_compile_on_cpu
 from ..model.kernels.linear import is_served
 from ..modules.shipped import attached_mtp
 from ..selfspec import SelfSpec, begun_anew
-from .request import Batch
 from .spec_text import read_spec
 
 PLAIN = "plain"
@@ -22,8 +21,6 @@ LAYERS = "plain-linears"
 # How tables group methods.
 PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
 _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
-# The address in Python's default ``repr`` of an object, which differs between processes.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 # Tokens that prompt lookup drafts unless another number is given: transformers' own default.
 _LOOKUP_TOKENS = 10
 # New tokens of a call that shows whether a preset fits the model.
@@ -44,11 +41,6 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)  # its own arguments of ``generate``
     make: Callable[[], SelfSpec] | None = None  # creates its ``SelfSpec``
     is_static: bool = False  # its static cache has one size in all calls, so that graphs can be reused
-
-    @property
-    def settings(self) -> str:
-        """The settings that figures depend on: two methods of the same name may differ in them."""
-        return self.call if self.make is None else _ADDRESS.sub("", repr(self.make()))
 
 
 def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
@@ -133,9 +125,7 @@ def _shown(spec: SelfSpec) -> str:
     return f"SelfSpec({', '.join(shown)})"
 
 
-def fitting(
-    model: PreTrainedModel, chosen: Sequence[Method] | None, batch: Batch
-) -> tuple[list[Method], dict[str, str]]:
+def fitting(model: PreTrainedModel, chosen: Sequence[Method] | None, batch: Any) -> tuple[list[Method], dict[str, str]]:
     """Returns the chosen methods if all fit, as calls of a few tokens show; without a choice all that fit, and reasons
     against the others."""
     for method in chosen or ():
@@ -156,7 +146,7 @@ def _why_only_by_name(model: PreTrainedModel, method: Method) -> str:
     return _ATTACHES if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None else ""
 
 
-def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
+def _why_not(model: PreTrainedModel, method: Method, batch: Any) -> str:
     if method.name == PLAIN:
         return ""
     if method.name == LAYERS:

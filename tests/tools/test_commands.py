@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from hf_selfspec.tools.request import texts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
@@ -19,7 +20,6 @@ from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.tools.cli import app, main
 from hf_selfspec.tools.fit_command import fits, parser_of
-from hf_selfspec.tools.request import texts_of
 from hf_selfspec.train import loading
 from hf_selfspec.train.loading import NamedModel
 from hf_selfspec.train.prompts import read_prompts

@@ -1,0 +1,261 @@
+"""What a comparison of methods has shown: figures with intervals, a table, a conclusion and a picture.
+
+A method's figure is Spec-Bench's (arXiv 2401.07851, ``evaluation/speed.py``): the mean of the prompts' new tokens per
+second, over that of plain ``generate``, so that long answers count no more than short ones. Intervals are 95 %
+percentile intervals of the bootstrap over prompts (Efron and Tibshirani, An Introduction to the Bootstrap, §13.3): a
+method and plain ``generate`` are resampled together, so that differences between prompts cancel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import SettingError
+from ..learned.files import check_folder, path_of, reported, written_whole
+from ..validation import StrPath
+from .methods import COMPILED_GROUP, LAYERS, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP, Method
+from .plots import new_figure, saved
+from .tables import as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .compare import Call
+
+# The fewest prompts for an interval. With few prompts the bootstrap's intervals are too narrow: for means of lognormal
+# speeds (σ = 0.3) they cover the true mean in 79 % of cases with 4 prompts, in 88 % with 10, in 93 % with 20 (1,500
+# simulated cases).
+FEWEST = 10
+_DRAWS, _SEED = 2000, 0
+# Okabe and Ito's colours (Color Universal Design, 2008), distinct with any colour vision, and a hatch for print.
+_STYLES = {
+    PLAIN_GROUP: ("#999999", ""),
+    LOOKUP_GROUP: ("#E69F00", "///"),
+    COMPILED_GROUP: ("#CC79A7", "..."),
+    OURS_GROUP: ("#0072B2", ""),
+}
+# The most characters of a method's name on an axis.
+_LONGEST = 34
+_NOTHING = "–"
+_NOTE = (
+    "Speed-up: mean of the prompts' tokens per second over plain generate's, whole calls, all but the first prompt. "
+    "Drafts alone: over plain generate with the same linear layers. Tokens a round: with the bonus token."
+)
+Json = dict[str, Any]
+
+
+def measures(
+    methods: Sequence[Method], calls: Mapping[str, Sequence[Call]], differing: Mapping[str, Sequence[Json]]
+) -> Json:
+    """Returns the figures of each method by its calls, one for each batch, and the name of the fastest; where greedy
+    texts of a method differ from plain ``generate``'s is in ``differing``."""
+    first = 1 if len(calls[PLAIN]) > 1 else 0
+    plain, figures = calls[PLAIN][first:], list[Json]()
+    for method in methods:
+        mine = calls[method.name][first:]
+        kinds = dict.fromkeys(call.kind for call in plain)
+        of_kinds = {kind: [pair for pair in zip(plain, mine, strict=True) if pair[0].kind == kind] for kind in kinds}
+        rounds = [call.rounds for call in mine if call.rounds is not None]
+        count, drafted, accepted = map(sum, zip(*rounds, strict=True)) if rounds else (0, 0, 0)
+        texts = [text for call in calls[method.name] for text in call.ids]
+        expected = [text for call in calls[PLAIN] for text in call.ids]
+        figures.append(
+            {
+                "name": method.name,
+                "group": method.group,
+                "call": method.call,
+                "speedup": speedup(plain, mine),
+                "by_kind": {kind: speedup(*zip(*pairs, strict=True)) for kind, pairs in of_kinds.items()},
+                "tokens_per_second": float(np.mean([call.tokens / call.seconds for call in mine])),
+                "tokens_a_round": 1 + accepted / count if count else None,
+                "acceptance_rate": accepted / drafted if drafted else None,
+                "texts": len(texts),
+                "equal_ids": sum(map(list.__eq__, texts, expected)) if differing else None,
+                "differences": list(differing.get(method.name, ())),
+                "left_to_generate": sum(bool(call.left_to_generate) for call in mine),
+            }
+        )
+    layers = next((each["speedup"]["value"] for each in figures if each["name"] == LAYERS), None)
+    for each in figures:
+        each["drafts_alone"] = each["speedup"]["value"] / layers if layers and each["group"] == OURS_GROUP else None
+    exact = [each for each in figures if _is_exact(each) and each["name"] != LAYERS]
+    best = max(exact, key=lambda each: each["speedup"]["value"])["name"]
+    return {"prompts": len(plain), "methods": figures, "best": best}
+
+
+def _is_exact(figures: Json) -> bool:
+    return all(difference["near_tie"] for difference in figures["differences"])
+
+
+def speedup(plain: Sequence[Call], calls: Sequence[Call]) -> Json:
+    """How much faster calls are than plain generate's, with an interval where there are prompts enough."""
+    speeds = np.array([[call.tokens / call.seconds for call in each] for each in (calls, plain)])
+    value, low, high = float(np.divide(*speeds.mean(-1))), None, None
+    if (count := speeds.shape[1]) >= FEWEST:
+        drawn = np.random.default_rng(_SEED).integers(count, size=(_DRAWS, count))
+        low, high = np.quantile(np.divide(*speeds[:, drawn].mean(-1)), (0.025, 0.975)).tolist()
+    return {"value": value, "low": low, "high": high}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How fast methods of generating are on one model and stream of prompts.
+
+    ``str(comparison)`` is a table and a sentence on what is fastest; :meth:`plot` draws it, :meth:`save` writes a
+    report.
+
+    Attributes:
+        results: everything, as in the file ``results.json``.
+    """
+
+    results: Mapping[str, Any]
+
+    @property
+    def best(self) -> str:
+        """Name of the fastest method that writes the model's own text."""
+        return str(self.results["best"])
+
+    def __str__(self) -> str:
+        return "\n".join([as_text(*self._table()), "", *self._verdict()])
+
+    def plot(self, path: StrPath | None = None) -> Figure:
+        """Draws the speed of each method, with intervals.
+
+        Args:
+            path: where to save the plot, in the format that its suffix names, e.g. ``speed.png``.
+
+        Returns:
+            The figure, which is not shown and not registered with pyplot.
+
+        Raises:
+            SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
+        """
+        methods = sorted(self.results["methods"], key=_value, reverse=True)
+        figure = new_figure("Comparison.plot", 8, 1.1 + 0.36 * len(methods))
+        axes, ends = figure.subplots(), [1.0]
+        for place, method in enumerate(methods):
+            (colour, hatch), estimate = _STYLES[method["group"]], method["speedup"]
+            end = value = estimate["value"]
+            axes.barh(place, value, color=colour, hatch=hatch, edgecolor="white", height=0.72)
+            if estimate["low"] is not None and method["name"] != PLAIN:
+                errors = [[value - estimate["low"]], [estimate["high"] - value]]
+                axes.errorbar(value, place, xerr=errors, color="black", capsize=3, linewidth=1)
+                end = max(value, estimate["high"])
+            axes.annotate(f"{value:.2f}", (end, place), (6, 0), textcoords="offset points", va="center")
+            ends.append(end)
+        axes.set_yticks(range(len(methods)), [shorten(method["name"], _LONGEST, placeholder="…") for method in methods])
+        axes.set(xlim=(0, 1.15 * max(ends)), xlabel="speed, plain generate = 1 (whiskers: 95 % interval)")
+        axes.axvline(1, color="black", linewidth=1)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        return saved("Comparison.plot", figure, path)
+
+    def save(self, folder: StrPath) -> None:
+        """Writes ``results.json``, and ``report.md`` with a picture where there is matplotlib.
+
+        Raises:
+            SettingError: the folder cannot be written.
+        """
+        check_folder("the folder of results", folder)
+        directory, picture = path_of(folder), "speed.png"
+        with reported(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.plot(directory / picture)
+        except SettingError:  # there is no matplotlib
+            picture = ""
+        texts = {
+            "results.json": json.dumps(self.results, indent=1, allow_nan=False) + "\n",
+            "report.md": self._markdown(picture),
+        }
+        for name, text in texts.items():
+            with reported(directory / name), written_whole(directory / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows, with a column for each kind of prompts where there are several."""
+        methods = self.results["methods"]
+        kinds = list(methods[0]["by_kind"]) if len(methods[0]["by_kind"]) > 1 else []
+        head = ["method", "speed-up", "95 % interval", "drafts alone", "tokens/s", "tokens a round", "accepted"]
+        rows = []
+        for method in methods:
+            numbers = [(method["drafts_alone"], ".2f"), (method["tokens_per_second"], ".1f")]
+            numbers += [(method["tokens_a_round"], ".2f"), (method["acceptance_rate"], ".0%")]
+            rows.append(
+                [
+                    method["name"],
+                    f"{_value(method):.2f}",
+                    _interval(method["speedup"]),
+                    *(_NOTHING if number is None else format(number, form) for number, form in numbers),
+                    _NOTHING if method["equal_ids"] is None else f"{method['equal_ids']}/{method['texts']}",
+                    *(f"{method['by_kind'][kind]['value']:.2f}" for kind in kinds),
+                ]
+            )
+        return [*head, "same ids", *kinds], rows
+
+    def _verdict(self) -> list[str]:
+        """Whether self-speculation pays, in one sentence, and further ones."""
+        methods = {method["name"]: method for method in self.results["methods"]}
+        best = methods.pop(self.best)
+        is_plain, estimate = best["name"] == PLAIN, best["speedup"]
+        fastest = f"the fastest, {best['name']}, runs at {estimate['value']:.2f} times the speed of plain generate"
+        interval = _interval(estimate)
+        if is_plain:
+            headline = "Nothing that writes the model's own text is faster than plain generate here."
+        elif estimate["low"] is None:
+            headline = f"Too few prompts to call it a gain: {fastest}."
+        elif estimate["low"] <= 1:
+            headline = f"No clear gain: {fastest} ({interval})."
+        else:
+            headline = f"{best['name']} is {estimate['value']:.2f} times as fast as plain generate (95 %: {interval})."
+        details = []
+        if best["drafts_alone"] is not None:
+            details.append(f"Drafts alone bring {best['drafts_alone']:.2f} of that, faster linear layers the rest.")
+        near = [method for method in methods.values() if _is_exact(method) and method["name"] not in (PLAIN, LAYERS)]
+        near = [method for method in near if not is_plain and _value(method) >= (estimate["low"] or 0.0)]
+        if near and estimate["low"] is not None:
+            names = ", ".join(f"{method['name']} ({_value(method):.2f})" for method in near)
+            details.append(f"These prompts do not distinguish its speed from that of {names}.")
+        for method in methods.values():
+            if not _is_exact(method):
+                details.append(f"{method['name']} does not count: it does not write the model's own text.")
+        if self.results["prompts"] < FEWEST:
+            details.append(f"Only {self.results['prompts']} prompts count, too few for an interval: give more.")
+        return [headline, *details]
+
+    def _markdown(self, picture: str) -> str:
+        about, left_out = self.results["about"], self.results["left_out"]
+        (head, rows), (headline, *details) = self._table(), self._verdict()
+        best = next(method for method in self.results["methods"] if method["name"] == self.best)
+        differing = [
+            [method["name"], *map(str, difference.values())]
+            for method in self.results["methods"]
+            for difference in method["differences"]
+        ]
+        names = ["method", "prompt", "row", "new token", "gap to the highest logit", "within rounding"]
+        parts = ["# Does self-speculation pay here?", f"**{headline}**", *details]
+        parts += [f"```python\nmodel.generate(**inputs, {best['call']})\n```"] if best["name"] != PLAIN else []
+        parts += [f"![Speed of each method, plain generate = 1]({picture})"] if picture else []
+        parts += [as_text(head, [[cell.replace("|", "/") for cell in row] for row in rows], markdown=True), _NOTE]
+        parts += [f"## Texts that differ\n\n{as_text(names, differing, markdown=True)}"] if differing else []
+        for title, pairs in (("Not measured", left_out), ("Model, machine and settings", about)):
+            table = as_text(
+                ["what", title.lower()], [[name, str(value)] for name, value in pairs.items()], markdown=True
+            )
+            parts += [f"## {title}\n\n{table}"] if pairs else []
+        parts += [] if picture else ['Plots need matplotlib: pip install "hf_selfspec[plot]".']
+        return "\n\n".join(parts) + "\n"
+
+
+def _value(method: Json) -> float:
+    return float(method["speedup"]["value"])
+
+
+def _interval(estimate: Json) -> str:
+    return _NOTHING if estimate["low"] is None else f"{estimate['low']:.2f} to {estimate['high']:.2f}"
