@@ -64,7 +64,6 @@ from .selfspec import SelfSpec as SelfSpec
 from .stats import GenerationStats as GenerationStats
 from .tools.audits import Audit as Audit
 from .tools.audits import Parting as Parting
-from .tools.audits import SampleTest as SampleTest
 from .tools.audits import audit as audit
 from .tools.compare import compare as compare
 from .tools.comparison import Comparison as Comparison

@@ -109,33 +109,17 @@ def audit(
     ] = None,
     max_new_tokens: MaxNewTokens = 64,
     max_prompt_tokens: MaxPromptTokens = 512,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Test the distribution of the first sampled tokens, on short prompts.")
-    ] = False,
-    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling, 1.0 by default.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
-    draws: Annotated[int | None, typer.Option(min=1, help="Samples for each prompt, 1000 by default.")] = None,
-    seed: Seed = 0,
 ) -> None:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
-    import torch
-
-    from .. import SampleTest, SettingError, audit
+    from .. import audit
     from ..model.encoding import as_prompts
     from ..train.prompts import read_prompts
     from .spec_text import read_spec, split
 
-    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "draws": draws}
-    options = {name: value for name, value in options.items() if value is not None}
-    if options and not sample:
-        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-        raise SettingError(f"{words} has no effect without --sample: add that, or leave it out.")
-    settings: dict[str, Any] = {"sample": SampleTest(**options) if sample else None}
-    settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    settings = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
     specs = {name: read_spec(name, "--methods") for name in split(methods or ["selfspec"])}
     texts, tokenizer = read_prompts(data, field)[:prompts], named.tokenizer()
     chats, network = as_prompts(tokenizer, texts, chat), named.model()
-    torch.manual_seed(seed)
     all_passed = True
     for name, spec in specs.items():
         report = audit(network, tokenizer, chats, spec, name=name, **settings)

@@ -1,4 +1,4 @@
-"""Audits: what is equal, what rounding explains, what is wrong, and distributions that are right and that are not."""
+"""Audits: what is equal, what rounding explains, what is wrong."""
 
 import copy
 import re
@@ -12,21 +12,16 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from helpers.models import VOCABULARY, character_tokenizer
 from helpers.processes import DEMO_MODEL
-from helpers.sampling import SPECS, accepts_everything, exact_joint
-from helpers.sampling import llama as small_vocabulary
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
-    SampleTest,
     SelfSpec,
     SettingError,
     SettingTypeError,
     audit,
 )
-from hf_selfspec.generate import walk
 from hf_selfspec.tools.audits import Audit
 from hf_selfspec.tools.differences import Difference, difference_at
-from hf_selfspec.tools.distribution import Sampling
 
 TEXTS = ["def f(x):", "Once upon", "1 + 1 ="]
 SPEC = SelfSpec(EarlyExit(3), FixedLength(4))
@@ -190,70 +185,6 @@ class Numbers:
         return "".join(map(str, tokens))
 
 
-def sampled(draws: int = 500, texts: Sequence[str] = ("3", "31"), **options: Any) -> Any:
-    torch.manual_seed(0)
-    sample = SampleTest(draws=draws, **options)
-    return audit(small_vocabulary(), Numbers(), texts, SPECS["early exit"], sample=sample)
-
-
-@pytest.mark.every_run("options0")
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_p": 0.8}])
-def test_the_right_distribution_passes(options: dict[str, float]) -> None:
-    found = sampled(**options)
-    assert found.passed
-    assert [test.draws for test in found.tests] == [500, 500]
-    assert found.test.degrees_of_freedom == sum(test.degrees_of_freedom for test in found.tests) > 20
-    assert 0 < found.accepted < found.drafted
-    assert "first 4 tokens: consistent with plain generate's distribution" in str(found)
-
-
-def test_a_biased_distribution_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "choose_sampled", accepts_everything)
-    found = sampled()
-    assert not found.passed
-    assert found.test.p_value < 1e-10
-    assert "NOT plain generate's distribution" in str(found)
-
-
-def test_impossible_tokens_do_not_pass(changing: Any) -> None:
-    done: list[int] = []
-
-    def with_one_more(ids: torch.Tensor) -> torch.Tensor:
-        if not done:
-            done.append(int(small_vocabulary()(ids[:1, :1]).logits[0, -1].argmin()))
-            ids[0, 1] = done[0]
-        return ids
-
-    changing(with_one_more)
-    found = sampled(200, ["3"], top_p=0.5)
-    assert (found.test.impossible, found.test.p_value) == (1, 0)
-    assert not found.passed
-
-
-def expected(draws: int, end: int | None) -> dict[tuple[int, ...], float]:
-    model = copy.deepcopy(small_vocabulary())
-    model.generation_config.eos_token_id = end
-    return Sampling(model, torch.tensor([[3]]), 4, draws, {"do_sample": True}).expected()[0]
-
-
-def test_expected_shares_are_exact() -> None:
-    cells, joint = expected(10**9, None), exact_joint(small_vocabulary(), [])
-    assert len(cells) > 500
-    for text, share in cells.items():
-        assert share == pytest.approx(float(joint[int("".join(map(str, text)), 5)]), rel=1e-3)
-
-
-def test_texts_that_end_are_cells_of_their_own() -> None:
-    cells = expected(10**6, 2)
-    assert all(2 not in text[:-1] for text in cells)
-    assert any(len(text) < 4 and text[-1] == 2 for text in cells)
-    assert sum(cells.values()) == pytest.approx(1, abs=1e-3)
-
-
-def test_too_few_draws_are_told() -> None:
-    assert "so this shows nothing" in str(sampled(4, ["3"]))
-
-
 @pytest.mark.parametrize(
     ("texts", "options", "words"),
     [
@@ -261,15 +192,8 @@ def test_too_few_draws_are_told() -> None:
         ([[{"role": "user", "content": "a"}]], {}, "the tokenizer has no chat template"),
         (["a"], {"max_new_tokens": 0}, r"audit\(max_new_tokens\) must be at least 1, got 0"),
         (["a"], {"spec": "lookup"}, r"audit\(spec\) must be a SelfSpec or None, got 'lookup'"),
-        (["a"], {"sample": True}, r"audit\(sample\) must be SampleTest\(...\) or None, got True"),
-        (["a"], {"draws": 0}, r"SampleTest\(draws\) must be at least 1"),
-        (["a"], {"temperature": float("nan")}, r"SampleTest\(temperature\) must be a finite number above 0"),
-        (["a"], {"top_p": 2}, r"SampleTest\(top_p\) must lie between 0 and 1"),
     ],
 )
 def test_what_cannot_be_audited(texts: Any, options: dict[str, Any], words: str, llama: LlamaForCausalLM) -> None:
-    def audited(**given: Any) -> None:
-        audit(llama, character_tokenizer(), texts, **given)
-
     with pytest.raises((SettingError, SettingTypeError), match=words):
-        (SampleTest if options.keys() <= vars(SampleTest()).keys() and options else audited)(**options)
+        audit(llama, character_tokenizer(), texts, **options)

@@ -108,12 +108,6 @@ def test_audit(model: str, data: Path, capsys: pytest.CaptureFixture[str], monke
     assert "2 of 2 prompts have equal ids; exact" in told[told.index(head) :]
 
 
-def test_audit_of_drawn_tokens(model: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--methods", "SelfSpec.layerskip(3, num_draft=2)", "--sample", "--draws", "50", "--prompts", "1"]
-    assert main(["audit", "--model", model, "--data", str(data), *words, "--temperature", "0.02"]) == 0
-    assert "first 4 tokens: consistent with plain generate's distribution" in capsys.readouterr().out
-
-
 def test_tune(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--out", str(tmp_path / "tuned"), "--steps", "2", "--max-new-tokens", "4", "--prompts", "1"]
     assert main(["tune", "--model", model, "--data", str(data), "--max-prompt-tokens", "3", *words]) == 0
