@@ -12,7 +12,6 @@ from .drafts import DraftSource as DraftSource
 from .drafts import DynamicExit as DynamicExit
 from .drafts import EarlyExit as EarlyExit
 from .drafts import EarlyExitAdapter as EarlyExitAdapter
-from .drafts import EarlyExitLora as EarlyExitLora
 from .drafts import FixedDrafter as FixedDrafter
 from .drafts import Lookup as Lookup
 from .drafts import Quantized as Quantized
@@ -48,7 +47,6 @@ from .model.anatomy import register_architecture as register_architecture
 from .modules.adapter import Adapter as Adapter
 from .modules.heads import ExitHeads as ExitHeads
 from .modules.linear_probe import LinearProbe as LinearProbe
-from .modules.lora import DraftLora as DraftLora
 from .modules.mtp import MtpHead as MtpHead
 from .modules.reduced_head import ReducedHead as ReducedHead
 from .modules.shipped import MtpFormat as MtpFormat
@@ -81,7 +79,6 @@ from .train.early_exit_loss import Rotational as Rotational
 from .train.heads import calibrate_exit_heads as calibrate_exit_heads
 from .train.heads import fit_exit_heads as fit_exit_heads
 from .train.layer_dropout import LayerDropout as LayerDropout
-from .train.lora import fit_draft_lora as fit_draft_lora
 from .train.mtp import fit_mtp as fit_mtp
 from .train.probe import fit_probe as fit_probe
 from .train.reduced_head import fit_reduced_head as fit_reduced_head

@@ -47,7 +47,7 @@ class SelfSpec(Settings):
 
     Args:
         draft: what drafts: :class:`Lookup`, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter`,
-            :class:`EarlyExitLora`, :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
+            :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
             :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
             needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
             default free drafts, and layers to skip that are found while generating, see :class:`ClosestLayers`.

@@ -244,7 +244,7 @@ class Settings:
 def _check_types(draft: Any, stop: Any, tree: Any) -> None:
     if not isinstance(draft, (DraftSource, CandidateGenerator)):
         raise SettingTypeError(
-            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
+            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), "
             f"Quantized(...), MTP(...), DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
         )
     is_rule = callable(stop) or isinstance(stop, RememberingRule)

@@ -25,7 +25,6 @@ from hf_selfspec import (
     Cascade,
     EarlyExit,
     EarlyExitAdapter,
-    EarlyExitLora,
     Lookup,
     SelfSpec,
     SettingError,
@@ -43,8 +42,7 @@ def fitted(model: PreTrainedModel, texts: list[Any], args: argparse.Namespace) -
         "mtp": ("fit_mtp", {}, MTP),
         "mtp3": ("fit_mtp", {"state_layers": sorted({layer + 1, 2 * depth // 3 - 1, depth})}, MTP),
         "adapter": ("fit_adapter", {"exit_layer": layer, "blocks": ("attention", "mlp")}, EarlyExitAdapter),
-        "heads": ("fit_exit_heads", {"layers": [layer], "rank": args.ranks[1]}, lambda at: SelfSpec.dssd(at).draft),
-        "lora": ("fit_draft_lora", {"exit_layer": layer, "rank": args.ranks[0]}, EarlyExitLora),
+        "heads": ("fit_exit_heads", {"layers": [layer], "rank": args.rank}, lambda at: SelfSpec.dssd(at).draft),
     }
     drafts = {"exit alone": EarlyExit(layer)}
     for name, (fit, options, draft) in fits.items():
@@ -86,7 +84,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--data", required=True, help="a .jsonl file of prompts")
-    parser.add_argument("--ranks", type=int, nargs=2, default=(59, 84), help="of the LoRA and of the exit head")
+    parser.add_argument("--rank", type=int, default=84, help="of the exit head")
     parser.add_argument("--out", type=Path, default=Path("fitted"))
     args = parsed(parser)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

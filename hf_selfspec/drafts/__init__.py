@@ -7,7 +7,6 @@ from .heads.block import Block as Block
 from .heads.exit_heads import DynamicExit as DynamicExit
 from .heads.mtp import MTP as MTP
 from .layers.early_exit import EarlyExit as EarlyExit
-from .layers.early_exit import EarlyExitLora as EarlyExitLora
 from .layers.quantized import Quantized as Quantized
 from .layers.skip_layers import SkipLayers as SkipLayers
 from .source import BaseDrafter as BaseDrafter

@@ -22,8 +22,6 @@ class Substitutes:
     """What runs in place of the forwards of some modules, where the plan has it."""
 
     of: Mapping[nn.Module, Substitute]
-    first_layer: int  # the first layer that has one of these modules
-    is_lasting: bool = False  # whether later calls have the same object, so that it may be part of a graph
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,10 @@ class LayerPlan:
     substitutes: Substitutes | None = None
 
     @classmethod
-    def early_exit(cls, num_layers: int, layer: int, substitutes: Substitutes | None = None) -> LayerPlan:
+    def early_exit(cls, num_layers: int, layer: int) -> LayerPlan:
         """The plan that runs layers ``0 .. layer-1``."""
         skipped = frozenset(range(layer, num_layers))
-        return cls(num_layers, skipped, skipped, substitutes)
+        return cls(num_layers, skipped, skipped)
 
     @classmethod
     def of_picture(cls, picture: str) -> LayerPlan:
@@ -53,8 +51,8 @@ class LayerPlan:
     @property
     def first_altered(self) -> int:
         """The first layer that does not run in full (``L`` for the whole model); all before it is the exact prefix."""
-        first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
-        return first if self.substitutes is None else min(first, self.substitutes.first_layer)
+        skipped = self.skipped_attention | self.skipped_mlp
+        return min(skipped, default=self.num_layers) if self.substitutes is None else 0
 
     def picture(self) -> str:
         """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""

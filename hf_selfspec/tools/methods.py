@@ -64,7 +64,6 @@ _ATTACHES = "it attaches the model's MTP layers, with which SelfSpec() drafts, t
 _WITH_PARTS = {
     "SelfSpec.kangaroo(adapter)": _FIT.format("adapter"),
     "SelfSpec.dssd(heads)": _FIT.format("heads"),
-    "SelfSpec(EarlyExitLora(lora))": _FIT.format("lora"),
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
 _NAMES = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..drafts.layers.early_exit import EarlyExitLora
 from ..errors import SelfSpecError, SettingError, brief
 from ..learned.files import path_of
 from ..learned.saving import FILE_NAME, class_named
@@ -24,7 +23,6 @@ _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "configs": SelfSpec.mtp,
     "layers": SelfSpec.dssd,
     "num_heads": SelfSpec.kangaroo,
-    "shapes": lambda folder: SelfSpec(EarlyExitLora(folder)),
     "exit_layer": SelfSpec.adaspeed,
 }
 _OPENING, _CLOSING = "([{", ")]}"
@@ -73,7 +71,7 @@ def _of_folder(folder: str) -> SelfSpec:
             "the exit layer that is meant."
         )
     raise SettingError(
-        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads, an MTP head or a probe. {_advice()}"
+        f"this folder holds neither a {FILE_NAME} nor an adapter, exit heads, an MTP head or a probe. {_advice()}"
     )
 
 

@@ -34,7 +34,7 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
             ``output_dir``. With an ``eval_strategy``, the loss and the agreement with the whole model on the held-out
             rows are logged.
         cache_dir: folder that keeps the model's states for further epochs, and fits at the same exit layers, which then
-            run no layer (those of a draft LoRA run the layers that it changes).
+            run no layer.
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
             epoch.
         patience: ends the fit when the agreement with the whole model on held-out text has not risen in so many

@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
 from helpers.calls import PAST, Recorder, random_skip_set
-from helpers.fitted import adapter_of, heads_of, lora_of, mtp_of, probe_of
+from helpers.fitted import adapter_of, heads_of, mtp_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from helpers.sources import Alternating, Recalled
 from hf_selfspec import (
@@ -40,7 +40,6 @@ from hf_selfspec.drafts import (
     DynamicExit,
     EarlyExit,
     EarlyExitAdapter,
-    EarlyExitLora,
     Lookup,
     SkipLayers,
 )
@@ -84,10 +83,6 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "adapter": lambda model: SelfSpec(EarlyExitAdapter(adapter_of(model, exit_layer=1)), FixedLength(4)),
     "adapter tree": lambda model: SelfSpec(
         EarlyExitAdapter(adapter_of(model, exit_layer=1), reduced(model)), FixedLength(4), _WIDE
-    ),
-    "lora": lambda model: SelfSpec(EarlyExitLora(lora_of(model, exit_layer=1, size=0.05)), FixedLength(3)),
-    "lora tree": lambda model: SelfSpec(
-        EarlyExitLora(lora_of(model, exit_layer=1, size=0.05), reduced(model)), FixedLength(3), _WIDE
     ),
     "quantized": lambda model: SelfSpec(Quantized(), FixedLength(3)),
     "quantized exit": lambda model: SelfSpec(Quantized(layers=EarlyExit(2, reduced(model))), FixedLength(3), _WIDE),
@@ -357,7 +352,7 @@ def check_architecture(name: str, methods: Iterable[str]) -> None:
 # Of layers and of texts; the others need something that is fitted, or search.
 ALWAYS = ("exit", "skip", "tree", "lookup", "default")
 OTHERS = [method for method in SPECS if method not in ALWAYS]
-# Refused by name; probes on gemma3n, LoRA on phimoe, adapters on opt-350m and on several residual streams are neither
+# Refused by name; probes on gemma3n, adapters on opt-350m and on several residual streams are neither
 # served nor refused in time.
 _HEADS = {"heads", "heads tree"}
 _STREAMS = {"layerskip", "adapter", "adapter tree", "probe"} | _HEADS
@@ -369,7 +364,6 @@ REFUSED = {
     "hy_v4": _STREAMS,
     "inkling2_text": {"layerskip"} | _HEADS,
     "opt-350m": {"adapter", "adapter tree"} | _HEADS,
-    "phimoe": {"lora", "lora tree"},
     "qwen4_exp_text": _STREAMS,
 }
 # Most weights of these are in experts, or have widths that kernels do not take.
@@ -393,7 +387,7 @@ def is_possible(name: str, method: str) -> bool:
 
 
 def can(name: str, method: str) -> bool:
-    no_tree = name in STATEFUL and method in ("tree", "quantized exit", "lora tree", "heads tree")
+    no_tree = name in STATEFUL and method in ("tree", "quantized exit", "heads tree")
     return is_possible(name, method) and method not in REFUSED.get(name, ()) and not no_tree
 
 

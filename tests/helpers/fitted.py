@@ -8,13 +8,10 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from helpers.models import VOCABULARY
 from hf_selfspec import Adapter, ExitHeads
-from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.modules.linear_probe import LinearProbe
-from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.mtp import MtpHead
 from hf_selfspec.train.fit_trainer import usual_arguments
-from hf_selfspec.train.lora import shapes_of
 
 EXIT = 2
 
@@ -82,15 +79,6 @@ def calibrated(thresholds: dict[str, list[list[float]]], rate: float = 0.9) -> d
     """As after a calibration for one accuracy, 0.9, that drafts reach, too, or something else."""
     acceptance = {metric: [rate] for metric in thresholds}
     return {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds, "acceptance": acceptance}
-
-
-def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size: float = 0.3) -> DraftLora:
-    """One that changes what the layers say."""
-    torch.manual_seed(seed)
-    lora = DraftLora(exit_layer, 4, list(shapes_of(Anatomy.of(model), exit_layer)))
-    for up in lora.up:
-        torch.nn.init.normal_(up, std=size)
-    return lora.eval()
 
 
 def mtp_of(model: PreTrainedModel, layers: int = 1, seed: int = 0, state_layers: tuple[int, ...] = ()) -> MtpHead:

@@ -40,7 +40,6 @@ from hf_selfspec.drafts import (
     Cascade,
     EarlyExit,
     EarlyExitAdapter,
-    EarlyExitLora,
     Lookup,
     SkipLayers,
     controller,
@@ -59,7 +58,6 @@ from hf_selfspec.model.target import Target
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.linear_probe import LinearProbe
-from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.reduced_head import ReducedHead
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
@@ -96,7 +94,6 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "swift": SelfSpec.swift,
     "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
     "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), _THREE),
-    "lora": lambda: SelfSpec(EarlyExitLora(DraftLora(2, 4, [("0.mlp.up_proj", 64, 128)])), _THREE),
     "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
     "heads": lambda: SelfSpec.dssd(heads_of(tiny_llama(layers=4, factor=0.1), 0.5, (1, 3))),
     "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, CostTree()),

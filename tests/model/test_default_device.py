@@ -15,10 +15,9 @@ import hf_selfspec
 from helpers.fitted import arguments, heads_of, rows
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_llama
 from hf_selfspec import ClosestLayers, CostTree, FixedLength, SelfSpec, TopKTree, audit
-from hf_selfspec.drafts import EarlyExit, EarlyExitLora, SkipLayers
+from hf_selfspec.drafts import EarlyExit, SkipLayers
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.linear_probe import LinearProbe
-from hf_selfspec.modules.lora import DraftLora
 from hf_selfspec.modules.reduced_head import ReducedHead
 from hf_selfspec.train.adapter import fit_adapter
 
@@ -34,7 +33,6 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "swift": lambda: SelfSpec.swift(0.4, tree=TopKTree()),
     "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
     "cost tree": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), FixedLength(3), CostTree()),
-    "lora": lambda: SelfSpec(EarlyExitLora(DraftLora(2, 4, [("0.mlp.up_proj", 64, 128)]))),
     "kangaroo": lambda: SelfSpec.kangaroo(Adapter(2, 64, 4)),
     "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
     "heads": lambda: SelfSpec.dssd(heads_of(MODEL, 0.5, (1, 3))),

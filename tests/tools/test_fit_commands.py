@@ -24,7 +24,6 @@ from helpers.processes import told_in_one_line
 from hf_selfspec import (
     Adapter,
     EarlyExit,
-    EarlyExitLora,
     ExitHeads,
     ReducedHead,
     SelfSpec,
@@ -63,7 +62,6 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             2 * 64 + 8 * 64**2 + 64 * VOCABULARY,
         ),
         ("heads", "--layers 1,3 --rank 4 --metric margin --max-steps 2", None, 2 * (64 + 4 * (64 + VOCABULARY))),
-        ("lora", "--exit-layer 2 --rank 4 --max-steps 2", lambda out: SelfSpec(EarlyExitLora(out)), 2 * 4 * 1024),
         ("probe", "--exit-layer 3 --max-steps 2", lambda out: SelfSpec.adaspeed(probe=out), 65),
         ("head", "--size 16", lambda out: SelfSpec(EarlyExit(2, out)), 16),
     ],

@@ -17,7 +17,6 @@ from hf_selfspec import (
     SelfSpec,
     attach,
     fit_adapter,
-    fit_draft_lora,
     fit_exit_heads,
     fit_mtp,
     fit_probe,
@@ -28,7 +27,7 @@ from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import fit_trainer
 from hf_selfspec.train.fit import FitModule
 from hf_selfspec.train.fit_trainer import speed_figures, speeds
-from hf_selfspec.train.lora import LoraFit
+from hf_selfspec.train.probe import ProbeFit
 
 
 def agreements(monkeypatch: pytest.MonkeyPatch, *values: float) -> list[dict[str, torch.Tensor]]:
@@ -86,10 +85,10 @@ def test_a_fit_that_resumes_knows_the_best_weights(tmp_path: Path, monkeypatch: 
 
 
 def test_what_does_not_depend_on_the_module_does_not_count() -> None:
-    module = FitModule(Adapter(EXIT, 64, 4), None, LoraFit())  # type: ignore[arg-type]  # nothing of a model is read
-    module.names = ("agreement_with_the_whole_model", "agreement_without_LoRA")
+    module = FitModule(Adapter(EXIT, 64, 4), None, ProbeFit())  # type: ignore[arg-type]  # nothing of a model is read
+    module.names = ("agreement_with_the_whole_model", "accepted")
     means = module.means(EvalPrediction(np.array([[[1.0, 0.0], [0.5, 0.0]]]), None))
-    assert means == {"agreement_with_the_whole_model": 0.75, "agreement_without_LoRA": 0.0, "agreement": 0.75}
+    assert means == {"agreement_with_the_whole_model": 0.75, "accepted": 0.0, "agreement": 0.75}
 
 
 @pytest.mark.filterwarnings("ignore:this MTP head does not pay")
@@ -100,7 +99,6 @@ def test_what_does_not_depend_on_the_module_does_not_count() -> None:
         (fit_adapter, {"exit_layer": EXIT}),
         (fit_probe, {"exit_layer": EXIT}),
         (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
-        (fit_draft_lora, {"exit_layer": EXIT}),
         (fit_mtp, {"steps": 2, "head_rows": 20}),
     ],
 )

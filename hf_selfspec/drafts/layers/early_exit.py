@@ -11,12 +11,10 @@ from ...model.anatomy import Anatomy
 from ...model.head import HeadRows
 from ...model.plan import LayerPlan
 from ...modules.draft_module import DraftModule, module_of
-from ...modules.lora import DraftLora
 from ...modules.reduced_head import ReducedHead
 from ...search.choice import ExitChoice
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
 from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
-from ..stop.rules import ConfidenceThreshold
 from .partial import PartialDraft
 from .probing import ProbingDraft
 
@@ -110,40 +108,6 @@ class EarlyExit(ExitSource[DraftModule]):
         if plan is None or session.stop is None:
             return ProbingDraft(session, self.layer, head)
         return PartialDraft(session, plan, head)
-
-
-@register("draft")
-@dataclass(frozen=True, repr=False)
-class EarlyExitLora(ExitSource[DraftLora]):
-    """Drafts with layers ``0 .. E-1`` with LoRA that is off in verification, and the model's own norm and head.
-
-    The model's output is that without LoRA. Drafts run without graphs.
-
-    Args:
-        lora: the LoRA, or the folder or Hub repository that holds it, see ``fit_draft_lora``.
-        head: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
-
-    Raises:
-        SettingError, SettingTypeError: there is no such LoRA or head.
-    """
-
-    lora: DraftLora | StrPath
-    head: ReducedHead | StrPath | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "module", self._load("lora", DraftLora))
-        self._load_head()
-
-    def plan(self, anatomy: Anatomy) -> LayerPlan:
-        return self.exit_at(self.module.exit_layer, anatomy)
-
-    def start(self, session: Session) -> Drafter:
-        self.module.check(session.knowledge.fingerprint)
-        substitutes = self.module.substitutes(session.anatomy)
-        plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, substitutes)
-        draft = PartialDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.head_rows(session.target.model))
-        session.target.substitutes.append(substitutes)
-        return draft
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:

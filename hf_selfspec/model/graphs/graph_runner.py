@@ -96,10 +96,9 @@ class GraphRunner:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
         target, tokens, nodes, window = self.target, feed.tokens, feed.nodes, self.target.cache.window
         is_whole = target.module_of(run) is target.model
-        device, (b, s), substitutes = tokens.device, tokens.shape[:2], run.plan.substitutes
-        is_changed = run.calls_functions or (substitutes is not None and not substitutes.is_lasting)
+        device, (b, s) = tokens.device, tokens.shape[:2]
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
-        size = None if is_changed or is_part else size_for(s, self.graphs.cheap_tokens // b)
+        size = None if run.calls_functions or is_part else size_for(s, self.graphs.cheap_tokens // b)
         if size is None or self.graphs.refused:
             return target.run_eagerly(feed, run)
         target.cache.seek(feed.starts, size)

@@ -264,7 +264,7 @@ def packed(
             elif layers[module].state != state:
                 layers[module].follow(rounded(module), state)
         of = {module: layers[module] for module in wanted.values()}
-        return of_model.substitutes.setdefault(frozenset(of.values()), Substitutes(of, first_layer=0, is_lasting=True))
+        return of_model.substitutes.setdefault(frozenset(of.values()), Substitutes(of))
 
 
 def _free_bytes(device: torch.device) -> int:
