@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from hf_selfspec.tools.request import texts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
@@ -19,6 +18,7 @@ from helpers.processes import DEMO_MODEL, python, told_in_one_line
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.tools.cli import app, main
+from hf_selfspec.tools.compare import texts_of
 from hf_selfspec.tools.fit_command import fits, parser_of
 from hf_selfspec.train import loading
 from hf_selfspec.train.loading import NamedModel

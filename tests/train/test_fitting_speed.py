@@ -85,7 +85,8 @@ def test_a_fit_that_resumes_knows_the_best_weights(tmp_path: Path, monkeypatch: 
 
 
 def test_what_does_not_depend_on_the_module_does_not_count() -> None:
-    module = FitModule(Adapter(EXIT, 64, 4), None, ProbeFit())  # type: ignore[arg-type]  # nothing of a model is read
+    of_probe: Any = ProbeFit(exit_layer=EXIT)
+    module = FitModule(Adapter(EXIT, 64, 4), None, of_probe)  # type: ignore[arg-type]  # nothing of a model is read
     module.names = ("agreement_with_the_whole_model", "accepted")
     means = module.means(EvalPrediction(np.array([[[1.0, 0.0], [0.5, 0.0]]]), None))
     assert means == {"agreement_with_the_whole_model": 0.75, "accepted": 0.0, "agreement": 0.75}
