@@ -1,11 +1,13 @@
 """Models, hooks and attention that no other test has: ids are plain ``generate``'s, with drafts or with a reason."""
 
 import functools
+import gc
 import itertools
 import logging
 import operator
 import random
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -745,6 +747,32 @@ def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.Monkey
     add_hook_to_module(model, ModelHook())
     assert not Unseen.of(model).attached
     assert not why_plain(model, SelfSpec.lookup())
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_classes_of_a_notebook_go_with_their_models(quiet: None, trust: bool) -> None:
+    def run_cell() -> list[weakref.ref[Any]]:
+        class Model(LlamaForCausalLM):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return super().forward(*args, **kwargs)
+
+        class Layer(nn.Linear):
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                return super().forward(states)
+
+        class Hook:
+            def __call__(self, module: Any, args: Any, output: Any) -> Any:
+                return output
+
+        model = of_class(Model)
+        model.model.layers[1].mlp.up_proj = Layer(64, 128, bias=False)
+        model.model.layers[2].register_forward_hook(Hook())
+        model.generate(**ROW, **OPTIONS, assistant=SelfSpec(trust=trust))
+        return [weakref.ref(each) for each in (Model, Layer, Hook, model)]
+
+    classes = run_cell()
+    gc.collect()
+    assert [each() for each in classes] == [None] * 4
 
 
 def test_random_numbers_are_put_back(quiet: None) -> None:
