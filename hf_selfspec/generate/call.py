@@ -47,7 +47,7 @@ from ..settings import Settings
 from ..stats import GenerationStats, generated
 from .decoder import Decoder
 from .output import Output
-from .probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
+from .probation import TOKENS, PlainError, cannot_be_laid_out, compare, decoded_logits
 from .refusals import check_call, check_exact, check_length
 from .stopping import Stopper
 from .unseen import UNKNOWN, Unseen, why_plain
@@ -116,7 +116,7 @@ def serve(prepared: Call, spec: Settings, default_of: str = "") -> Any:
             decoder = lay_out(call)
             if unseen and spec._source.lossless:
                 with listing_once(False):
-                    drafted, why = _on_probation(call, unseen)
+                    drafted, why = _probe(call, unseen)
                 if not why and drafted.anatomy != call.anatomy:
                     decoder = lay_out(drafted)
             # Modules of others may treat rows by their place in the batch.
@@ -172,13 +172,13 @@ def _why_plain(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: U
     return "its prompts have masked columns after their first tokens"
 
 
-def _on_probation(call: Call, unseen: Unseen) -> tuple[Call, str]:
+def _probe(call: Call, unseen: Unseen) -> tuple[Call, str]:
     """Returns the call of a model that the tests have not seen, with what this model supports, and why plain
     ``generate`` serves the call (empty where it does not)."""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
         reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
         return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
-    outcome = on_probation(call, unseen, partial(decoded_logits, lay_out=_lay_out))
+    outcome = compare(call, unseen, partial(decoded_logits, lay_out=_lay_out))
     if why := outcome.why_plain:
         why = left_to_plain(call.anatomy.model_name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why

@@ -84,6 +84,12 @@ class Contents:
         tensors = (value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
+    def taken_again(self) -> Contents:
+        """The contents of the same holders now, with their tensors."""
+        contents = Contents(self._holders, self._most)
+        contents.keep()
+        return contents
+
     def have_changed(self) -> bool:
         """Whether anything is other than it was; tensors by their values, too, once they were kept."""
         now = Contents(self._holders, self._most)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -45,8 +46,9 @@ from helpers import architectures, multimodal
 from helpers.compiled import QUICK
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.drafts.scripted import Scripted
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.generate import probation
+from hf_selfspec.generate import contents, probation
 from hf_selfspec.generate.contents import Contents
 from hf_selfspec.generate.unseen import SEEN, Unseen
 from hf_selfspec.model.anatomy import Anatomy
@@ -469,7 +471,7 @@ def test_rows_at_different_lengths_are_compared(quiet: None) -> None:
     output, plain = (model.generate(ids, **options, assistant=assistant) for assistant in (spec, False))
     torch.testing.assert_close(output.scores, plain.scores, rtol=1e-4, atol=1e-5)
     (outcome,) = probation.outcomes_of(model)
-    assert outcome.is_simple
+    assert outcome.lines_in_step
 
 
 def test_layers_that_are_never_called(quiet: None) -> None:
@@ -816,6 +818,41 @@ def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
         assert spec.stats is not None
         left.append(bool(spec.stats.left_to_generate))
     assert left == [True, False, False]
+
+
+def test_what_hooks_hold_costs_little_once_their_outcome_is_known(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where they keep something; otherwise as much as the key of a call may look at."""
+    model, spec = recorded(), SelfSpec(trust=True)
+    assert "keeps something" in why_plain(model, spec)
+    looked, mark = list[Any](), contents._mark
+    monkeypatch.setattr(contents, "_mark", lambda value, is_last: looked.append(value) or mark(value, is_last))
+    assert "keeps something" in why_plain(model, spec)
+    assert not looked
+
+    class Holds:
+        def __init__(self, count: int) -> None:
+            self.states = [torch.zeros(1) for _ in range(count)]
+
+        def __call__(self, module: Any, args: Any, output: Any) -> Any:
+            return output
+
+    for count, why in ((100, ""), (10_000, "more than can be looked at")):
+        model = LLAMA()
+        model.model.layers[2].register_forward_hook(Holds(count))
+        for _ in range(2):
+            looked.clear()
+            left = why_plain(model, spec)
+            assert why in left
+            assert bool(left) is bool(why)
+        assert 0 < len(looked) <= contents.MOST_IN_A_CALL
+
+
+def test_what_ran_out_of_memory_is_tried_again(quiet: None) -> None:
+    model, spec = of_class(Unchanged), SelfSpec.lookup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scripted, "start", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+        assert "out of memory" in why_plain(model, spec)
+    assert not why_plain(model, spec)
 
 
 class PassesOn(nn.Module):
