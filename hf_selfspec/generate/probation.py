@@ -39,7 +39,7 @@ from ..model.patching import InstanceForwards, without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
 from ..model.transfer import is_out_of_memory
 from ..settings import Settings
-from .contents import MOST_IN_A_CALL, Contents
+from .contents import Contents
 from .unseen import Unseen
 
 # Tokens that plain generate makes for one row and for several, each by a forward, and again where these have changed
@@ -99,7 +99,7 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     arguments = {name: value for name, value in call.model_kwargs.items() if name not in CACHE_NAMES}
     tensors = {name for name, value in arguments.items() if has_tensors(value)}
     others = {name: value for name, value in arguments.items() if name not in tensors}
-    holds = Contents([*unseen.holders, others], MOST_IN_A_CALL)
+    holds = Contents([*unseen.holders, others], briefly=True)
     if holds.why_opaque:
         return Outcome(holds.why_opaque)
     key = (
