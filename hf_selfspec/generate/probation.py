@@ -94,8 +94,8 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     if any(module.training and module.p for module in dropouts):
         return Outcome()  # with dropout, plain generate has other logits each time
     outcomes = _outcomes.setdefault(call.model, {})
-    if (reasons := (unseen.own, unseen.attached)) in outcomes:
-        return outcomes[reasons]
+    if outcome := outcomes.get(reasons := (unseen.own, unseen.attached)):
+        return outcome
     arguments = {name: value for name, value in call.model_kwargs.items() if name not in CACHE_NAMES}
     tensors = {name for name, value in arguments.items() if has_tensors(value)}
     others = {name: value for name, value in arguments.items() if name not in tensors}
@@ -112,12 +112,11 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         (call.model.dtype, call.model.device.type, torch.is_autocast_enabled(call.input_ids.device.type)),
         (call.model.training, attention_implementation(call.model.config.get_text_config(decoder=True))),
     )
-    if key in outcomes:
-        return outcomes[key]
+    if outcome := outcomes.get(key):
+        return outcome
     with _lock:
-        for known in (reasons, key):  # by now
-            if known in outcomes:
-                return outcomes[known]
+        if outcome := outcomes.get(reasons) or outcomes.get(key):  # by now
+            return outcome
         try:
             outcome = _compared(call, unseen, decode)
         except _UnsettledError as unsettled:
@@ -139,10 +138,9 @@ def _compared(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
         before.keep()
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), muted():
             outcome = _outcome(call, decode, before)
-    except PlainError:  # the model stays as plain generate leaves it
-        raise
-    except BaseException:  # interrupts, too
-        before.restore()
+    except BaseException as error:  # interrupts, too
+        if not isinstance(error, PlainError):  # after which the model stays as plain generate leaves it
+            before.restore()
         raise
     finally:
         random.setstate(states[0])
@@ -168,19 +166,18 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
         return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
     if before.have_changed():
         later = before.taken_again()
-        _by_plain(_short(call, count - 1))  # another number, which shows what is counted anew in each call
+        with suppress(PlainError):  # another number of tokens, which shows what is counted anew in each call
+            _by_plain(_short(call, count - 1))
         if later.have_changed():
             return _KEEPS
         raise _UnsettledError("it has made something in its first forward, so a later call is compared")
     allowed = _allowed(_short(call, 1), expected[0])
     for lines_in_step, number in ((False, count), (True, _TOKENS_IN_LINE)):
         before.restore()
-        outcome, script = (
-            Outcome(lines_in_step=lines_in_step),
-            Scripted(tuple(map(tuple, chosen.tolist())), lines_in_step),
-        )
+        outcome = Outcome(lines_in_step=lines_in_step)
         try:
-            logits = decode(replace(_short(call, number, chosen), anatomy=outcome.applied(call.anatomy)), script)
+            forced = replace(_short(call, number, chosen), anatomy=outcome.applied(call.anatomy))
+            logits = decode(forced, Scripted(tuple(map(tuple, chosen.tolist())), lines_in_step))
         except Exception as error:  # whatever a model of others raises is a reason not to draft with it
             if is_out_of_memory(error):
                 raise _UnsettledError(brief(error)) from error
