@@ -47,7 +47,7 @@ class Contents:
     """
 
     def __init__(self, holders: Iterable[Any], briefly: bool = False) -> None:
-        self._holders, self._is_brief = tuple(holders), briefly
+        self.holders, self._is_brief = tuple(holders), briefly
         self._parts: list[tuple[Any, list[_Part]]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.key: Hashable = None
@@ -58,7 +58,7 @@ class Contents:
             self.why_opaque = f"what it holds cannot be looked at: {error!r}"
 
     def _marks(self) -> Iterator[Hashable]:
-        waiting, visited, count = [(holder, _DEPTH) for holder in reversed(self._holders)], set[int](), 0
+        waiting, visited, count = [(holder, _DEPTH) for holder in reversed(self.holders)], set[int](), 0
         most = _MOST_BRIEFLY if self._is_brief else _MOST
         while waiting:
             holder, depth = waiting.pop()
@@ -88,15 +88,9 @@ class Contents:
         tensors = (value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
-    def taken_again(self) -> Contents:
-        """The contents of the same holders now, with their tensors."""
-        contents = Contents(self._holders)
-        contents.keep()
-        return contents
-
     def have_changed(self) -> bool:
         """Whether anything is other than it was; tensors by their values, too, once they were kept."""
-        now = Contents(self._holders)
+        now = Contents(self.holders)
         if now.why_opaque or now.key != self.key:
             return True
         return not all(_is_equal(tensor, before) for tensor, before in self._tensors)

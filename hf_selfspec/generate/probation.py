@@ -165,7 +165,8 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
     if not _is_used(given_cache(short.model_kwargs)):
         return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
     if before.have_changed():
-        later = before.taken_again()
+        later = Contents(before.holders)
+        later.keep()
         with suppress(PlainError):  # another number of tokens, which shows what is counted anew in each call
             _by_plain(_short(call, count - 1))
         if later.have_changed():
