@@ -26,7 +26,7 @@ class Scripted(DraftSource):
     few wrong ones, then nothing."""
 
     tokens: tuple[tuple[int, ...], ...]
-    is_simple: bool
+    lines_in_step: bool
 
     takes_forwards = False
 
@@ -40,7 +40,7 @@ class _ScriptedDrafter(BaseDrafter):
 
     def __init__(self, script: Scripted, session: Session) -> None:
         self._script, self._target, self._vocabulary = script, session.target, session.vocabulary
-        self._is_tree = session.takes_trees and not script.is_simple
+        self._is_tree = session.takes_trees and not script.lines_in_step
         self._rounds = 0
         self._nodes = max(2 * _DRAFTED, session.affordable(_NODES))
 
@@ -82,7 +82,7 @@ class _ScriptedDrafter(BaseDrafter):
         """The states of each row's last token ``[b, 1, d]`` that enter a layer in the middle, and its number."""
         target = self._target
         layer = target.anatomy.num_layers // 2
-        if self._script.is_simple or not layer:
+        if self._script.lines_in_step or not layer:
             return None, 0
         run = target.step(text.last_tokens(), text.last_slots(), ForwardPass(target.full_plan, stop=layer))
         if run.captured is None:

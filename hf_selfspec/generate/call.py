@@ -28,7 +28,6 @@ from ..drafts.source import Session
 from ..drafts.stateless import stateful
 from ..errors import (
     UnsupportedModelError,
-    brief,
     left_to_plain,
     only_warned,
     warn_once,
@@ -52,7 +51,7 @@ from ..settings import Settings
 from ..stats import GenerationStats, generated
 from .decoder import Decoder
 from .output import Output
-from .probation import TOKENS, PlainError, cannot_be_laid_out, decoded_logits, on_probation
+from .probation import TOKENS, cannot_be_laid_out, compare, decoded_logits
 from .refusals import check_call, check_exact, check_length
 from .stopping import Stopper
 from .unseen import UNKNOWN, Unseen, why_plain
@@ -167,10 +166,7 @@ def _choose(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unse
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):
         reason = "several processes run" if call.synced_gpus else f"fewer than {TOKENS} new tokens are too few"
         return call, f"{unseen} was not seen before, and {reason}, so that it could not be checked"
-    try:
-        outcome = on_probation(call, unseen, partial(decoded_logits, lay_out=_build))
-    except PlainError as error:
-        return call, f"its own steps raise {brief(repr(error.__cause__))}"
+    outcome = compare(call, unseen, partial(decoded_logits, lay_out=_build))
     if why := outcome.why_plain:
         why = left_to_plain(name, "", UnsupportedModelError(f"because of {unseen}: {why}"))
     return replace(call, anatomy=outcome.applied(call.anatomy)), why

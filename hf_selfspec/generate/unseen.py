@@ -12,7 +12,7 @@ import re
 import sys
 import weakref
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from ..model.module_tools import (
     is_trusted,
     libraries_of,
     library_of,
+    once_for_each,
 )
 from ..model.prompt import CACHE_NAMES
 from ..model.view import ModelView
@@ -224,13 +225,13 @@ def _is_seen(type_: Any) -> bool:
     return _is_of_models(type_) and _NAME_ENDS.sub("", type_.__name__) in SEEN
 
 
-@lru_cache(1024)
+@once_for_each
 def _methods_of(type_: Any) -> frozenset[str]:
     names = frozenset(name for base in type_.__mro__ for name, value in vars(base).items() if callable(value))
     return names - _NOT_IN_FORWARDS
 
 
-@lru_cache(1024)
+@once_for_each
 def _is_foreign(type_: Any) -> bool:
     """Whether modules of a class may mix tokens: of a library that is not trusted, of PEFT but no tuner layer, of torch
     with several tokens as its input or with numbers of fewer bits."""

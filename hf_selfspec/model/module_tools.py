@@ -3,11 +3,12 @@
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from time import perf_counter
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -23,6 +24,7 @@ ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "trans
 _IMPORTED = {"numpy", "safetensors", "einops", "kernels", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "triton"}
 # Objects of torch that run functions of others.
 _OPERATORS = {"CustomOpDef", "OpOverload", "OpOverloadPacket", "ScriptFunction", "ScriptMethod"}
+_Result = TypeVar("_Result")
 _TRUSTED = ROW_BLIND | _IMPORTED | sys.stdlib_module_names | {"", "None", "builtins", "peft"}
 
 
@@ -39,12 +41,28 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return list(modules)
 
 
+def once_for_each(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
+    """Keeps what a function returns for a class or a function, as long as that exists: notebooks define theirs anew."""
+    results: weakref.WeakKeyDictionary[Any, _Result] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def kept(of: Any) -> _Result:
+        with suppress(KeyError, TypeError):  # some objects take no weak references
+            return results[of]
+        result = function(of)
+        with suppress(TypeError):
+            results[of] = result
+        return result
+
+    return kept
+
+
 def forward_parameters(model: nn.Module) -> frozenset[str]:
     """Returns the names of the parameters of a model's forward, ``"**"`` for that of all further names."""
     return _parameters(type(model).forward)
 
 
-@functools.lru_cache
+@once_for_each
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     parameters = inspect.signature(function).parameters.values()
     return frozenset("**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters)

@@ -212,7 +212,7 @@ def _unseen(model: PreTrainedModel) -> str:
         f"left to plain generate: {outcome.why_plain}"
         if outcome.why_plain
         else "drafted, with lines alone and rows in step"
-        if outcome.is_simple
+        if outcome.lines_in_step
         else "drafted"
         for outcome in outcomes_of(model)
     ]

@@ -1,17 +1,20 @@
 """Models, hooks and attention that no other test has: ids are plain ``generate``'s, with drafts or with a reason."""
 
 import functools
+import gc
 import itertools
 import logging
 import operator
 import random
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,8 +46,9 @@ from helpers import architectures, multimodal
 from helpers.captured import Traced
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.drafts.scripted import Scripted
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.generate import probation
+from hf_selfspec.generate import contents, probation
 from hf_selfspec.generate.contents import Contents
 from hf_selfspec.generate.unseen import SEEN, Unseen
 from hf_selfspec.model.anatomy import Anatomy
@@ -468,7 +472,7 @@ def test_rows_at_different_lengths_are_compared(quiet: None) -> None:
     output, plain = (model.generate(ids, **options, assistant=assistant) for assistant in (spec, False))
     torch.testing.assert_close(output.scores, plain.scores, rtol=1e-4, atol=1e-5)
     (outcome,) = probation.outcomes_of(model)
-    assert outcome.is_simple
+    assert outcome.lines_in_step
 
 
 def test_layers_that_are_never_called(quiet: None) -> None:
@@ -748,6 +752,32 @@ def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.Monkey
     assert not why_plain(model, SelfSpec.lookup())
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_classes_of_a_notebook_go_with_their_models(quiet: None, trust: bool) -> None:
+    def run_cell() -> list[weakref.ref[Any]]:
+        class Model(LlamaForCausalLM):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return super().forward(*args, **kwargs)
+
+        class Layer(nn.Linear):
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                return super().forward(states)
+
+        class Hook:
+            def __call__(self, module: Any, args: Any, output: Any) -> Any:
+                return output
+
+        model = of_class(Model)
+        model.model.layers[1].mlp.up_proj = Layer(64, 128, bias=False)
+        model.model.layers[2].register_forward_hook(Hook())
+        model.generate(**ROW, **OPTIONS, assistant=SelfSpec(trust=trust))
+        return [weakref.ref(each) for each in (Model, Layer, Hook, model)]
+
+    classes = run_cell()
+    gc.collect()
+    assert [each() for each in classes] == [None] * 4
+
+
 def test_random_numbers_are_put_back(quiet: None) -> None:
     """Those of Python and numpy, too."""
 
@@ -789,6 +819,47 @@ def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
         assert spec.stats is not None
         left.append(bool(spec.stats.left_to_generate))
     assert left == [True, False, False]
+
+
+def test_what_hooks_hold_costs_little_once_their_outcome_is_known(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where they keep something; otherwise as much as the key of a call may look at."""
+    model, spec = recorded(), SelfSpec(trust=True)
+    assert "keeps something" in why_plain(model, spec)
+    looked, mark = list[Any](), contents._mark
+    monkeypatch.setattr(contents, "_mark", lambda value, is_last: looked.append(value) or mark(value, is_last))
+    assert "keeps something" in why_plain(model, spec)
+    assert not looked
+
+    class Holds:
+        def __init__(self, count: int) -> None:
+            self.states = [torch.zeros(1) for _ in range(count)]
+            self.array = np.zeros((count, count))
+
+        def __call__(self, module: Any, args: Any, output: Any) -> Any:
+            return output
+
+    lengths = list[int]()
+    for count in (100, 2_000):
+        model = LLAMA()
+        model.model.layers[2].register_forward_hook(Holds(count))
+        for _ in range(2):
+            looked.clear()
+            assert not why_plain(model, spec)
+        lengths.append(len(looked))
+    assert lengths[0] == lengths[1] < 50
+    model = LLAMA()
+    model.model.layers[2].register_forward_hook(hook := Holds(0))
+    for number in range(40):
+        setattr(hook, f"table_{number}", [[float(number)] * 60 for _ in range(60)])
+    assert "more than can be looked at" in why_plain(model, spec)
+
+
+def test_what_ran_out_of_memory_is_tried_again(quiet: None) -> None:
+    model, spec = of_class(Unchanged), SelfSpec.lookup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scripted, "start", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+        assert "out of memory" in why_plain(model, spec)
+    assert not why_plain(model, spec)
 
 
 class PassesOn(nn.Module):

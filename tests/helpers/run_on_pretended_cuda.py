@@ -107,6 +107,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "eos": {"eos_token_id": [5, 17]},
     "drawn": _DRAWN,
     "streamed": {"streamer": _Silent()},
+    "repetition": {"repetition_penalty": 1.3},
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
     "grammar": {"logits_processor": Own},
 }

@@ -29,6 +29,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("skips", "greedy", 1): (0, 2),
     ("lookup", "drawn", 4): (0, 4),
     ("lookup", "streamed", 1): (0, 4),
+    ("lookup", "repetition", 4): (0, 5),  # with the paths of all nodes
     ("lookup", "grammar", 4): (0, 5),  # with the masks of all nodes
     ("block", "greedy", 1): (0, 2),
     ("block", "eos", 1): (0, 2),
@@ -88,7 +89,8 @@ def measured(*cases: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
 # One of each kind; the others are `slow`.
 EVERY_RUN = {
     *(("fixed", "greedy", 1), ("rule", "eos", 4), ("adaptive", "drawn", 4), ("tree", "greedy", 4)),
-    *(("skips", "greedy", 1), ("lookup", "streamed", 1), ("lookup", "grammar", 4), ("block", "drawn", 4)),
+    *(("skips", "greedy", 1), ("lookup", "streamed", 1), ("lookup", "repetition", 4)),
+    *(("lookup", "grammar", 4), ("block", "drawn", 4)),
     *(("tree", "greedy", 3, "two devices"), ("window", "eos", 3)),
     *(("skips", "graphs llama", 3), ("fixed", "graphs falcon_h1", 3), *(WARM[place] for place in (-4, -2, -1))),
     *(*FAILING[-3:], *COMPARED[1:3], NUMBER, THREADS, SMALL, TRAINING),
@@ -114,7 +116,7 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
         # Rows that end leave the forwards, which takes two further uploads, now and then.
         few = 0.0 if rows == 1 else 4 * rows / found["rounds"]
         assert found["transfers"] <= step * found["steps"] + rest + few, case
-        if (spec in ("fixed", "lookup") and call in ("greedy", "streamed")) or spec == "block":
+        if (spec in ("fixed", "lookup") and call in ("greedy", "streamed", "repetition")) or spec == "block":
             # What judges and what free drafts learn from is one read, and a streamer gets what the host knows already.
             assert found["waits"] == 1, case
         if call == "greedy":
