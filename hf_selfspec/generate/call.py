@@ -201,7 +201,7 @@ def _lay_out(
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         plan=source.whole_model(anatomy),
-        is_exact=_is_exact(call, spec, inputs, is_whole=source.lossless),
+        is_exact=_is_exact(call, spec, inputs),
     )
     if spec.graphs is not False and not target.is_exact:
         GraphRunner.install(target, call.input_ids.device, compares=bool(unseen))
@@ -238,7 +238,7 @@ def _lay_out(
     )
 
 
-def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> bool:
+def _is_exact(call: Call, spec: Settings, inputs: Inputs) -> bool:
     """Whether forwards must have the results of plain ``generate``, bit for bit; raises where they cannot."""
     # accelerate puts its mixed precision around a model's forward.
     casts = torch.is_autocast_enabled(call.input_ids.device.type) or is_cast_by_accelerate(call.model)
@@ -247,7 +247,7 @@ def _is_exact(call: Call, spec: Settings, inputs: Inputs, is_whole: bool) -> boo
     reasons = {
         "autocast is on": casts,
         "a cache of your own is given": call.has_own_cache,
-        "parts of the model are asked for": not is_whole,
+        "parts of the model are asked for": not spec._source.lossless,
     }
     check_exact(call.model, inputs, call.generation_config, reasons)
     return True

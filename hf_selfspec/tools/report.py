@@ -156,7 +156,6 @@ _LATENCY = {
 _FIRST = {
     "seconds": ("first_call.request_latency", ".2f"),
     "speed-up there": ("first_call.ratio", ".2f"),
-    "graphs compiled": ("compiled_graphs", "d"),
 }
 _FORMS: dict[str, Callable[[Any], str]] = {
     "interval": _interval,

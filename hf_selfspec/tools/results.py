@@ -88,7 +88,6 @@ class _Condition:
             "equal_ids": equal,
             "is_lossless": method.is_lossless and all(difference["near_tie"] for difference in differences),
             "first_call": self._first_call(name),
-            "compiled_graphs": sum(call.graphs for call in self.all if call.method == name),
             "left_to_generate": sum(bool(call.left_to_generate) for call in calls),
             "peak_memory_bytes": max((call.peak_memory for call in calls if call.peak_memory), default=None),
         }

@@ -50,7 +50,6 @@ class Call:
     to_first: dict[str, float]  # the same until the first tokens
     first_tokens: int  # tokens of all rows that came then
     is_first: bool = False  # of the method in this process
-    graphs: int = 0  # that were compiled
     peak_memory: int | None = None  # allocated bytes, where the device reports them
     # Verification passes, tokens drafted (siblings in a tree are not) and kept, and how many passes kept how many.
     rounds: dict[str, Any] | None = None
@@ -97,7 +96,7 @@ def timed(
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    arrivals, graphs, begun = _Arrivals(device), _graphs(), _now(device)
+    arrivals, begun = _Arrivals(device), _now(device)
     output: torch.Tensor = model.generate(batch.ids, attention_mask=batch.mask, streamer=arrivals, **options)
     end = _now(device)
     first = arrivals.first or end
@@ -117,7 +116,6 @@ def timed(
         # A row may end among the first tokens.
         first_tokens=sum(min(arrivals.sizes[0] if arrivals.sizes else 0, len(row)) for row in ids),
         is_first=is_first,
-        graphs=_graphs() - graphs,
         peak_memory=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         rounds=_rounds(method, stats, arrivals.sizes),
         left_to_generate="" if stats is None else stats.left_to_generate,
@@ -153,12 +151,6 @@ def _now(device: torch.device) -> dict[str, float]:
     """Seconds on each clock, when the device has finished its work."""
     wait_for(device)
     return {"wall": perf_counter(), "cpu": process_time()}
-
-
-def _graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 class Journal:

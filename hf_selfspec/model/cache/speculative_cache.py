@@ -61,11 +61,6 @@ class SpeculativeCache(Cache, Extent):
         self.was_given = False  # whether a cache of the user's lacks what is here
 
     @property
-    def has_few_sizes(self) -> bool:
-        """Whether only few capacities are used, and so only few shapes of forwards."""
-        return self.pool is not None
-
-    @property
     def _logs(self) -> list[StateLog]:
         return [log for layer in self.recurrent for log in layer.logs()]
 
@@ -110,13 +105,13 @@ class SpeculativeCache(Cache, Extent):
             self.capacity = max(needed, int(self.capacity * _GROWTH))
         self.round_up()
         if self.window is not None:
-            self.window.grain = _GRAPH_GRAIN if self.has_few_sizes else 1
+            self.window.grain = 1 if self.pool is None else _GRAPH_GRAIN
             before = first_node + (nodes.hidden if nodes is not None else 0)
             self.window.seek(self.cursors, new_slots, counts, before, self.capacity)
 
     def round_up(self) -> None:
-        """Makes the capacity one of those that are in use."""
-        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
+        """Makes the capacity one of those that are in use, of which there are few for graphs."""
+        self.capacity = -(-self.capacity // _GRAIN) * _GRAIN if self.pool is None else step_above(self.capacity)
 
     def stay(self) -> None:
         """Lowers the capacity to the slots that there are, after memory for more has run out."""

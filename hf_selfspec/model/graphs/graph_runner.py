@@ -88,7 +88,7 @@ class GraphRunner:
             yield
         finally:
             kept = sum(other.bytes for other in (pool, *graphs.free))
-            if graphs.are_slower() or kept > _KEPT * torch.cuda.mem_get_info(device)[1]:
+            if graphs.refused or kept > _KEPT * torch.cuda.mem_get_info(device)[1]:
                 pool.clear()
             pool.leave(device)
             graphs.free.append(pool)
@@ -115,10 +115,6 @@ class GraphRunner:
         # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
         parts = (is_whole, run.plan, run.start, run.stop, run.capture, run.chooses, window and window.capacity)
 
-        def name() -> str:
-            shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {target.cache.capacity} slots"
-            return f"{shape}, layers {run.plan.picture()}"
-
         def unpadded(results: Sequence[torch.Tensor]) -> Outcome:
             values = iter(results)
             logits = next(values)[:, :s] if is_whole else None
@@ -131,7 +127,7 @@ class GraphRunner:
             return target.run_eagerly(feed, run), run.captured, run.exit_state, None
 
         forward = partial(self._forward, run, nodes is not None)
-        outcome = self._outcome(parts, forward, inputs, target.cache, name, unpadded, eager)
+        outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager)
         logits, run.captured, run.exit_state, run.best = outcome
         return logits
 
@@ -142,7 +138,7 @@ class GraphRunner:
         these and its buffers, unless ``eager`` over the inputs is faster."""
         if self.graphs.refused or cache.pool is not self.target.cache.pool:
             return eager(*inputs)
-        return self._outcome((head,), forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
+        return self._outcome((head,), forward, inputs, cache, tuple, lambda: tuple(eager(*inputs)))
 
     def _outcome(
         self,
@@ -150,7 +146,6 @@ class GraphRunner:
         forward: Run,
         inputs: Sequence[torch.Tensor],
         cache: SpeculativeCache,
-        name: Callable[[], str],
         unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
         eager: Callable[[], Outcome],
     ) -> Outcome:
@@ -162,7 +157,7 @@ class GraphRunner:
         modes = _modes(device), self.target.autocast, device
         key: Hashable = (*parts, *modes, shapes, cache.capacity, len(buffers), cache.addresses())
         begun = perf_counter()
-        graph = self.graphs.find(key, pool, forward, [*inputs, *buffers], name, len(buffers))
+        graph = self.graphs.find(key, pool, forward, [*inputs, *buffers], len(buffers))
         self.target.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
@@ -188,9 +183,6 @@ class GraphRunner:
         """The outcome of the model's own code; raises an error where that of the graph is further from that of the
         same forward without it, ``filled`` (mostly it is the same bit for bit), than this from the own code's, or
         where this is more than rounding. So only near ties choose other tokens."""
-        if graph.compared < 0:
-            graph.compared = 0
-            return ways[1]()
         self.target.unsettled += 1
         with capturing.during(True):
             of_filled = filled()

@@ -165,16 +165,14 @@ def few_token_forwards(modules: Iterable[nn.Module], is_active: Callable[[], boo
     alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
     for module in filter(is_served, modules):
         alike[module.weight.shape].append(module)
-    return [forward for layers in alike.values() for forward in _forwards_of(layers, is_active)]
-
-
-def _forwards_of(layers: list[nn.Linear], is_active: Callable[[], bool]) -> Iterator[tuple[nn.Linear, Forward]]:
-    """Forwards for layers of the same shape: where none of the ways that were chosen is faster than torch's own, for
-    the first one alone, which chooses for further numbers of tokens."""
-    weights = [layer.weight for layer in layers]
-    chosen = set(_fastest.chosen(weights[0]).values())
-    for layer in layers[:1] if chosen == {blas} else layers:
-        yield layer, _few_tokens(layer, layer.forward, weights, is_active)
+    forwards = list[tuple[nn.Linear, Forward]]()
+    for layers in alike.values():
+        weights = [layer.weight for layer in layers]
+        # Where none of the ways that were chosen is faster than torch's own, the last layer alone, which all
+        # verifications run, chooses for further numbers of tokens.
+        served = layers[-1:] if set(_fastest.chosen(weights[0]).values()) == {blas} else layers
+        forwards += [(layer, _few_tokens(layer, layer.forward, weights, is_active)) for layer in served]
+    return forwards
 
 
 def _few_tokens(
