@@ -134,8 +134,8 @@ class GraphRunner:
     def run_head(
         self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
     ) -> Sequence[torch.Tensor]:
-        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
-        these and its buffers, unless ``eager`` over the inputs is faster."""
+        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward``, unless
+        ``eager`` is faster."""
         if self.graphs.refused or cache.pool is not self.target.cache.pool:
             return eager(*inputs)
         return self._outcome((head,), forward, inputs, cache, tuple, lambda: tuple(eager(*inputs)))
@@ -149,15 +149,14 @@ class GraphRunner:
         unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
         eager: Callable[[], Outcome],
     ) -> Outcome:
-        """The results, ``unpadded``, of the graph of ``forward`` over ``inputs`` and the buffers of ``cache``, which
-        depends on ``parts``, or those of the model's own code; see :meth:`FastestWay.of`."""
-        pool, buffers, device = cache.pool, cache.buffers(), inputs[0].device
-        assert pool is not None
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        """The results, ``unpadded``, of the graph of ``forward`` over ``inputs``, which depends on ``parts`` and on
+        where ``cache`` has its buffers, or those of the model's own code; see :meth:`FastestWay.of`."""
+        shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), inputs[0].device
         modes = _modes(device), self.target.autocast, device
-        key: Hashable = (*parts, *modes, shapes, cache.capacity, len(buffers), cache.addresses())
+        key: Hashable = (*parts, *modes, shapes, cache.capacity, len(cache.written), cache.addresses())
+        assert cache.pool is not None
         begun = perf_counter()
-        graph = self.graphs.find(key, pool, forward, [*inputs, *buffers], len(buffers))
+        graph = self.graphs.find(key, cache.pool, forward, inputs)
         self.target.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
@@ -168,10 +167,10 @@ class GraphRunner:
             return by_code()
 
         run = graph.run
-        ways = lambda: unpadded(run(*inputs, *buffers)), by_code
+        ways = lambda: unpadded(run(*inputs)), by_code
         try:
             if graph.compared < COMPARISONS or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, ways, lambda: unpadded(forward(*inputs, *buffers)))
+                return self._compared(graph, ways, lambda: unpadded(forward(*inputs)))
             return graph.of(*ways)
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, graph)
@@ -223,7 +222,7 @@ class GraphRunner:
             spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
             spec.window.begin_at(bases)
         kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
-        with cache.written_at(slots, list(values), bases), experts_by_size(target.model):
+        with cache.written_at(slots, bases), experts_by_size(target.model):
             logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
         results = [value for value in (logits, run.captured, run.exit_state) if value is not None]
         if run.chooses and logits is not None:

@@ -72,11 +72,9 @@ class ModelGraphs:
     def count(self) -> int:
         return sum(graph.run is not None for pool in self.pools for graph in list(pool.graphs.values()))
 
-    def find(
-        self, key: Hashable, pool: BufferPool, function: Run, inputs: Sequence[torch.Tensor], fixed: int = 0
-    ) -> Graph | None:
-        """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none. The last
-        ``fixed`` inputs are in the memory of ``pool``, which no other thread uses meanwhile."""
+    def find(self, key: Hashable, pool: BufferPool, function: Run, inputs: Sequence[torch.Tensor]) -> Graph | None:
+        """The graph of a ``function`` for ``key``, all that it depends on but the values of ``inputs``; ``None`` if
+        there is none. What else it reads and writes is in ``pool``, which no other thread uses meanwhile."""
         with self._lock:
             if (graph := pool.graphs.get(key)) is None:
                 uses = self._uses[key] = self._uses.pop(key, 0) + 1
@@ -85,7 +83,7 @@ class ModelGraphs:
                 if uses < _USES or not self._has_room(inputs[0].device):
                     return None
         if graph is None:
-            graph = pool.graphs[key] = self._made(function, inputs, fixed)
+            graph = pool.graphs[key] = self._made(function, inputs)
         return None if graph.run is None else graph
 
     def are_awaited(self, key: Hashable) -> bool:
@@ -105,14 +103,14 @@ class ModelGraphs:
                 pool.graphs.clear()
         return True
 
-    def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int) -> Graph:
+    def _made(self, function: Run, inputs: Sequence[torch.Tensor]) -> Graph:
         device, name, began = inputs[0].device, f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter()
         graph = Graph(device_clock(device))
         try:
             with _capturing:
                 if self._captures is None or not self.count:  # torch closes the memory with the last graph
                     self._captures = CapturePool(device)
-                graph.run = Captured(function, inputs, fixed, self._captures)
+                graph.run = Captured(function, inputs, self._captures)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {name}: {error}.")
         except BaseException as error:
