@@ -105,7 +105,7 @@ first = model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec()
 assert first.equal(model.generate(**ROW, max_new_tokens=4))
 rooms = {name.split(".")[1] for name in sys.modules if name.startswith("hf_selfspec.")}
 assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}
-for name in ("model.linear", "hooks.seams", "hooks.wrapper"):
+for name in ("model.kernels.linear", "generate.seams", "generate.wrapper"):
     importlib.reload(sys.modules["hf_selfspec." + name])
     assert first.equal(model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec()))
 for name in [name for name in sys.modules if name.partition(".")[0] == "hf_selfspec"]:
