@@ -58,7 +58,7 @@ class Stopper:
         """Ends rows by the criteria that are called once a round: at the time limit with their next token, otherwise
         with the token that completes a stop string."""
         counts = [len(verdict.tokens) for verdict in verdicts]
-        no_ids = torch.empty((1, 0), dtype=torch.long)  # the clock needs none
+        no_ids = torch.empty((1, 0), dtype=torch.long, device="cpu")  # the clock needs none
         ends: list[list[bool]] = []
         if any(limit(no_ids, None) for limit in self._limits):
             ends = [[True]] * len(counts)

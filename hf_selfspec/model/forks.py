@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-# Most seconds that a fork waits for other threads to release their locks; a graph may be compiled under a lock.
+# Most seconds that a fork waits for other threads to release their locks; a graph may be captured under a lock.
 _PATIENCE = 1.0
 
 _T = TypeVar("_T")

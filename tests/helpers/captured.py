@@ -22,21 +22,21 @@ THREE = FixedLength(3)
 
 
 class Traced:
-    """In the place of ``Captured``: the operations of a forward, with the numbers that the host had then, over keys and
+    """In the place of ``Captured``: the operations of a forward, with the numbers that the host had then, and keys and
     values in the memory that they had then. Values cannot be read in a trace, as in a capture."""
 
     made: ClassVar[list["Traced"]] = []
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], fixed: int, pool: Any) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], pool: Any) -> None:
         with capturing.during(True):
             function(*inputs)
             self.graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-        self.inputs, self.fixed, self.runs = inputs, inputs[len(inputs) - fixed :], 0
+        self.inputs, self.runs = inputs, 0
         self.made.append(self)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         self.runs += 1
-        return self.graph(*inputs[: len(inputs) - len(self.fixed)], *self.fixed)
+        return self.graph(*inputs)
 
 
 def few_layers(layers: int = 2) -> LlamaForCausalLM:

@@ -258,7 +258,7 @@ def test_a_capture_that_was_interrupted_is_tried_again(monkeypatch: pytest.Monke
     known, pool, inputs = ModelGraphs((), "Tiny"), BufferPool(), [torch.ones(2)]
 
     def find() -> Any:
-        return known.find("one", pool, lambda values: [values * 2], inputs, lambda: "two numbers")
+        return known.find("one", pool, lambda values: [values * 2], inputs)
 
     assert find() is None
     with monkeypatch.context() as patch:

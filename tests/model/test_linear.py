@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear as plain_linear
 
 from helpers.calls import check_lossless
-from helpers.models import ROW, tiny_llama
+from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
@@ -20,7 +20,6 @@ from hf_selfspec.model.kernels.linear import (
     FewTokenLinear,
     LinearAutotuner,
     Way,
-    few_token_forwards,
     few_token_linears,
     is_served,
 )
@@ -95,23 +94,34 @@ def test_the_time_of_compiling_does_not_count() -> None:
     assert machine.choice(1, torch.randn(6, 4)) == "compiled"
 
 
+def plain(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    return plain_linear(input, layer.weight, layer.bias)
+
+
 def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
     layer = torch.nn.Linear(800, 700)
     monkeypatch.setattr(linear, "_fastest", LinearAutotuner([linear.blas]))
-    [(_, forward)] = few_token_forwards([layer], lambda: True)
     x = torch.randn(1, 3, 800)
-    with torch.no_grad():
-        forward(x)  # chooses
-        assert torch.equal(forward(x), layer(x))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(forward(x), layer(x))
-    forward(x).sum().backward()
-    assert layer.weight.grad is not None
-    layer.weight = torch.nn.Parameter(torch.ones(700, 800))
-    assert torch.equal(forward(x), layer(x))
-    layer.to(torch.bfloat16)
-    assert torch.equal(forward(x.bfloat16()), layer(x.bfloat16()))
+    with few_token_linears(layer, lambda: True):
+        with torch.no_grad():
+            layer(x)  # chooses
+            assert torch.equal(layer(x), plain(layer, x))
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(layer(x), plain(layer, x))
+        layer(x).sum().backward()
+        assert layer.weight.grad is not None
+        layer.weight = torch.nn.Parameter(torch.ones(700, 800))
+        assert torch.equal(layer(x), plain(layer, x))
+        layer.to(torch.bfloat16)
+        assert torch.equal(layer(x.bfloat16()), plain(layer, x.bfloat16()))
+
+
+def wrapped(model: torch.nn.Module) -> list[torch.Size]:
+    """The shapes of the linear layers that do not run by their own forward in a call."""
+    with few_token_linears(model, lambda: True):
+        layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        return [layer.weight.shape for layer in layers if "forward" in vars(layer)]
 
 
 def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
@@ -129,7 +139,7 @@ def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
     transposed = torch.nn.Linear(**large)
     transposed.weight = torch.nn.Parameter(torch.randn(800, 700).t())
     assert not is_served(transposed)
-    assert few_token_forwards([hooked, transposed, FewTokenLinear(**large)], lambda: True) == []
+    assert wrapped(torch.nn.Sequential(transposed, FewTokenLinear(**large))) == []
 
 
 def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,15 +147,14 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
     served: list[int] = []
     ways: list[Way] = [lambda *args: served.append(1) or linear.blas(*args)]
     monkeypatch.setattr(linear, "_fastest", LinearAutotuner(ways))
-    [(_, forward)] = few_token_forwards([layer], lambda: active)
     x = torch.randn(1, 3, 800)
-    with torch.no_grad():
-        assert torch.equal(forward(x), layer(x))
+    with few_token_linears(layer, lambda: active), torch.no_grad():
+        assert torch.equal(layer(x), plain(layer, x))
         active = True
         with torch.autocast("cpu", torch.bfloat16):
-            assert forward(x).dtype is torch.bfloat16
+            assert layer(x).dtype is torch.bfloat16
         assert not served
-        assert torch.equal(forward(x), layer(x))
+        assert torch.equal(layer(x), plain(layer, x))
     assert served
 
 
@@ -171,21 +180,20 @@ def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pyt
 @pytest.mark.parametrize("shape", [(800,), (3, 800), (2, 4, 800), (1, 0, 800), (2, 40, 800)])
 def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's and our own are linear layers; the other ways serve few tokens without gradients alone."""
-    plain, own = torch.nn.Linear(800, 700), FewTokenLinear(800, 700)
-    own.load_state_dict(plain.state_dict())
-    [(module, forward)] = few_token_forwards(torch.nn.Sequential(plain, torch.nn.ReLU()).modules(), lambda: True)
-    assert module is plain
+    usual, own = torch.nn.Linear(800, 700), FewTokenLinear(800, 700)
+    own.load_state_dict(usual.state_dict())
     input, served, way = torch.randn(shape), [], linear._fastest.way
     monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
-    for layer in (forward, own):
-        served.clear()
-        with torch.no_grad():
-            torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
-        assert layer is forward or bool(served) == (0 < input.numel() <= 32 * 800)
+    with few_token_linears(torch.nn.Sequential(usual, torch.nn.ReLU()), lambda: True):
+        for layer in (usual, own):
+            served.clear()
+            with torch.no_grad():
+                torch.testing.assert_close(layer(input), plain(usual, input), atol=1e-5, rtol=1e-5)
+            assert bool(served) == (0 < input.numel() <= 32 * 800)
     served.clear()
-    for layer in (own, plain):
+    for layer in (own, usual):
         layer(input).sum().backward()
-    torch.testing.assert_close(own.weight.grad, plain.weight.grad)
+    torch.testing.assert_close(own.weight.grad, usual.weight.grad)
     assert not served
 
 
@@ -196,13 +204,6 @@ def test_compiled_layers_of_our_own_are_one_graph() -> None:
         assert torch.equal(compiled(x), plain_linear(x, layer.weight, layer.bias))
 
 
-def wrapped(model: torch.nn.Module) -> list[torch.Size]:
-    """The shapes of the linear layers that do not run by their own forward in a call."""
-    with few_token_linears(model, lambda: True):
-        layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-        return [layer.weight.shape for layer in layers if "forward" in vars(layer)]
-
-
 @pytest.mark.parametrize("slower", ["blas", "other"])
 def test_layers_that_blas_serves_best_are_left_alone(slower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on, but for one of each shape, which chooses for further numbers of tokens."""
@@ -210,12 +211,12 @@ def test_layers_that_blas_serves_best_are_left_alone(slower: str, monkeypatch: p
     monkeypatch.setattr(linear, "_SMALLEST", 1)
     monkeypatch.setattr(linear, "_fastest", machine.fastest)
     monkeypatch.setattr(linear, "blas", machine.ways[0])
-    model = tiny_llama(layers=3, factor=0.5)
+    model, prompt = tiny_llama(layers=3, factor=0.5), ragged_batch((40,))  # more tokens than have ways
     all_layers = wrapped(model)
     assert len(all_layers) == 3 * 7 + 1
     for drafted in (1, 3):
-        check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(drafted)), 12, [ROW])
+        check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(drafted)), 12, [prompt])
     assert max(machine.fastest.chosen(model.lm_head.weight)) == 4
     assert sorted(wrapped(model)) == sorted(all_layers if slower == "blas" else set(all_layers))
-    check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(6)), 20, [ROW])  # verifications of 7 tokens
+    check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(6)), 20, [prompt])  # verifications of 7 tokens
     assert wrapped(model) == all_layers

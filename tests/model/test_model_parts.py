@@ -108,7 +108,8 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
     cache, states = SpeculativeCache(1, 2, capacity=8), torch.ones(2, 1, 1, 1)
     cache.seek([3, 1], 1)
     assert cache.update(states, states, 0)[0].view(2, 4).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
-    assert cache.buffers()[0].isfinite().all()
+    cache.addresses()
+    assert cache.layers[0].buffers()[0].isfinite().all()
 
 
 def test_layers_that_are_alike_and_others_have_their_own_keys() -> None:

@@ -142,10 +142,8 @@ class BlockDraft(StatesDraft):
         def eager(feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
             return self._forward(head, feed, slots, positions, max(ends) + head.block_size, ends.are_equal)
 
-        def fixed(
-            feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *buffers: torch.Tensor
-        ) -> list[torch.Tensor]:
-            with cache.written_at(slots, buffers):
+        def fixed(feed: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+            with cache.written_at(slots):
                 return self._forward(head, feed, slots, positions, cache.capacity, False)
 
         inputs = feed, slots.contiguous(), self._positions(slots).contiguous()

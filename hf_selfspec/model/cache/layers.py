@@ -38,7 +38,6 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def __init__(self, cache: Any) -> None:
         self._cache = self.extent = cache  # which part of the text is kept
-        self.buffers_of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None  # where graphs write
         super().__init__()
         self.banks: dict[str, Any] = {}  # where that is, by name
         self._indexed, self._length = -1, 0  # the last forward in which its indexer had its turn, and the slots then
@@ -76,10 +75,9 @@ class SpeculativeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if (slots := self.extent.fixed_slots) is not None:
-            assert self.buffers_of_graphs is not None
-            for buffer, states in zip(self.buffers_of_graphs, (key_states, value_states), strict=True):
+            for buffer, states in zip(buffers := self.buffers(), (key_states, value_states), strict=True):
                 buffer[self._cache.fixed_rows, :, slots] = states.transpose(1, 2)
-            return self.buffers_of_graphs
+            return buffers
         keys, values = self.banks["keys"], self.banks["values"]
         return keys.write(self.index, key_states), values.write(self.index, value_states)
 

@@ -53,17 +53,11 @@ class SpeculativeCache(Cache, Extent):
         self.owner = ""  # whose they are, where caches share a pool
         self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
         self.seeks = 0  # forwards so far
-        self._buffers: tuple[Hashable, list[torch.Tensor]] = None, []  # of all layers, and what they depend on
         self._history = 0
         self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states
         # Whether code runs beside the model that the tests do not have: it gets all rows, but no keys and values.
         self.has_unknown_readers = False
         self.was_given = False  # whether a cache of the user's lacks what is here
-
-    @property
-    def has_few_sizes(self) -> bool:
-        """Whether only few capacities are used, and so only few shapes of forwards."""
-        return self.pool is not None
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -110,26 +104,24 @@ class SpeculativeCache(Cache, Extent):
             self.capacity = max(needed, int(self.capacity * _GROWTH))
         self.round_up()
         if self.window is not None:
-            self.window.grain = _GRAPH_GRAIN if self.has_few_sizes else 1
+            self.window.grain = 1 if self.pool is None else _GRAPH_GRAIN
             before = first_node + (nodes.hidden if nodes is not None else 0)
             self.window.seek(self.cursors, new_slots, counts, before, self.capacity)
 
     def round_up(self) -> None:
-        """Makes the capacity one of those that are in use."""
-        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
+        """Makes the capacity one of those that are in use, of which there are few for graphs."""
+        self.capacity = -(-self.capacity // _GRAIN) * _GRAIN if self.pool is None else step_above(self.capacity)
 
     def stay(self) -> None:
         """Lowers the capacity to the slots that there are, after memory for more has run out."""
         for bank in self._banks:
             bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
-        self._buffers = None, []
 
     def let_go(self) -> None:
         """Frees the memory."""
         self.layers.clear()
         self.recurrent.clear()
         self._banks.clear()
-        self._buffers = None, []
 
     def bank(self, name: str, layer: int, states: torch.Tensor) -> Bank:
         """Where a layer's keys, or values, are to be: with those of further layers that are expected to be alike."""
@@ -146,22 +138,14 @@ class SpeculativeCache(Cache, Extent):
     def release(self, layer: SpeculativeLayer, name: str) -> None:
         """Frees what a layer keeps, as soon as no other one shares the buffer."""
         bank = layer.banks.pop(name)
-        self._buffers = None, []
         del bank.numbers[layer.index]
         if not bank.numbers:
             self._banks.remove(bank)
 
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
-        key = self.capacity, len(self.cursors), len(self._banks), self.pool
-        if self.window is not None or self._buffers[0] != key:
-            for bank in self._banks:
-                bank.fill(self.capacity)
-            self._buffers = key, [buffer for layer in self.written for buffer in layer.buffers()]
-        return self._buffers[1]
-
     def addresses(self) -> tuple[int, ...]:
-        """Where the buffers are."""
+        """Where the buffers of keys and values are, grown to the capacity and without unknown slots."""
+        for bank in self._banks:
+            bank.fill(self.capacity)
         return tuple(bank.of[0].data_ptr() for bank in self._banks)
 
     @property
@@ -175,22 +159,18 @@ class SpeculativeCache(Cache, Extent):
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
-    def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor], bases: Any = None) -> Iterator[None]:
-        """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are;
-        those of windows begin at slots ``bases`` ``[b, 1]``."""
+    def written_at(self, slots: torch.Tensor, bases: Any = None) -> Iterator[None]:
+        """Makes forwards write to slots ``[b, s]`` of the buffers as they are, whatever the cursors are; those of
+        windows begin at slots ``bases`` ``[b, 1]``."""
         self.fixed_slots, self.fixed_rows = slots, torch.arange(len(slots), device=slots.device)[:, None]
         if self.window is not None:
             self.window.fixed_slots = slots - bases
         try:
-            for index, layer in enumerate(self.written):
-                layer.buffers_of_graphs = tuple(buffers[2 * index : 2 * index + 2])
             yield
         finally:
             self.fixed_slots = None
             if self.window is not None:
                 self.window.fixed_slots = None
-            for layer in self.written:
-                layer.buffers_of_graphs = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -51,7 +51,7 @@ class CapturePool:
 class Captured:
     """The kernels of a forward, which read its inputs from memory of their own, and all of which one launch runs."""
 
-    def __init__(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, pool: CapturePool) -> None:
+    def __init__(self, function: Run, inputs: Sequence[torch.Tensor], pool: CapturePool) -> None:
         self._pool, self._device, self._graph = pool, inputs[0].device, torch.cuda.CUDAGraph()
         with pool.alone(self._device), capturing.during(True):
             for _ in range(_WARM_UPS):
@@ -60,8 +60,8 @@ class Captured:
             with torch.cuda.stream(pool.captures):
                 self._begin()
                 try:
-                    self._inputs = [torch.empty_like(value) for value in inputs[: len(inputs) - fixed]]
-                    self._results = function(*self._inputs, *inputs[len(inputs) - fixed :])
+                    self._inputs = [torch.empty_like(value) for value in inputs]
+                    self._results = function(*self._inputs)
                 finally:
                     self._graph.capture_end()
 
@@ -82,7 +82,7 @@ class Captured:
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         with self._pool.alone(self._device):
-            for memory, value in zip(self._inputs, inputs, strict=False):
+            for memory, value in zip(self._inputs, inputs, strict=True):
                 memory.copy_(value)
             self._graph.replay()
             return [value.clone() for value in self._results]

@@ -87,7 +87,7 @@ class GraphRunner:
             yield
         finally:
             kept = sum(other.bytes for other in (pool, *graphs.free))
-            if graphs.are_slower() or kept > _KEPT * torch.cuda.mem_get_info(device)[1]:
+            if graphs.refused or kept > _KEPT * torch.cuda.mem_get_info(device)[1]:
                 pool.clear()
             pool.leave(device)
             graphs.free.append(pool)
@@ -113,10 +113,6 @@ class GraphRunner:
         # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
         parts = (is_whole, run.plan, run.start, run.stop, run.capture, run.chooses, window and window.capacity)
 
-        def name() -> str:
-            shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {target.cache.capacity} slots"
-            return f"{shape}, layers {run.plan.picture()}"
-
         def unpadded(results: Sequence[torch.Tensor]) -> Outcome:
             values = iter(results)
             logits = next(values)[:, :s] if is_whole else None
@@ -129,18 +125,18 @@ class GraphRunner:
             return target.run_eagerly(feed, run), run.captured, run.exit_state, None
 
         forward = partial(self._forward, run, nodes is not None)
-        outcome = self._outcome(parts, forward, inputs, target.cache, name, unpadded, eager)
+        outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager)
         logits, run.captured, run.exit_state, run.best = outcome
         return logits
 
     def run_head(
         self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
     ) -> Sequence[torch.Tensor]:
-        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward`` over
-        these and its buffers, unless ``eager`` over the inputs is faster."""
+        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward``, unless
+        ``eager`` is faster."""
         if self.graphs.refused or cache.pool is not self.target.cache.pool:
             return eager(*inputs)
-        return self._outcome((head,), forward, inputs, cache, lambda: "a head", tuple, lambda: tuple(eager(*inputs)))
+        return self._outcome((head,), forward, inputs, cache, tuple, lambda: tuple(eager(*inputs)))
 
     def _outcome(
         self,
@@ -148,19 +144,17 @@ class GraphRunner:
         forward: Run,
         inputs: Sequence[torch.Tensor],
         cache: SpeculativeCache,
-        name: Callable[[], str],
         unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
         eager: Callable[[], Outcome],
     ) -> Outcome:
-        """The results, ``unpadded``, of the graph of ``forward`` over ``inputs`` and the buffers of ``cache``, which
-        depends on ``parts``, or those of the model's own code; see :meth:`FastestWay.of`."""
-        pool, buffers, device = cache.pool, cache.buffers(), inputs[0].device
-        assert pool is not None
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        """The results, ``unpadded``, of the graph of ``forward`` over ``inputs``, which depends on ``parts`` and on
+        where ``cache`` has its buffers, or those of the model's own code; see :meth:`FastestWay.of`."""
+        shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), inputs[0].device
         modes = _modes(device), self.target.autocast, device
-        key: Hashable = (*parts, *modes, shapes, cache.capacity, len(buffers), cache.addresses())
+        key: Hashable = (*parts, *modes, shapes, cache.capacity, len(cache.written), cache.addresses())
+        assert cache.pool is not None
         begun = perf_counter()
-        graph = self.graphs.find(key, pool, forward, [*inputs, *buffers], name, len(buffers))
+        graph = self.graphs.find(key, cache.pool, forward, inputs)
         self.target.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
@@ -171,10 +165,10 @@ class GraphRunner:
             return by_code()
 
         run = graph.run
-        ways = lambda: unpadded(run(*inputs, *buffers)), by_code
+        ways = lambda: unpadded(run(*inputs)), by_code
         try:
             if graph.compared < COMPARISONS or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, ways, lambda: unpadded(forward(*inputs, *buffers)))
+                return self._compared(graph, ways, lambda: unpadded(forward(*inputs)))
             return graph.of(*ways)
         except Exception as error:  # of a device, else the model's own code raises it again
             self.graphs.failed(error, graph)
@@ -186,9 +180,6 @@ class GraphRunner:
         """The outcome of the model's own code; raises an error where that of the graph is further from that of the
         same forward without it, ``filled`` (mostly it is the same bit for bit), than this from the own code's, or
         where this is more than rounding. So only near ties choose other tokens."""
-        if graph.compared < 0:
-            graph.compared = 0
-            return ways[1]()
         self.target.unsettled += 1
         with capturing.during(True):
             of_filled = filled()
@@ -229,7 +220,7 @@ class GraphRunner:
             spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
             spec.window.begin_at(bases)
         kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
-        with cache.written_at(slots, list(values), bases), experts_by_size(target.model):
+        with cache.written_at(slots, bases), experts_by_size(target.model):
             logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
         results = [value for value in (logits, run.captured, run.exit_state) if value is not None]
         if run.chooses and logits is not None:

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -31,10 +31,8 @@ _CHEAP_TOKENS = 64
 _FREE = 1 / 16
 # How many forwards are counted that are no graphs yet, those that came last.
 _COUNTED = 512
-# After this many choices against graphs, and none for them, the model runs without.
-_LOST = 2
-# How often results are compared, after a first run in which numbers and results that became constants are still right.
-COMPARISONS = 2
+# How often results are compared. In a first run numbers and results that became constants are still right.
+COMPARISONS = 3
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 POOLS = 4
 # Module attributes with values of these types are constants of a graph.
@@ -49,10 +47,8 @@ _capturing = new_lock()  # CUDA takes one capture at a time
 class Graph(FastestWay):
     """One graph, and whether it is faster than the model's own code, the second way."""
 
-    def __init__(self, clock: Callable[[], float], run: Run | None, name: str) -> None:
-        super().__init__(clock)
-        self.run, self.name = run, name  # maps the inputs to the results, ``None``: better without; for messages
-        self.compared = -1  # how often its results were those of the model's code, -1: not run
+    run: Run | None = None  # maps the inputs to the results, ``None``: better without
+    compared = 0  # how often its results were those of the model's own code
 
 
 @dataclass
@@ -73,33 +69,21 @@ class ModelGraphs:
         self.free = list(self.pools)  # those that no generation uses now, the last one that was left at the end
 
     @property
-    def _all(self) -> list[Graph]:
-        return [graph for pool in self.pools for graph in list(pool.graphs.values()) if graph.run is not None]
-
-    @property
     def count(self) -> int:
-        return len(self._all)
+        return sum(graph.run is not None for pool in self.pools for graph in list(pool.graphs.values()))
 
-    def find(
-        self,
-        key: Hashable,
-        pool: BufferPool,
-        function: Run,
-        inputs: Sequence[torch.Tensor],
-        name: Callable[[], str],
-        fixed: int = 0,
-    ) -> Graph | None:
-        """The graph for these shapes and ``key``, what else it depends on; ``None`` if there is none. The last
-        ``fixed`` inputs are in the memory of ``pool``, which no other thread uses meanwhile."""
+    def find(self, key: Hashable, pool: BufferPool, function: Run, inputs: Sequence[torch.Tensor]) -> Graph | None:
+        """The graph of a ``function`` for ``key``, all that it depends on but the values of ``inputs``; ``None`` if
+        there is none. What else it reads and writes is in ``pool``, which no other thread uses meanwhile."""
         with self._lock:
             if (graph := pool.graphs.get(key)) is None:
                 uses = self._uses[key] = self._uses.pop(key, 0) + 1
                 if len(self._uses) > _COUNTED:
                     del self._uses[next(iter(self._uses))]
-                if uses < _USES or self.are_slower() or not self._has_room(inputs[0].device):
+                if uses < _USES or not self._has_room(inputs[0].device):
                     return None
         if graph is None:
-            graph = pool.graphs[key] = self._made(function, inputs, fixed, name())
+            graph = pool.graphs[key] = self._made(function, inputs)
         return None if graph.run is None else graph
 
     def are_awaited(self, key: Hashable) -> bool:
@@ -119,14 +103,14 @@ class ModelGraphs:
                 pool.graphs.clear()
         return True
 
-    def _made(self, function: Run, inputs: Sequence[torch.Tensor], fixed: int, name: str) -> Graph:
-        device, began = inputs[0].device, perf_counter()
-        graph = Graph(device_clock(device), None, name)
+    def _made(self, function: Run, inputs: Sequence[torch.Tensor]) -> Graph:
+        device, name, began = inputs[0].device, f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter()
+        graph = Graph(device_clock(device))
         try:
             with _capturing:
                 if self._captures is None or not self.count:  # torch closes the memory with the last graph
                     self._captures = CapturePool(device)
-                graph.run = Captured(function, inputs, fixed, self._captures)
+                graph.run = Captured(function, inputs, self._captures)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {name}: {error}.")
         except BaseException as error:
@@ -149,15 +133,6 @@ class ModelGraphs:
             self._failures, graph.run = self._failures + 1, None
             if self._failures >= _FAILURES and not self.count:
                 self.refused = brief(error)
-
-    def are_slower(self) -> bool:
-        """Whether the model runs without graphs, also since they have turned out to be slower than its own code."""
-        timed = [graph for graph in self._all if graph.chosen is not None]
-        if not self.refused and len(timed) >= _LOST and all(graph.chosen for graph in timed):
-            seconds = " to ".join(f"{min(times):.2g} s" for times in timed[-1].seconds)
-            self.refused = f"they are slower than its own code on this machine ({timed[-1].name}: {seconds})"
-            _logger.info(f"{self.whose}: no graphs are made any more, since {self.refused}.")
-        return bool(self.refused)
 
 
 _of_models: weakref.WeakKeyDictionary[PreTrainedModel, ModelGraphs] = weakref.WeakKeyDictionary()

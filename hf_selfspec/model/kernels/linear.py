@@ -14,7 +14,6 @@ import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import TypeGuard
@@ -28,7 +27,7 @@ from ..forks import new_lock
 from ..instance_forward import Forward
 from ..internals import ADAPTED
 from ..module_tools import all_modules
-from ..patching import InstanceForwards, SharedChange
+from ..patching import InstanceForwards, shared_change
 from .fastest_way import FastestWay
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
@@ -140,41 +139,24 @@ def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
     return any(_fastest.chosen(module.weight).get(_rounded(count), blas) is not blas for module in served)
 
 
-_installed = SharedChange()
-
-
-def few_token_linears(model: nn.Module, is_active: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Returns a context in which the linear layers of ``model`` are faster for few tokens, see :func:`is_served`."""
+@shared_change
+def few_token_linears(forwards: InstanceForwards, model: nn.Module, is_active: Callable[[], bool]) -> None:
+    """Makes the linear layers of ``model`` that are served faster for up to 32 tokens while ``is_active``."""
     first = next(model.parameters())
-    if not first.is_cpu or first.dtype is torch.bfloat16:
-        return nullcontext()  # without looking at each layer
-
-    def install(forwards: InstanceForwards) -> None:
-        for module, forward in few_token_forwards(all_modules(model), is_active):
-            forwards.replace(module, forward)
-
-    return _installed.of(model, install)
-
-
-def few_token_forwards(modules: Iterable[nn.Module], is_active: Callable[[], bool]) -> list[tuple[nn.Linear, Forward]]:
-    """Returns forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
-    modules = list(modules)
+    # Others need no look at each layer.
+    modules = all_modules(model) if first.is_cpu and first.dtype is not torch.bfloat16 else []
     parameters = (parameter for module in modules for parameter in module._parameters.values())
     if any(type(parameter) is not nn.Parameter and hasattr(parameter, "device_mesh") for parameter in parameters):
-        return []  # whole weights exist only during a forward
+        return  # whole weights exist only during a forward
     alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
     for module in filter(is_served, modules):
         alike[module.weight.shape].append(module)
-    return [forward for layers in alike.values() for forward in _forwards_of(layers, is_active)]
-
-
-def _forwards_of(layers: list[nn.Linear], is_active: Callable[[], bool]) -> Iterator[tuple[nn.Linear, Forward]]:
-    """Forwards for layers of the same shape: where none of the ways that were chosen is faster than torch's own, for
-    the first one alone, which chooses for further numbers of tokens."""
-    weights = [layer.weight for layer in layers]
-    chosen = set(_fastest.chosen(weights[0]).values())
-    for layer in layers[:1] if chosen == {blas} else layers:
-        yield layer, _few_tokens(layer, layer.forward, weights, is_active)
+    for layers in alike.values():
+        weights = [layer.weight for layer in layers]
+        # Where none of the ways that were chosen is faster than torch's own, the last layer alone, which all
+        # verifications run, chooses for further numbers of tokens.
+        for layer in layers[-1:] if set(_fastest.chosen(weights[0]).values()) == {blas} else layers:
+            forwards.replace(layer, _few_tokens(layer, layer.forward, weights, is_active))
 
 
 def _few_tokens(
