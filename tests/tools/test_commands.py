@@ -246,7 +246,6 @@ NEEDED: dict[str, list[str]] = {
     "fit adapter": [*DATA, *OUT, "--block-size", "16"],
     "fit head": [*DATA, *OUT],
     "fit heads": [*DATA, *OUT, "--block-size", "16"],
-    "fit lora": [*DATA, *OUT, "--block-size", "16"],
     "fit mtp": [*DATA, *OUT, "--block-size", "16"],
     "fit probe": [*DATA, *OUT, "--block-size", "16", "--exit-layer", "3"],
     "generate": ["--prompt", "a"],
