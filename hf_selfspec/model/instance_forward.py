@@ -1,6 +1,5 @@
 """What stands on a module while something of ours runs, and that copies and pickles of the module leave out."""
 
-import copyreg
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,7 +33,6 @@ class InstanceForward(partial[Any]):
         others = before.of_others if isinstance(before, InstanceForward) else before
         vars(forward).update(before=before, of_others=others, place=(module, name), run=run, is_over=False)
         forward.original = getattr(module, name)
-        leave_out_of_copies(module)
         return forward
 
     def end(self) -> Any:
@@ -63,23 +61,38 @@ class HookOfOurs(partial[Any]):
 def _do_nothing(*args: Any) -> None: ...
 
 
-def leave_out_of_copies(module: nn.Module) -> None:
-    """Makes copies and pickles of modules of this class leave out what is ours."""
-    if type(module) not in copyreg.dispatch_table:
-        # For good: it makes a difference only while a module has something of ours.
-        copyreg.pickle(type(module), _reduced)  # type: ignore[arg-type]  # of a class by its name
+class CopiedWithoutOurs:
+    """Stands in for the ``__reduce_ex__`` of a module while something of ours is on it, which copies leave out."""
+
+    _NAME = "__reduce_ex__"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @classmethod
+    def begin(cls, module: nn.Module) -> None:
+        module.__dict__.setdefault(cls._NAME, cls(module))
+
+    @classmethod
+    def end(cls, module: nn.Module) -> None:
+        """Ends it, unless something of ours is left."""
+        if InstanceForward not in map(type, [*vars(module).values()]) and not _hooks_of_ours(module):
+            module.__dict__.pop(cls._NAME, None)
+
+    def __call__(self, protocol: Any) -> Any:
+        """Reduces the module, with the forwards of others alone."""
+        reduced: Any = type(self._module).__reduce_ex__(self._module, 4)
+        function, arguments, state, *items = reduced
+        if isinstance(state, dict):
+            ours, kept = _hooks_of_ours(self._module), dict[str, Any]()
+            for name, value in state.items():
+                kept[name] = value.of_others if isinstance(value, InstanceForward) else value
+                if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
+                    kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
+            state = {name: value for name, value in kept.items() if value is not ABSENT and value is not self}
+        return function, arguments, state, *items
 
 
-def _reduced(module: nn.Module) -> Any:
-    """What copies and pickles a module: without forwards and hooks of ours, which are those of the original."""
-    reduced: Any = module.__reduce_ex__(4)
-    function, arguments, state, *items = reduced
-    if isinstance(state, dict):
-        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-        ours, kept = {key for key, hook in hooks if isinstance(hook, HookOfOurs)}, dict[str, Any]()
-        for name, value in state.items():
-            kept[name] = value.of_others if isinstance(value, InstanceForward) else value
-            if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
-                kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
-        state = {name: value for name, value in kept.items() if value is not ABSENT}
-    return function, arguments, state, *items
+def _hooks_of_ours(module: nn.Module) -> set[int]:
+    hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+    return {key for key, hook in hooks if isinstance(hook, HookOfOurs)}
