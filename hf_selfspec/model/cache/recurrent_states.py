@@ -26,14 +26,6 @@ Plan = Callable[..., Any]
 _LEAST = 16  # columns that there is room for
 
 
-class Span(NamedTuple):
-    """The way from a state of a log to a later one."""
-
-    origin: str  # which of the log's states it begins with
-    columns: slice  # of the entries in between, empty for that state itself
-    kept: Uploaded | None  # [b, n] which of these count in each row, None for all
-
-
 class Timeline(NamedTuple):
     """The slots of a log, for each row. Logs that were in the same forwards have equal ones, so what follows from these
     is computed once for all, see :attr:`SpeculativeCache.plan`."""
@@ -48,21 +40,21 @@ class Timeline(NamedTuple):
         """That of a log without entries."""
         return cls(*[tuple(slots)] * 4)
 
-    def read(self, slots: Sequence[int]) -> tuple[Span, Timeline]:
-        """Returns the way to the state before the tokens at these slots (for slots older than the log, before its first
-        entry), and the timeline once that is known."""
+    def read(self, slots: Sequence[int]) -> tuple[str, slice, Uploaded | None, Timeline]:
+        """Returns what leads to the state before the tokens at these slots (for slots older than the log, before its
+        first entry): which of the log's states it begins with, the columns in between, which of them count
+        ``[b, n]`` (``None``: all), and the timeline then."""
         slots = tuple(map(max, slots, self.floor))
         assert _is_before(slots, self.ends), "the log of a state has a gap"
         origin = next(name for name in ("latest", "root", "floor") if _is_before(getattr(self, name), slots))
         if (known := getattr(self, origin)) == slots:
-            return Span(origin, slice(0), None), self
+            return origin, slice(0), None, self
         spans = [(start - floor, end - floor) for start, end, floor in zip(known, slots, self.floor, strict=True)]
         low, high = min(start for start, end in spans if end > start), max(end for _, end in spans)
         counted = [[start <= column < end for column in range(low, high)] for start, end in spans]
         kept = None if all(map(all, counted)) else Uploaded(counted)
-        return Span(origin, slice(low, high), kept), self._replace(latest=slots) if _is_before(
-            self.root, slots
-        ) else self
+        after = self._replace(latest=slots) if _is_before(self.root, slots) else self
+        return origin, slice(low, high), kept, after
 
     def write(self, starts: Sequence[int], count: int) -> tuple[int, int | Uploaded, Timeline]:
         """Returns how many columns are needed for ``count`` tokens at these slots, in place of the entries there and
@@ -76,13 +68,9 @@ class Timeline(NamedTuple):
         depths = [start - floor for start, floor in zip(starts, self.floor, strict=True)]
         places: int | Uploaded = depths[0]
         if firsts != tuple(starts) or min(depths) < max(depths):
-            skipped = [first - start for first, start in zip(firsts, starts, strict=True)]
-            places = Uploaded(
-                [
-                    [depth + t if t >= skip else -1 for t in range(count)]
-                    for depth, skip in zip(depths, skipped, strict=True)
-                ]
-            )
+            rows = zip(depths, starts, self.root, strict=True)
+            columns = ((depth, max(root - start, 0)) for depth, start, root in rows)
+            places = Uploaded([[depth + t if t >= skip else -1 for t in range(count)] for depth, skip in columns])
         return max(depths) + count, places, self._replace(latest=latest, ends=ends)
 
     def shift(self, history: int) -> tuple[int, Uploaded | None, Timeline]:
@@ -123,11 +111,11 @@ class StateLog:
 
     def state_at(self, slots: Sequence[int]) -> torch.Tensor:
         """The state before the tokens at these slots; see :meth:`Timeline.read`."""
-        span, timeline = self._plan(Timeline.read, self.timeline, slots)
-        state: torch.Tensor = getattr(self, span.origin)
-        if span.columns.stop:
-            entries = tuple(values[:, :, span.columns] for values in self._entries)
-            state = self.advance(state, entries, span.kept and span.kept.on(entries[0].device))
+        origin, columns, kept, timeline = self._plan(Timeline.read, self.timeline, slots)
+        state: torch.Tensor = getattr(self, origin)
+        if columns.stop:
+            entries = tuple(values[:, :, columns] for values in self._entries)
+            state = self.advance(state, entries, kept and kept.on(entries[0].device))
             if timeline.latest != self.timeline.latest:
                 self.latest, self.timeline = state, timeline
         return state
@@ -294,17 +282,14 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             turn.recurrence, self._calls = partial(self._run, state_idx), 0
         if not width:
             raise unsupported(f"{self._model_name} keeps inputs of convolutions whose number is not known")
-        length = conv_states.shape[2]
-        kept = update.kept(length, conv_states.device)
-        if state_idx not in self._convolutions:
+        if is_first := state_idx not in self._convolutions:
             convolution, state = Convolution(width), conv_states.new_zeros(*conv_states.shape[:2], width)
-            state = convolution.advance(state, (conv_states,), kept)
-            log = self._log(convolution, update.ends(update.starts, length), state)
-            self._convolutions[state_idx] = convolution, log
-            return conv_states
+            self._convolutions[state_idx] = convolution, self._log(convolution, update.starts, state)
         convolution, log = self._convolutions[state_idx]
         state = log.state_at(starts := update.begin(log))
-        update.add(log, starts, (conv_states,), kept)
+        update.add(log, starts, (conv_states,), update.kept(conv_states.shape[2], conv_states.device))
+        if is_first:
+            return conv_states
         if update.nodes is not None:
             windows = convolution.windows(state, conv_states, update.nodes)
             turn.check()
