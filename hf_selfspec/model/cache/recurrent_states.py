@@ -73,18 +73,16 @@ class Timeline(NamedTuple):
             places = Uploaded([[depth + t if t >= skip else -1 for t in range(count)] for depth, skip in columns])
         return max(depths) + count, places, self._replace(latest=latest, ends=ends)
 
-    def shift(self, history: int) -> tuple[int, Uploaded | None, Timeline]:
-        """Returns what drops entries of which more than ``history`` slots lie before the root: how many columns stay,
-        and which ``[b, n]``, ``None`` for all as they are."""
+    def shift(self, history: int) -> tuple[Uploaded | None, Timeline]:
+        """Returns the columns ``[b, n]`` of the entries that stay, ``None`` for none, where at least ``history`` slots
+        before the root do, and the timeline then."""
         rows = list(zip(self.floor, self.root, strict=True))
         # A row that has ended stays where it is, while the others continue.
         first = tuple(root - history if root - floor >= 2 * history else floor for floor, root in rows)
-        width = max(root - new for new, (_, root) in zip(first, rows, strict=True))
-        if first == self.floor:
-            return width, None, self
         gone = [(new - floor, root - floor) for new, (floor, root) in zip(first, rows, strict=True)]
-        columns = Uploaded([[min(column + less, last) for column in range(width)] for less, last in gone])
-        return width, columns, self._replace(floor=first)
+        width = max(last - less for less, last in gone)
+        columns = [[min(column + less, last) for column in range(width)] for less, last in gone]
+        return Uploaded(columns) if width else None, self._replace(floor=first)
 
     def path(self, moves: Sequence[tuple[int, int, int]]) -> Uploaded:
         """The columns of moves ``(row, from slot, to slot)``."""
@@ -153,17 +151,14 @@ class StateLog:
 
     def commit(self, roots: tuple[int, ...], history: int) -> None:
         """Makes the state at these slots the checkpoint; at least ``history`` slots before them stay in the log."""
-        state = self.state_at(roots)
-        if not history:
-            self.restart(roots, state)
-            return
-        self.root = self.latest = state
+        self.root = self.latest = self.state_at(roots)
         self.timeline = Timeline(self.timeline.floor, roots, roots, roots)
-        width, columns, timeline = self._plan(Timeline.shift, self.timeline, history)
-        if columns is not None:
+        columns, timeline = self._plan(Timeline.shift, self.timeline, history)
+        if timeline.floor != self.timeline.floor:
             self.floor, self.timeline = self.state_at(timeline.floor), timeline
-            for values in self._entries:
-                values[:, :, :width] = values[_rows(values), :, columns.on(values.device)].transpose(1, 2)
+            for values in self._entries if columns is not None else ():
+                places = columns.on(values.device)
+                values[:, :, : places.shape[1]] = values[_rows(values), :, places].transpose(1, 2)
 
     def keep_rows(self, kept: tuple[int, ...]) -> None:
         self.timeline = self._plan(Timeline.of_rows, self.timeline, kept)
