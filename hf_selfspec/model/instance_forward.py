@@ -1,5 +1,6 @@
 """What stands on a module while something of ours runs, and that copies and pickles of the module leave out."""
 
+import copyreg
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -61,38 +62,35 @@ class HookOfOurs(partial[Any]):
 def _do_nothing(*args: Any) -> None: ...
 
 
-class CopiedWithoutOurs:
-    """Stands in for the ``__reduce_ex__`` of a module while something of ours is on it, which copies leave out."""
-
-    _NAME = "__reduce_ex__"
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    @classmethod
-    def begin(cls, module: nn.Module) -> None:
-        module.__dict__.setdefault(cls._NAME, cls(module))
-
-    @classmethod
-    def end(cls, module: nn.Module) -> None:
-        """Ends it, unless something of ours is left."""
-        if InstanceForward not in map(type, [*vars(module).values()]) and not _hooks_of_ours(module):
-            module.__dict__.pop(cls._NAME, None)
-
-    def __call__(self, protocol: Any) -> Any:
-        """Reduces the module, with the forwards of others alone."""
-        reduced: Any = type(self._module).__reduce_ex__(self._module, 4)
-        function, arguments, state, *items = reduced
-        if isinstance(state, dict):
-            ours, kept = _hooks_of_ours(self._module), dict[str, Any]()
-            for name, value in state.items():
-                kept[name] = value.of_others if isinstance(value, InstanceForward) else value
-                if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
-                    kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
-            state = {name: value for name, value in kept.items() if value is not ABSENT and value is not self}
-        return function, arguments, state, *items
+# For each class of modules who has something on one.
+_users: dict[type, set[int]] = {}
 
 
-def _hooks_of_ours(module: nn.Module) -> set[int]:
-    hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-    return {key for key, hook in hooks if isinstance(hook, HookOfOurs)}
+def leave_out_of_copies(module_class: type, user: int) -> None:
+    """Makes copies and pickles of modules of a class leave out what is ours, until the last user has ended that."""
+    if module_class in _users or module_class not in copyreg.dispatch_table:
+        _users.setdefault(module_class, set()).add(user)
+        copyreg.dispatch_table[module_class] = _reduced  # type: ignore[assignment]  # of a class by its name
+
+
+def end_leaving_out(module_class: type, user: int) -> None:
+    """Ends that of one user."""
+    users = _users.get(module_class, set())
+    users.discard(user)
+    if not users and _users.pop(module_class, None) is not None:
+        copyreg.dispatch_table.pop(module_class, None)
+
+
+def _reduced(module: nn.Module) -> Any:
+    """What copies and pickles a module: without forwards and hooks of ours, which are those of the original."""
+    reduced: Any = module.__reduce_ex__(4)
+    function, arguments, state, *items = reduced
+    if isinstance(state, dict):
+        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        ours, kept = {key for key, hook in hooks if isinstance(hook, HookOfOurs)}, dict[str, Any]()
+        for name, value in state.items():
+            kept[name] = value.of_others if isinstance(value, InstanceForward) else value
+            if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
+                kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
+        state = {name: value for name, value in kept.items() if value is not ABSENT}
+    return function, arguments, state, *items

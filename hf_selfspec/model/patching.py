@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from ..errors import warn_once
 from .forks import in_children, new_lock
-from .instance_forward import ABSENT, CopiedWithoutOurs, Forward, HookOfOurs, InstanceForward
+from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, end_leaving_out, leave_out_of_copies
 from .module_tools import all_modules
 
 _T = TypeVar("_T")
@@ -67,6 +67,7 @@ class InstanceForwards:
         self.users: dict[object, int] = {}  # of a change that threads share, with their threads
         self._wrapped: set[tuple[nn.Module, Any]] = set()
         self._undoing: list[Callable[[], object]] = []
+        self._classes: set[type] = set()  # of the modules that have something of it
 
     def wrap(self, module: nn.Module, wrapper: Callable[[nn.Module], Forward]) -> None:
         """Makes what ``wrapper`` returns for a module what ``module(...)`` calls, once."""
@@ -75,17 +76,19 @@ class InstanceForwards:
             self.replace(module, wrapper(module))
 
     def replace(self, module: nn.Module, forward: Forward, name: str = "forward") -> None:
-        self._leave_out_of_copies(module)
+        self._leave_out_of_copies(type(module))
         self.put(module.__dict__, name, InstanceForward.of(module, forward, name))
 
     def hook(self, register: Any, function: Callable[..., Any], **options: Any) -> None:
         """Registers a hook by a method of a module."""
-        self._leave_out_of_copies(register.__self__)
+        self._leave_out_of_copies(type(register.__self__))
         self.enter_context(register(HookOfOurs(function), **options))
 
-    def _leave_out_of_copies(self, module: nn.Module) -> None:
-        self.callback(CopiedWithoutOurs.end, module)  # when the rest has ended
-        CopiedWithoutOurs.begin(module)
+    def _leave_out_of_copies(self, module_class: type) -> None:
+        if module_class not in self._classes:
+            self._classes.add(module_class)
+            with _lock:
+                leave_out_of_copies(module_class, id(self))
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
         self.callback(_restore, values, name, value, values.get(name, ABSENT))
@@ -103,6 +106,10 @@ class InstanceForwards:
         while self._undoing:
             self._undoing[-1]()
             del self._undoing[-1:]  # now, not before: it may be interrupted
+        with _lock:
+            for module_class in self._classes:
+                end_leaving_out(module_class, id(self))
+        self._classes.clear()
         self._wrapped.clear()
 
 
