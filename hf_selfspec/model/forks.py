@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ _PATIENCE = 1.0
 
 _T = TypeVar("_T")
 
-_locks = weakref.WeakSet[Any]()
+_locks = weakref.WeakValueDictionary[int, Any]()
 _taken = threading.local()
 
 
@@ -25,7 +25,7 @@ def new_lock() -> Any:
     are made free there.
     """
     lock = threading.RLock()
-    _locks.add(lock)
+    _locks[id(lock)] = lock
     return lock
 
 
@@ -45,10 +45,7 @@ def in_children(function: Callable[[], object]) -> None:
 
 def _take() -> None:
     until = monotonic() + _PATIENCE
-    locks = list[Any]()
-    while not locks and monotonic() < until:
-        with suppress(RuntimeError):  # another thread has made a lock meanwhile
-            locks = list(_locks)
+    locks = [lock for reference in _locks.valuerefs() if (lock := reference()) is not None]
     _taken.locks = [lock for lock in locks if lock.acquire(timeout=max(until - monotonic(), 0.0))]
 
 
@@ -58,12 +55,12 @@ def _release() -> None:
 
 
 def _renew() -> None:
-    _release()
-    for lock in list(_locks):
+    for lock in list(_locks.values()):
         if lock.acquire(blocking=False):  # free, or held by this thread
             lock.release()
         else:
             lock._at_fork_reinit()  # as Python's own modules do
+    _release()
 
 
 if hasattr(os, "register_at_fork"):

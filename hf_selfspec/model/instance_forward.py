@@ -34,7 +34,6 @@ class InstanceForward(partial[Any]):
         others = before.of_others if isinstance(before, InstanceForward) else before
         vars(forward).update(before=before, of_others=others, place=(module, name), run=run, is_over=False)
         forward.original = getattr(module, name)
-        leave_out_of_copies(module)
         return forward
 
     def end(self) -> Any:
@@ -63,11 +62,23 @@ class HookOfOurs(partial[Any]):
 def _do_nothing(*args: Any) -> None: ...
 
 
-def leave_out_of_copies(module: nn.Module) -> None:
-    """Makes copies and pickles of modules of this class leave out what is ours."""
-    if type(module) not in copyreg.dispatch_table:
-        # For good: it makes a difference only while a module has something of ours.
-        copyreg.pickle(type(module), _reduced)  # type: ignore[arg-type]  # of a class by its name
+# For each class of modules who has something on one.
+_users: dict[type, set[int]] = {}
+
+
+def leave_out_of_copies(module_class: type, user: int) -> None:
+    """Makes copies and pickles of modules of a class leave out what is ours, until the last user has ended that."""
+    if module_class in _users or module_class not in copyreg.dispatch_table:
+        _users.setdefault(module_class, set()).add(user)
+        copyreg.dispatch_table[module_class] = _reduced  # type: ignore[assignment]  # of a class by its name
+
+
+def end_leaving_out(module_class: type, user: int) -> None:
+    """Ends that of one user."""
+    users = _users.get(module_class, set())
+    users.discard(user)
+    if not users and _users.pop(module_class, None) is not None:
+        copyreg.dispatch_table.pop(module_class, None)
 
 
 def _reduced(module: nn.Module) -> Any:

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from ..errors import warn_once
 from .forks import in_children, new_lock
-from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, leave_out_of_copies
+from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, end_leaving_out, leave_out_of_copies
 from .module_tools import all_modules
 
 _T = TypeVar("_T")
@@ -31,13 +31,21 @@ class PerThread(threading.local, Generic[_T]):
         _per_thread.append(new := super().__new__(cls))
         return new
 
-    @contextmanager
-    def during(self, value: _T | None) -> Iterator[None]:
-        before, self.now = self.now, value
-        try:
-            yield
-        finally:
-            self.now = before
+    def during(self, value: _T | None) -> "_During":
+        return _During(self, value)
+
+
+class _During(ContextDecorator, AbstractContextManager[None]):
+    """Not a generator, which would go on, and restore what was before, when it is collected after an interrupt."""
+
+    def __init__(self, values: PerThread[Any], value: Any) -> None:
+        self._values, self._value = values, value
+
+    def __enter__(self) -> None:
+        self._before, self._values.now = self._values.now, self._value
+
+    def __exit__(self, *error: object) -> None:
+        self._values.now = self._before
 
 
 @contextmanager
@@ -56,9 +64,10 @@ class InstanceForwards:
     on where it was interrupted when it is called again."""
 
     def __init__(self) -> None:
-        self.users: dict[Any, int] = {}  # of a change that threads share, with their threads
+        self.users: dict[object, int] = {}  # of a change that threads share, with their threads
         self._wrapped: set[tuple[nn.Module, Any]] = set()
         self._undoing: list[Callable[[], object]] = []
+        self._classes: set[type] = set()  # of the modules that have something of it
 
     def wrap(self, module: nn.Module, wrapper: Callable[[nn.Module], Forward]) -> None:
         """Makes what ``wrapper`` returns for a module what ``module(...)`` calls, once."""
@@ -67,12 +76,19 @@ class InstanceForwards:
             self.replace(module, wrapper(module))
 
     def replace(self, module: nn.Module, forward: Forward, name: str = "forward") -> None:
+        self._leave_out_of_copies(type(module))
         self.put(module.__dict__, name, InstanceForward.of(module, forward, name))
 
     def hook(self, register: Any, function: Callable[..., Any], **options: Any) -> None:
         """Registers a hook by a method of a module."""
-        leave_out_of_copies(register.__self__)
+        self._leave_out_of_copies(type(register.__self__))
         self.enter_context(register(HookOfOurs(function), **options))
+
+    def _leave_out_of_copies(self, module_class: type) -> None:
+        if module_class not in self._classes:
+            self._classes.add(module_class)
+            with _lock:
+                leave_out_of_copies(module_class, id(self))
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
         self.callback(_restore, values, name, value, values.get(name, ABSENT))
@@ -90,6 +106,10 @@ class InstanceForwards:
         while self._undoing:
             self._undoing[-1]()
             del self._undoing[-1:]  # now, not before: it may be interrupted
+        with _lock:
+            for module_class in self._classes:
+                end_leaving_out(module_class, id(self))
+        self._classes.clear()
         self._wrapped.clear()
 
 
@@ -105,10 +125,9 @@ def _restore(values: MutableMapping[str, Any], name: str, ours: Any, before: Any
 
 
 Change = Callable[[InstanceForwards], None]
-# A single lock for all changes: a thread that waits for it holds no other lock of them.
+# A single lock for all changes. Its holder waits for nothing else, so an interrupted change may end whenever it is
+# collected, in whatever code that is.
 _lock = new_lock()
-_NOBODY = 0
-_shared = weakref.WeakSet["SharedChange"]()
 
 
 class SharedChange:
@@ -116,78 +135,47 @@ class SharedChange:
 
     def __init__(self) -> None:
         self.owners: weakref.WeakKeyDictionary[Any, InstanceForwards] = weakref.WeakKeyDictionary()
-        _shared.add(self)
+        in_children(self._end_lost)
 
-    def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> Iterator[None]:
         """Keeps ``owner`` changed until the last thread leaves: the first makes what ``make`` changes, each what
         ``add`` changes. A change that fails half-way is undone."""
-        return _Use(self, owner, make, add)
-
-    def settle(self) -> None:
-        """Undoes what nobody uses any more, under the lock."""
-        for owner, forwards in list(self.owners.items()):
-            if not any(forwards.users.values()):
-                forwards.close()
-                self.owners.pop(owner, None)
-
-
-class _Use(AbstractContextManager[None]):
-    """One use of a shared change, which ends with the context, or with this object where an interrupt came before."""
-
-    def __init__(self, shared: SharedChange, owner: Any, make: Change | None, add: Change | None) -> None:
-        self._shared, self._owner, self._make, self._add = shared, owner, make, add
-        self._users: dict[Any, int] = {}
-        self._key: Any = None
-
-    def __enter__(self) -> None:
+        use, interrupt = object(), None
         try:
             with _lock:
-                self._shared.settle()  # what an interrupt has left
-                forwards = self._shared.owners.get(self._owner) or InstanceForwards()
-                is_first, self._users = not any(forwards.users.values()), forwards.users
-                self._key = weakref.ref(self, partial(_end_lost, self._shared, self._users))
-                self._users[self._key] = threading.get_ident()
-                # Last, since what is collected here ends what nobody uses.
-                self._shared.owners[self._owner] = forwards
-                if is_first and self._make is not None:
-                    self._make(forwards)
-                if self._add is not None:
-                    self._add(forwards)
-        except BaseException:  # interrupts, too
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        if self._key in self._users:
-            self._users[self._key] = _NOBODY
-            with _lock:
-                self._shared.settle()
-            self._users.pop(self._key, None)  # last, since it ends what an interrupt leaves
-            self._key = None
-
-
-def _end_lost(shared: SharedChange, users: dict[Any, int], key: Any) -> None:
-    """Ends a use that was collected before its context ended. Python may collect in any code, also in code that holds a
-    lock for which the holder of ours waits. So this does not wait: where ours is taken, the next use undoes it."""
-    users.pop(key, None)
-    if _lock.acquire(blocking=False):
-        try:
-            shared.settle()
+                forwards = self.owners.setdefault(owner, InstanceForwards())
+                is_first = not forwards.users
+                forwards.users[use] = threading.get_ident()
+                if is_first and make is not None:
+                    make(forwards)
+                if add is not None:
+                    add(forwards)
+            yield
         finally:
-            _lock.release()
+            while use is not None:
+                try:
+                    self._leave(owner, use)
+                    use = None
+                except KeyboardInterrupt as error:
+                    interrupt = error  # raised when the change has ended
+            if interrupt is not None:
+                raise interrupt
 
+    def _leave(self, owner: Any, use: object) -> None:
+        with _lock:
+            if (forwards := self.owners.get(owner)) is not None:
+                forwards.users.pop(use, None)
+                if not forwards.users:
+                    forwards.close()
+                    self.owners.pop(owner, None)
 
-def _settle_in_child() -> None:
-    """Undoes what only threads of the parent have used."""
-    for shared in list(_shared):
-        for forwards in list(shared.owners.values()):
-            for key, thread in list(forwards.users.items()):
+    def _end_lost(self) -> None:
+        """Ends, in a forked process, the uses of threads that only its parent has."""
+        for owner, forwards in list(self.owners.items()):
+            for use, thread in list(forwards.users.items()):
                 if thread != threading.get_ident():
-                    del forwards.users[key]
-        shared.settle()
-
-
-in_children(_settle_in_child)
+                    self._leave(owner, use)
 
 
 def shared_change(

@@ -4,7 +4,7 @@ tells when a device has done its work."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -15,8 +15,6 @@ from .forks import cached_property
 
 # Devices whose events have times, with the interface of ``torch.cuda``.
 TIMED = ("cuda",)
-# Uploads that are kept for further layers; recurrent ones need up to five between two rounds.
-_RECENT = 8
 
 # Seconds of the host's clock, or an event of a device.
 Moment = Any
@@ -93,20 +91,16 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     return [piece.clone().view(like.dtype).view(like.shape).numpy() for piece, like in pieces]
 
 
-class Uploads:
-    """Numbers on a device that many layers need in turn: each is uploaded for the first of them."""
+class Uploaded:
+    """Numbers, in sequences of equal lengths, that are uploaded to each device when they are first needed there."""
 
-    def __init__(self) -> None:
-        self._recent: dict[Hashable, torch.Tensor] = {}
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        self._numbers, self._tensors = numbers, dict[torch.device, torch.Tensor]()
 
-    def of(self, numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-        array = np.array(numbers)
-        key = array.tobytes(), array.shape, array.dtype, device
-        if key not in self._recent:
-            if len(self._recent) == _RECENT:
-                del self._recent[next(iter(self._recent))]
-            self._recent[key] = upload(array, device)
-        return self._recent[key]
+    def on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._tensors:
+            self._tensors[device] = upload(self._numbers, device)
+        return self._tensors[device]
 
 
 class RowNumbers(tuple[int, ...]):

@@ -57,7 +57,7 @@ def while_another_generates(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyP
     spec, is_inside, is_done = new_spec(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        locks = list(forks._locks)
+        locks = list(forks._locks.values())
         for lock in locks:
             lock.acquire()
         is_inside.set()

@@ -1,13 +1,12 @@
 """Changes of a model end, wherever they are interrupted, and copies that are made meanwhile do not have them."""
 
 import copy
+import copyreg
 import functools
 import gc
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import new_spec, unchanged
 from helpers.models import ROW, tiny_llama
-from hf_selfspec.model import forward_pass, patching
+from hf_selfspec.model import forward_pass
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.forward_pass import partial_forwards
 from hf_selfspec.model.kernels import linear
 from hf_selfspec.model.module_tools import hooks_of
-from hf_selfspec.model.patching import InstanceForwards, SharedChange
+from hf_selfspec.model.patching import InstanceForwards, PerThread, SharedChange, as_before
 
 # Where interrupts come: as functions of these files begin.
 INSIDE = ("patching.py", "instance_forward.py", "contextlib.py")
@@ -119,44 +118,20 @@ def test_interrupts_of_calls(caller: str, step: int) -> None:
         assert torch.equal(model.generate(**ROW, max_new_tokens=4, assistant=spec), plain)
 
 
-@pytest.fixture
-def lost() -> tuple[SharedChange, dict[str, int], list[AbstractContextManager[None]]]:
-    """A change of values by a use whose context has not ended."""
-    values, shared = {"a": 1}, SharedChange()
-    uses = [shared.of(shared, lambda forwards: forwards.put(values, "a", 2))]
-    uses[0].__enter__()
+def test_changes_and_values_whose_end_was_lost() -> None:
+    """A change ends when it is collected; what a thread obeys stays, since something else may have begun meanwhile."""
+    values, obeyed = {"a": 1}, PerThread[int]()
+    changed = SharedChange().of(sys, lambda forwards: forwards.put(values, "a", 2))
+    changed.__enter__()
     assert values == {"a": 2}
-    return shared, values, uses
-
-
-def test_a_use_that_is_collected_within_another(lost: Any) -> None:
-    _, values, uses = lost
-    with patching._lock:
-        uses.clear()
+    del changed
     assert values == {"a": 1}
-
-
-def test_a_use_that_is_collected_while_another_thread_holds_the_lock(lost: Any) -> None:
-    shared, values, uses = lost
-    is_held, is_done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with patching._lock:
-            is_held.set()
-            is_done.wait()
-
-    holding = threading.Thread(target=hold)
-    holding.start()
-    is_held.wait()
-    losing = threading.Thread(target=uses.clear)
-    losing.start()
-    losing.join(30)
-    has_waited = losing.is_alive()
-    is_done.set()
-    holding.join()
-    assert not has_waited
-    with shared.of(SharedChange()):  # the next use, of anything, finishes it
-        assert values == {"a": 1}
+    with as_before():
+        lost = obeyed.during(1)
+        lost.__enter__()
+    with obeyed.during(2):
+        del lost
+        assert obeyed.now == 2
 
 
 def test_changes_end_in_any_order_and_leave_what_others_have_put_on_top() -> None:
@@ -178,8 +153,10 @@ def test_changes_end_in_any_order_and_leave_what_others_have_put_on_top() -> Non
     second.replace(layer, lambda *_: "second")
     first.close()
     assert layer(states) == "second"
+    assert "forward" not in copy.deepcopy(layer).__dict__
     second.close()
     assert "forward" not in layer.__dict__
+    assert type(layer) not in copyreg.dispatch_table
 
 
 class Copying(BaseStreamer):
@@ -216,6 +193,8 @@ def test_copies_made_meanwhile(copied: str) -> None:
     twin(ROW["input_ids"], labels=ROW["input_ids"]).loss.backward()
     assert all(parameter.grad is not None for parameter in twin.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
+    for module in (*model.modules(), *twin.modules()):
+        assert type(module) not in copyreg.dispatch_table
 
 
 def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> None:
@@ -228,6 +207,7 @@ def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> 
     model.generate(**ROW, max_new_tokens=8, assistant=new_spec(), streamer=streamer)
     twin = streamer.copy
     assert twin.lm_head.forward.__self__ is twin.lm_head
+    assert copy.deepcopy(twin).lm_head.weight is not twin.lm_head.weight
     assert twin.model.layers[1].forward.args == (twin.model.layers[1],)
     assert [name for name, module in twin.named_modules() if "forward" in module.__dict__] == [
         "model.layers.1",

@@ -6,6 +6,7 @@ import importlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -31,7 +32,6 @@ from hf_selfspec.model.cache.recurrent_states import StateLog
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache, cache_for
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.target import Target
-from hf_selfspec.model.transfer import Uploads
 
 # One type of each kind of state, and of each that is put together in its own way.
 FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "mamba", "zamba", "lfm2")
@@ -51,29 +51,52 @@ def add_up(state: torch.Tensor, entries: tuple[torch.Tensor, ...], kept: torch.T
     return state
 
 
-def log_at(slots: list[int], digits: list[int]) -> StateLog:
-    log = StateLog(add_up, Uploads())
-    log.restart(slots, torch.tensor(digits)[:, None])
-    return log
-
-
-def feed(log: StateLog, starts: list[int], rows: list[list[int]]) -> None:
-    log.add(starts, (torch.tensor(rows)[:, None],))
-
-
-def digits_at(log: StateLog, slots: list[int]) -> list[int]:
-    return log.state_at(slots)[:, 0].tolist()
-
-
 @pytest.mark.parametrize("history", [0, 4])
-def test_a_log_does_not_grow_where_a_row_has_ended(history: int) -> None:
-    log = log_at([0, 0], [0, 0])
-    for slot in range(60):
-        feed(log, [slot, min(slot, 5)], [[1], [2]])
-        log.commit([slot + 1, min(slot + 1, 5)], history)
-        assert not history or log._entries[0].shape[2] <= 2 * history + 6
-    assert log.floor.slots[0] >= 60 - 2 * history
-    assert digits_at(log, [60 - history, 5]) == [111_111_111, 22_222]
+def test_logs_and_what_they_share(history: int) -> None:
+    """A state at any slot is that of the text before it, after drafts in one log alone, text that runs again and rows
+    that have ended; logs in step compute what they share once, and do not grow."""
+    numbers, computed = Random(history), list[str]()
+    plan = lru_cache(8)(lambda function, *args: (computed.append(function.__name__), function(*args))[1])
+    logs = [StateLog(add_up, plan, [2, 0], torch.tensor([[12], [0]])) for _ in range(3)]
+    text, roots = [[1, 2], list[int]()], (2, 0)
+
+    def feed(log: StateLog, starts: tuple[int, ...], rows: list[list[int]]) -> None:
+        log.state_at(starts)
+        log.add(starts, (torch.tensor(rows)[:, None],))
+
+    for number in range(40):
+        # In the last log a draft, a token at a time, in place of which the text comes then.
+        for depth in range(2):
+            feed(logs[-1], tuple(root + depth for root in roots), [[8], [8]])
+        # Text before the root runs again, as part of a model would: entries of the whole model stay.
+        starts = tuple(
+            max(root - numbers.randrange(4), floor) for root, floor in zip(roots, logs[0].timeline.floor, strict=True)
+        )
+        new = [[numbers.randrange(1, 8) for _ in range(5)] for _ in roots]
+        rows = [[9] * (root - start) + row for root, start, row in zip(roots, starts, new, strict=True)]
+        count = min(map(len, rows))
+        computed.clear()
+        for log in logs[:2]:
+            feed(log, starts, [row[:count] for row in rows])
+        assert len(computed) <= 2
+        feed(logs[2], starts, [row[:count] for row in rows])
+        kept = [numbers.randint(1, count - root + start) for root, start in zip(roots, starts, strict=True)]
+        kept[1] *= number < 20
+        text = [row + more[:length] for row, more, length in zip(text, new, kept, strict=True)]
+        roots = tuple(map(len, text))
+        for log in logs:
+            log.commit(roots, history)
+            assert not log._entries or log._entries[0].shape[2] <= 32
+            for root, floor, begun in zip(roots, log.timeline.floor, (2, 0), strict=True):
+                assert min(history, root - begun) <= root - floor <= 2 * history + 5
+            for back in range(4):
+                slots = tuple(max(root - back, floor) for root, floor in zip(roots, log.timeline.floor, strict=True))
+                states = [int("".join(map(str, row[:slot][-9:])) or 0) for row, slot in zip(text, slots, strict=True)]
+                assert log.state_at(slots)[:, 0].tolist() == states
+    with pytest.raises(AssertionError, match="a gap"):
+        logs[0].state_at(tuple(root + 1 for root in roots))
+    with pytest.raises(AssertionError, match="a gap"):
+        logs[0].add(tuple(root + 1 for root in roots), (torch.ones(2, 1, 1),))
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -7,138 +7,170 @@ entries. Rows may be at different slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...errors import unsupported
 from ..layout import TreeLayout
-from ..transfer import RowNumbers, Uploads
+from ..transfer import RowNumbers, Uploaded
 from .recurrence import Advance, Convolution, Entries, Recurrence
 from .recurrent_kernels import current_turn
 
+# Returns what a function returns, computed once for equal arguments.
+Plan = Callable[..., Any]
+_LEAST = 16  # columns that there is room for
 
-@dataclass
-class _Point:
-    """A state, and for each row the slot of the token that comes next."""
 
-    slots: list[int]
-    state: torch.Tensor
+class Timeline(NamedTuple):
+    """The slots of a log, for each row. Logs that were in the same forwards have equal ones, so what follows from these
+    is computed once for all, see :attr:`SpeculativeCache.plan`."""
 
-    def keep_rows(self, kept: list[int], uploads: Uploads) -> None:
-        self.slots = [self.slots[row] for row in kept]
-        self.state = self.state[uploads.of(kept, self.state.device)]
+    floor: tuple[int, ...]  # the first slot before which the state is known; its entry is in column 0
+    root: tuple[int, ...]  # that of the checkpoint
+    latest: tuple[int, ...]  # where the last forward began; if that is the root, so is the state
+    ends: tuple[int, ...]  # after the last entry
+
+    @classmethod
+    def at(cls, slots: Sequence[int]) -> Timeline:
+        """That of a log without entries."""
+        return cls(*[tuple(slots)] * 4)
+
+    def read(self, slots: Sequence[int]) -> tuple[str, slice, Uploaded | None, Timeline]:
+        """Returns what leads to the state before the tokens at these slots (for slots older than the log, before its
+        first entry): which of the log's states it begins with, the columns in between, which of them count
+        ``[b, n]`` (``None``: all), and the timeline then."""
+        slots = tuple(map(max, slots, self.floor))
+        assert _is_before(slots, self.ends), "the log of a state has a gap"
+        origin = next(name for name in ("latest", "root", "floor") if _is_before(getattr(self, name), slots))
+        if (known := getattr(self, origin)) == slots:
+            return origin, slice(0), None, self
+        spans = [(start - floor, end - floor) for start, end, floor in zip(known, slots, self.floor, strict=True)]
+        low, high = min(start for start, end in spans if end > start), max(end for _, end in spans)
+        counted = [[start <= column < end for column in range(low, high)] for start, end in spans]
+        kept = None if all(map(all, counted)) else Uploaded(counted)
+        after = self._replace(latest=slots) if _is_before(self.root, slots) else self
+        return origin, slice(low, high), kept, after
+
+    def write(self, starts: Sequence[int], count: int) -> tuple[int, int | Uploaded, Timeline]:
+        """Returns how many columns are needed for ``count`` tokens at these slots, in place of the entries there and
+        after it, from the roots on; the first of theirs, or ``[b, count]`` where rows differ, -1 for none; and the
+        timeline then."""
+        assert _is_before(self.floor, starts), "a forward begins before the first state that is known"
+        firsts = tuple(map(max, starts, self.root))
+        assert _is_before(firsts, self.ends), "the log of a state has a gap"
+        ends = tuple(max(start + count, first) for start, first in zip(starts, firsts, strict=True))
+        latest = self.latest if _is_before(self.latest, firsts) else self.root
+        depths = [start - floor for start, floor in zip(starts, self.floor, strict=True)]
+        places: int | Uploaded = depths[0]
+        if firsts != tuple(starts) or min(depths) < max(depths):
+            rows = zip(depths, starts, self.root, strict=True)
+            columns = ((depth, max(root - start, 0)) for depth, start, root in rows)
+            places = Uploaded([[depth + t if t >= skip else -1 for t in range(count)] for depth, skip in columns])
+        return max(depths) + count, places, self._replace(latest=latest, ends=ends)
+
+    def shift(self, history: int) -> tuple[Uploaded | None, Timeline]:
+        """Returns the columns ``[b, n]`` of the entries that stay, ``None`` for none, where at least ``history`` slots
+        before the root do, and the timeline then."""
+        rows = list(zip(self.floor, self.root, strict=True))
+        # A row that has ended stays where it is, while the others continue.
+        first = tuple(root - history if root - floor >= 2 * history else floor for floor, root in rows)
+        gone = [(new - floor, root - floor) for new, (floor, root) in zip(first, rows, strict=True)]
+        width = max(last - less for less, last in gone)
+        columns = [[min(column + less, last) for column in range(width)] for less, last in gone]
+        return Uploaded(columns) if width else None, self._replace(floor=first)
+
+    def path(self, moves: Sequence[tuple[int, int, int]]) -> Uploaded:
+        """The columns of moves ``(row, from slot, to slot)``."""
+        floors = self.floor
+        return Uploaded([(row, start - floors[row], end - floors[row]) for row, start, end in moves])
+
+    def of_rows(self, kept: Sequence[int]) -> Timeline:
+        return Timeline(*(tuple(slots[row] for row in kept) for slots in self))
 
 
 class StateLog:
-    """The checkpoint and the log of one state, empty before :meth:`restart`."""
+    """The states of a :class:`Timeline`, and what tokens feed into them."""
 
-    floor: _Point  # the beginning of the log, the first slot before which the state is known
-    root: _Point
-    _latest: _Point  # where the last forward began
+    def __init__(self, advance: Advance, plan: Plan, slots: Sequence[int], state: torch.Tensor) -> None:
+        self.advance, self._plan = advance, plan
+        # [b, c, n, ...]: the first of the `n` is that of the floor's slot in each row, the last one is not read.
+        self._entries: Entries = ()
+        self.restart(slots, state)
 
-    def __init__(self, advance: Advance, uploads: Uploads) -> None:
-        self.advance, self._uploads = advance, uploads
-        self._entries: Entries = ()  # [b, c, t, ...]: the first is that of the floor's slot in each row
-        self._ends: list[int] = []  # for each row the slot after the last entry
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._ends
-
-    def restart(self, slots: list[int], state: torch.Tensor) -> None:
+    def restart(self, slots: Sequence[int], state: torch.Tensor) -> None:
         """Starts over with a state before these slots."""
-        self.floor = self.root = self._latest = _Point(list(slots), state)
-        self._entries, self._ends = (), list(slots)
+        self.timeline = Timeline.at(slots)
+        self.floor = self.root = self.latest = state
 
     def state_at(self, slots: Sequence[int]) -> torch.Tensor:
-        """The state before the tokens at these slots; for slots older than the log, before its first entry."""
-        floors = self.floor.slots
-        slots = [max(slot, floor) for slot, floor in zip(slots, floors, strict=True)]
-        point = next(p for p in (self._latest, self.root, self.floor) if _is_before(p.slots, slots))
-        if point.slots == slots:
-            return point.state
-        assert _is_before(slots, self._ends), "the log of a state has a gap"
-        spans = [(start - floor, end - floor) for start, end, floor in zip(point.slots, slots, floors, strict=True)]
-        low, high = min(start for start, end in spans if end > start), max(end for _, end in spans)
-        entries, kept = tuple(values[:, :, low:high] for values in self._entries), None
-        if any(span != (low, high) for span in spans):
-            counted = [[start <= t < end for t in range(low, high)] for start, end in spans]
-            kept = self._uploads.of(counted, entries[0].device)
-        state = self.advance(point.state, entries, kept)
-        if _is_before(self.root.slots, slots):
-            self._latest = _Point(slots, state)
+        """The state before the tokens at these slots; see :meth:`Timeline.read`."""
+        origin, columns, kept, timeline = self._plan(Timeline.read, self.timeline, slots)
+        state: torch.Tensor = getattr(self, origin)
+        if columns.stop:
+            entries = tuple(values[:, :, columns] for values in self._entries)
+            state = self.advance(state, entries, kept and kept.on(entries[0].device))
+            if timeline.latest != self.timeline.latest:
+                self.latest, self.timeline = state, timeline
         return state
 
     def add(self, starts: Sequence[int], entries: Entries) -> None:
-        """Adds what a forward fed into the state, in place of the entries there and after it, from the roots on."""
-        floors, count = self.floor.slots, entries[0].shape[2]
-        assert _is_before(floors, starts), "a forward begins before the first state that is known"
-        firsts = [max(start, root) for start, root in zip(starts, self.root.slots, strict=True)]
-        assert _is_before(firsts, self._ends), "the log of a state has a gap"
-        if not _is_before(self._latest.slots, firsts):
-            self._latest = self.root
-        depths = [first - floor for first, floor in zip(firsts, floors, strict=True)]
-        skipped = [first - start for first, start in zip(firsts, starts, strict=True)]
-        self._ends = [max(start + count, first) for start, first in zip(starts, firsts, strict=True)]
-        before = self._entries or tuple(values[:, :, :0] for values in entries)
-        if max(skipped) == 0 and min(depths) == max(depths):
-            self._entries = tuple(
-                torch.cat([old[:, :, : depths[0]], new], 2) if depths[0] else new
-                for old, new in zip(before, entries, strict=True)
-            )
-            return
-        size, width = before[0].shape[2], max(end - floor for end, floor in zip(self._ends, floors, strict=True))
-        columns = [
-            [t if t < depth else min(size + t - depth + skip, size + count - 1) for t in range(width)]
-            for depth, skip in zip(depths, skipped, strict=True)
-        ]
-        joined = (torch.cat([old, new], 2) for old, new in zip(before, entries, strict=True))
-        self._entries = self._picked(tuple(joined), columns)
+        """Adds what a forward fed into the state; see :meth:`Timeline.write`."""
+        width, places, timeline = self._plan(Timeline.write, self.timeline, starts, count := entries[0].shape[2])
+        self._make_room(width, entries)
+        for values, new in zip(self._entries, entries, strict=True):
+            if isinstance(places, int):
+                values[:, :, places : places + count] = new
+            else:
+                values[_rows(values), :, places.on(values.device)] = new.transpose(1, 2)
+        self.timeline = timeline
+        if timeline.latest == timeline.root:
+            self.latest = self.root
 
-    def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
+    def _make_room(self, width: int, entries: Entries) -> None:
+        """Makes room for so many columns of entries like these."""
+        before = self._entries or tuple(new[:, :, :0] for new in entries)
+        types = [torch.promote_types(old.dtype, new.dtype) for old, new in zip(before, entries, strict=True)]
+        if width >= before[0].shape[2] or types != [old.dtype for old in before]:
+            size = max(_LEAST, 1 << width.bit_length())
+            # Zeros: what does not count is masked by a product.
+            pairs = zip(before, types, strict=True)
+            self._entries = tuple(old.new_zeros(*old.shape[:2], size, *old.shape[3:], dtype=to) for old, to in pairs)
+            for values, old in zip(self._entries, before, strict=True):
+                values[:, :, : old.shape[2]] = old
+
+    def keep_path(self, moves: tuple[tuple[int, int, int], ...]) -> None:
         """Moves entries of the last forward; see :meth:`SpeculativeCache.keep_path`."""
-        floors = self.floor.slots
         for values in self._entries:
-            numbers = [(row, start - floors[row], end - floors[row]) for row, start, end in moves]
-            rows, sources, targets = self._uploads.of(numbers, values.device).unbind(1)
+            rows, sources, targets = self._plan(Timeline.path, self.timeline, moves).on(values.device).unbind(1)
             values[rows, :, targets] = values[rows, :, sources]
 
-    def commit(self, roots: Sequence[int], history: int) -> None:
+    def commit(self, roots: tuple[int, ...], history: int) -> None:
         """Makes the state at these slots the checkpoint; at least ``history`` slots before them stay in the log."""
-        if self.is_empty:
-            return
-        state = self.state_at(roots)
-        if not history:
-            self.restart(list(roots), state)
-            return
-        self.root = self._latest = _Point(list(roots), state)
-        # A row that has ended stays where it is, while the others continue.
-        floors = self.floor.slots
-        first = [
-            root - history if root - floor >= 2 * history else floor for root, floor in zip(roots, floors, strict=True)
-        ]
-        if first != floors:
-            self.floor = _Point(first, self.state_at(first))
-            last = self._entries[0].shape[2] - 1
-            width = max(end - new for end, new in zip(self._ends, first, strict=True))
-            gone = [new - old for new, old in zip(first, floors, strict=True)]
-            self._entries = self._picked(self._entries, [[min(t + less, last) for t in range(width)] for less in gone])
+        self.root = self.latest = self.state_at(roots)
+        self.timeline = Timeline(self.timeline.floor, roots, roots, roots)
+        columns, timeline = self._plan(Timeline.shift, self.timeline, history)
+        if timeline.floor != self.timeline.floor:
+            self.floor, self.timeline = self.state_at(timeline.floor), timeline
+            for values in self._entries if columns is not None else ():
+                places = columns.on(values.device)
+                values[:, :, : places.shape[1]] = values[_rows(values), :, places].transpose(1, 2)
 
-    def keep_rows(self, kept: list[int]) -> None:
-        for point in {id(point): point for point in (self.floor, self.root, self._latest)}.values():
-            point.keep_rows(kept, self._uploads)
-        self._ends = [self._ends[row] for row in kept]
-        self._entries = tuple(values[self._uploads.of(kept, values.device)] for values in self._entries)
+    def keep_rows(self, kept: tuple[int, ...]) -> None:
+        self.timeline = self._plan(Timeline.of_rows, self.timeline, kept)
+        rows = self._plan(Uploaded, kept).on(self.root.device)
+        states = self.floor, self.root, self.latest
+        of_rows = {id(state): state[rows] for state in states}
+        self.floor, self.root, self.latest = (of_rows[id(state)] for state in states)
+        self._entries = tuple(values[rows] for values in self._entries)
 
-    def _picked(self, entries: Entries, columns: list[list[int]]) -> Entries:
-        device = entries[0].device
-        rows, places = torch.arange(len(columns), device=device)[:, None], self._uploads.of(columns, device)
-        return tuple(values[rows, :, places].transpose(1, 2) for values in entries)
+
+def _rows(values: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(values), device=values.device)[:, None]
 
 
 def _is_before(slots: Sequence[int], later: Sequence[int]) -> bool:
@@ -149,7 +181,7 @@ def _is_before(slots: Sequence[int], later: Sequence[int]) -> bool:
 class StateUpdate:
     """The tokens that the running forward feeds into recurrent states: prompts, of which some count, a line, a tree."""
 
-    starts: Sequence[int]  # for each row the slot of the first token
+    starts: tuple[int, ...]  # for each row the slot of the first token
     counts: RowNumbers | None = None  # for each row how many of a prompt count, None where all may be rolled back
     nodes: TreeLayout | None = None  # the tree that they form, None for a line
     is_scratch: bool = False  # whether nothing of it is kept
@@ -157,7 +189,7 @@ class StateUpdate:
     def __post_init__(self) -> None:
         if self.nodes is not None and self.nodes.hidden:
             # A line that is in the text already starts at the slot of its first token.
-            self.starts = [start - self.nodes.hidden for start in self.starts]
+            self.starts = tuple(start - self.nodes.hidden for start in self.starts)
             self.nodes, self.is_scratch = None, True
 
     def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
@@ -166,19 +198,17 @@ class StateUpdate:
             return None
         return torch.arange(length, device=device) < self.counts.on(device).expand(len(self.counts), 1)
 
-    def begin(self, log: StateLog) -> Sequence[int]:
-        """For each row the slot of its first token in a log; a row without tokens stays where it is."""
-        if self.counts is None or log.is_empty:
+    def begin(self, log: StateLog | None) -> tuple[int, ...]:
+        """For each row the slot of its first token in a log, if any; a row without tokens stays where it is."""
+        if self.counts is None or log is None:
             return self.starts
-        return [
-            start if count else slot
-            for start, count, slot in zip(self.starts, self.counts, log.root.slots, strict=True)
-        ]
+        rows = zip(self.starts, self.counts, log.timeline.root, strict=True)
+        return tuple(start if count else slot for start, count, slot in rows)
 
-    def ends(self, starts: Sequence[int], length: int) -> list[int]:
+    def ends(self, starts: Sequence[int], length: int) -> tuple[int, ...]:
         """For each row the slot after its tokens."""
         counts = [length] * len(starts) if self.counts is None else self.counts
-        return [start + count for start, count in zip(starts, counts, strict=True)]
+        return tuple(start + count for start, count in zip(starts, counts, strict=True))
 
     def add(self, log: StateLog, starts: Sequence[int], entries: Entries, kept: torch.Tensor | None) -> None:
         """Adds what the tokens feed into a state to its log; after a prompt the log starts over."""
@@ -200,44 +230,42 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._recurrence = recurrence
         self._model_name = name
         self._convolutions: dict[int, tuple[Convolution, StateLog]] = {}
-        # A function may be called several times for one state.
-        self._recurrent: dict[int, list[tuple[Recurrence, StateLog]]] = {}
+        # For each state and call of the function, of which there may be several for one state.
+        self._recurrent: dict[tuple[int, int], tuple[Recurrence, StateLog]] = {}
         self._calls = 0  # of the function in the running forward
         self._has_parts = False
-        self._taken_over: dict[int, _Point] = {}  # what was taken over, of states that no forward has read yet
 
     def logs(self) -> list[StateLog]:
-        recurrent = (log for states in self._recurrent.values() for _, log in states)
-        return [*(log for _, log in self._convolutions.values()), *recurrent]
+        return [log for _, log in (*self._convolutions.values(), *self._recurrent.values())]
 
-    def take_states(self, source: Any, slots: list[int]) -> None:
+    def take_states(self, source: Any, slots: Sequence[int]) -> None:
         """Copies the states of a layer that an earlier ``generate`` returned, for each row before its slot."""
         for index, inputs in source.conv_states.items():
             if inputs is not None and source.has_previous_state[index]:
                 convolution = Convolution(source.conv_kernel_size[index] or inputs.shape[2])
-                log = StateLog(convolution.advance, self._cache.uploads)
-                log.restart(slots, inputs[:, :, -convolution.width :].clone())
+                log = self._log(convolution, slots, inputs[:, :, -convolution.width :].clone())
                 self._convolutions[index] = convolution, log
         for index, state in source.recurrent_states.items():
             if state is not None and source.has_previous_state[index]:
-                self._taken_over[index] = _Point(list(slots), state.clone())
+                assert self._recurrence is not None
+                self._has_parts = state.dim() > self._recurrence().load(state, 0).dim()
+                for part in range(state.shape[1] if self._has_parts else 1):
+                    recurrence = self._recurrence()
+                    log = self._log(recurrence, slots, recurrence.load(state.clone(), part))
+                    self._recurrent[index, part] = recurrence, log
 
-    def keep_rows(self, kept: list[int]) -> None:
-        for log in self.logs():
-            log.keep_rows(kept)
-        for point in self._taken_over.values():
-            point.keep_rows(kept, self._cache.uploads)
+    def _log(self, of: Convolution | Recurrence, slots: Sequence[int], state: torch.Tensor) -> StateLog:
+        return StateLog(of.advance, self._cache.plan, slots, state)
 
     def hand_states(self, target: Any, slots: Sequence[int]) -> None:
         """Fills an empty layer with the states before these slots."""
-        for index, point in self._taken_over.items():
-            if index not in self._recurrent:  # the prompt's first token was the last
-                target.update_recurrent_state(point.state, state_idx=index)
+        slots, stored = tuple(slots), dict[int, list[torch.Tensor]]()
         for index, (convolution, log) in self._convolutions.items():
             target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
-        for index, states in self._recurrent.items():
-            stored = [recurrence.store(log.state_at(slots)) for recurrence, log in states]
-            whole = torch.stack(stored, 1) if self._has_parts else stored[0]
+        for (index, _), (recurrence, log) in self._recurrent.items():
+            stored.setdefault(index, []).append(recurrence.store(log.state_at(slots)))
+        for index, parts in stored.items():
+            whole = torch.stack(parts, 1) if self._has_parts else parts[0]
             target.update_recurrent_state(whole, state_idx=index)
 
     def update_conv_state(
@@ -249,18 +277,14 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             turn.recurrence, self._calls = partial(self._run, state_idx), 0
         if not width:
             raise unsupported(f"{self._model_name} keeps inputs of convolutions whose number is not known")
-        if state_idx not in self._convolutions:
-            convolution = Convolution(width)
-            self._convolutions[state_idx] = convolution, StateLog(convolution.advance, self._cache.uploads)
+        if is_first := state_idx not in self._convolutions:
+            convolution, state = Convolution(width), conv_states.new_zeros(*conv_states.shape[:2], width)
+            self._convolutions[state_idx] = convolution, self._log(convolution, update.starts, state)
         convolution, log = self._convolutions[state_idx]
-        length = conv_states.shape[2]
-        starts, kept = update.begin(log), update.kept(length, conv_states.device)
-        if log.is_empty:
-            empty = conv_states.new_zeros(*conv_states.shape[:2], width)
-            log.restart(update.ends(starts, length), convolution.advance(empty, (conv_states,), kept))
+        state = log.state_at(starts := update.begin(log))
+        update.add(log, starts, (conv_states,), update.kept(conv_states.shape[2], conv_states.device))
+        if is_first:
             return conv_states
-        state = log.state_at(starts)
-        update.add(log, starts, (conv_states,), kept)
         if update.nodes is not None:
             windows = convolution.windows(state, conv_states, update.nodes)
             turn.check()
@@ -274,41 +298,30 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Ignores a state that the model has computed, since it is known already."""
-        states, turn = self._recurrent.get(state_idx, []), current_turn()
-        turn.recurrence = None
-        if not states or self._calls != len(states):
+        parts = [log for (index, _), (_, log) in self._recurrent.items() if index == state_idx]
+        current_turn().recurrence = None
+        if not parts or self._calls != len(parts):
             raise unsupported(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
                 "of its own, so they cannot be rolled back"
             )
-        self._has_parts = recurrent_states.dim() > states[0][1].root.state.dim()
+        self._has_parts = recurrent_states.dim() > parts[0].root.dim()
         return recurrent_states
 
     def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         update: StateUpdate = self._cache.state_update
-        recurrence, log = self._state(state_idx, self._calls)
+        key = state_idx, self._calls
+        recurrence, log = self._recurrent.get(key) or (self._recurrence(), None)  # type: ignore[misc]
         self._calls += 1
         arguments = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
         first = arguments[recurrence.parameters[0]]
         length = first.shape[recurrence.token_dim]
         starts, kept = update.begin(log), update.kept(length, first.device)
-        state = None if log.is_empty else log.state_at(starts)
-        if state is None or (update.counts is not None and recurrence.continues and length > 1):
+        state = None if log is None else log.state_at(starts)
+        if log is None or state is None or (update.counts is not None and recurrence.continues and length > 1):
             output, state = recurrence.prefill(original, state, kept, arguments)
-            log.restart(update.ends(starts, length), state)
+            self._recurrent[key] = recurrence, self._log(recurrence, update.ends(starts, length), state)
             return output, state
         output, entries = recurrence.step(state, update.nodes, arguments)
         update.add(log, starts, entries, kept)
         return output, state
-
-    def _state(self, state_idx: int, part: int) -> tuple[Recurrence, StateLog]:
-        states = self._recurrent.setdefault(state_idx, [])
-        if part == len(states):
-            assert self._recurrence is not None
-            recurrence = self._recurrence()
-            log = StateLog(recurrence.advance, self._cache.uploads)
-            if state_idx in self._taken_over:
-                point = self._taken_over[state_idx]
-                log.restart(point.slots, recurrence.load(point.state, part))
-            states.append((recurrence, log))
-        return states[part]

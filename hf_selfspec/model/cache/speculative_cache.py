@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLa
 from ..anatomy import Anatomy
 from ..graphs.shapes import BufferPool, step_above
 from ..layout import TreeLayout
-from ..transfer import RowNumbers, Uploads, upload
+from ..transfer import RowNumbers, upload
 from .layer_buffers import Bank
 from .layers import RecurrentLayer, SpeculativeLayer
-from .recurrent_states import StateLog, StateUpdate
+from .recurrent_states import Plan, StateLog, StateUpdate
 from .window import Extent, Window, rows_of
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
@@ -30,6 +31,8 @@ _GRAPH_GRAIN = 64  # of windows, where few shapes are wanted: room for the longe
 # Layers whose keys share a buffer: views for all take 0.6 µs each, those of single layers 1.8 (torch 2.13). While
 # buffers grow, so many layers are there twice.
 _TOGETHER = 8
+# What recurrent layers have in common, for each set of layers that have run in the same forwards: two in a forward.
+_PLANS = 32
 
 
 class SpeculativeCache(Cache, Extent):
@@ -51,7 +54,9 @@ class SpeculativeCache(Cache, Extent):
         self.write_at([0] * batch_size)
         self.pool: BufferPool | None = None  # where the buffers are, where graphs look for them
         self.owner = ""  # whose they are, where caches share a pool
-        self.state_update, self.uploads = StateUpdate(self.cursors), Uploads()
+        self.state_update = StateUpdate(self.cursors)
+        # What recurrent layers have in common in a forward is computed, and uploaded, for the first of them.
+        self.plan: Plan = lru_cache(_PLANS)(lambda function, *args: function(*args))
         self.seeks = 0  # forwards so far
         self._history = 0
         self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states
@@ -72,14 +77,14 @@ class SpeculativeCache(Cache, Extent):
 
     def first_slots(self) -> list[int]:
         """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
-        firsts = [log.floor.slots for log in self._logs if not log.is_empty]
-        firsts += [] if self.window is None else [self.window.first_slots()]
-        return [max(slots) for slots in zip([0] * len(self.cursors), *firsts, strict=True)]
+        firsts = {log.timeline.floor for log in self._logs}
+        window = [] if self.window is None else [self.window.first_slots()]
+        return [max(slots) for slots in zip([0] * len(self.cursors), *firsts, *window, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
         """Moves the checkpoint of recurrent states, and the end of windows, to these slots, one for each row."""
         for log in self._logs:
-            log.commit(roots, self._history)
+            log.commit(tuple(roots), self._history)
         if self.window is not None:
             self.window.roots = RowNumbers.of(roots)
 
@@ -151,7 +156,7 @@ class SpeculativeCache(Cache, Extent):
     @property
     def is_filled(self) -> bool:
         """Whether any layer keeps something of the text."""
-        return bool(self.written) or not all(log.is_empty for log in self._logs)
+        return bool(self.written or self._logs)
 
     @property
     def written(self) -> list[Any]:
@@ -189,15 +194,15 @@ class SpeculativeCache(Cache, Extent):
             self.window.keep_rows(kept)
         for bank in self._banks:
             bank.keep_rows(kept)
-        for layer in self.recurrent:
-            layer.keep_rows(kept)
+        for log in self._logs:
+            log.keep_rows(tuple(kept))
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values, for each ``(row, from slot, to slot)``."""
         if not moves:
             return
         for log in self._logs:
-            log.keep_path(moves)
+            log.keep_path(tuple(moves))
         places: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         for bank in self._banks:
             key = device, bases = bank.of[0].device, bank.bases
