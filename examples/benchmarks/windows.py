@@ -41,7 +41,7 @@ def bytes_of(buffers: list[torch.Tensor]) -> int:
 
 def held(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> tuple[bool, int, int]:
     """Whether greedy ids are plain's, and the bytes of keys and values at the end of a call, ours and plain's."""
-    sizes, let_go = [], SpeculativeCache.let_go
+    sizes, let_go = [], SpeculativeCache.free
 
     def counted(cache: SpeculativeCache) -> None:
         sizes.append(bytes_of([buffer for layer in cache.layers for buffer in layer.buffers()]))
@@ -49,7 +49,7 @@ def held(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> tuple[boo
 
     options, cache = {"max_new_tokens": tokens, "do_sample": False}, DynamicCache(config=model.config)
     plain = model.generate(prompt, past_key_values=cache, **options)
-    with patch.object(SpeculativeCache, "let_go", counted):
+    with patch.object(SpeculativeCache, "free", counted):
         ours = model.generate(prompt, assistant=SelfSpec(), **options)
     theirs = bytes_of([buffer for layer in cache.layers for buffer in (layer.keys, layer.values)])
     return torch.equal(plain, ours), sizes[-1], theirs

@@ -43,7 +43,7 @@ class ControlledDrafter(BaseDrafter):
         # Without free drafts, what makes no estimates always drafts.
         always = (session.is_tensor_parallel or other.expected_speedup == math.inf for other in others.values())
         self._always = next(iter(others), None) if free.findings is None and any(always) else None
-        self._unsettled = 0  # see :attr:`Target.unsettled`, before the round
+        self._unrepresentative = 0  # see :attr:`Target.unrepresentative_forwards`, before the round
         self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
         # Who was asked in this round, and whose draft is verified if another source drafted, with that draft.
         self._asked: str | None = None
@@ -64,7 +64,7 @@ class ControlledDrafter(BaseDrafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self.free.read(text)
         controller, target, rows = self.controller, self._session.target, sum(count > 0 for count in max_new)
-        self._begun, self._unsettled = self._now(), target.unsettled
+        self._begun, self._unrepresentative = self._now(), target.unrepresentative_forwards
         self._lengths, active = list(text.lengths), target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
         self._asked, self._used, self._draft = self._free_arm(max_new), None, None
@@ -106,7 +106,10 @@ class ControlledDrafter(BaseDrafter):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         new = sum(text.lengths) - sum(self._lengths)
         self.free.learn(text, verdicts, self._tops)
-        seconds, is_usual = self._now() - self._begun, self._session.target.unsettled == self._unsettled
+        seconds, is_usual = (
+            self._now() - self._begun,
+            self._session.target.unrepresentative_forwards == self._unrepresentative,
+        )
         draft = self._draft
         of_used = verdicts if draft is None else [verdict.up_to(draft.size) for verdict in verdicts]
         for name, drafter in self.others.items():

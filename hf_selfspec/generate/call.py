@@ -285,7 +285,7 @@ def _run(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
             warn_once("the cache that was given is empty now, since its call ended with an error.")
         raise
     finally:
-        decoder.target.cache.let_go()  # frees memory now, not when Python next looks for reference cycles
+        decoder.target.cache.free()  # frees memory now, not when Python next looks for reference cycles
         knowledge.write()
     with only_warned("keeping a call's statistics"):
         decoder.stats.promise = _promise(decoder)

@@ -50,7 +50,7 @@ class Decoder:
         go_on = has_rows and self.stopper.has_others and not self.stopper.has_eos
         # The states and windows of such rows cannot be taken back to where these end.
         is_lost = go_on and (self._keeps_states or (self.keeps_rows and self.target.cache.window is not None))
-        self._together = self.output.in_step or self.target.padding is not None or is_lost
+        self._rows_level = self.output.in_step or self.target.padding is not None or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
         # What others may write, or change of the model, between two tokens: the text with new ones, and what runs.
@@ -140,7 +140,7 @@ class Decoder:
 
     def _round(self) -> None:
         # Recurrent states take in the padding of rows that have ended a token at a time.
-        pads = self._together and self._keeps_states and any(self.output.done)
+        pads = self._rows_level and self._keeps_states and any(self.output.done)
         max_new = [0] * self.text.batch_size if pads else self._max_new()
         begun = moment(device := self.text.ids.device)
         draft, tops = Draft.none(self.text), None
@@ -224,10 +224,10 @@ class Decoder:
         roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
             if done[row]:
-                if self._together:
+                if self._rows_level:
                     new[row] = [self.output.pad_token] * shortest
                 continue
-            count = shortest if self._together else len(verdict.tokens)
+            count = shortest if self._rows_level else len(verdict.tokens)
             for depth, node in enumerate(verdict.nodes[:count], start=1):
                 if node > depth:
                     moves.append((row, roots[row] + node, roots[row] + depth))

@@ -304,7 +304,7 @@ def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) 
         with decoder.target.prepared():
             logits: tuple[torch.Tensor, ...] = decoder.output.returned(decoder.run(), None).logits
     finally:
-        decoder.target.cache.let_go()
+        decoder.target.cache.free()
     return logits
 
 

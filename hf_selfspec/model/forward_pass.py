@@ -79,7 +79,7 @@ class ForwardPass:
     best: Best | None = field(init=False, default=None)  # the tokens requested by `chooses`
     is_exact: bool = field(init=False, default=False)  # whether each token's results are those of it alone
     num_exact: int = field(init=False, default=0)  # of how many attention blocks they are by their calls
-    passed: frozenset[int] = field(init=False)
+    skipped: frozenset[int] = field(init=False)  # layers
     layer: int = field(init=False, default=-1)  # the layer that runs: a block may be in several
     _kept: list[torch.Tensor] = field(init=False, default_factory=list)  # of the layers so far
 
@@ -89,9 +89,9 @@ class ForwardPass:
             stop = num_layers
         elif not self.capture:
             self.capture = (stop,)
-        self.passed = self.plan.skipped_layers
+        self.skipped = self.plan.skipped_layers
         if self.start > 0 or stop < num_layers:
-            self.passed = self.passed.union(range(self.start), range(stop, num_layers))
+            self.skipped = self.skipped.union(range(self.start), range(stop, num_layers))
 
     @property
     def calls_functions(self) -> bool:
@@ -101,7 +101,7 @@ class ForwardPass:
     @property
     def is_plain(self) -> bool:
         """Whether it is the model's own forward, of which nothing is kept."""
-        is_part = self.passed or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
+        is_part = self.skipped or self.plan.skipped_attention or self.plan.skipped_mlp or self.plan.substitutes
         is_kept = self.capture or self.state is not None or self.ends is not None
         return not is_part and not is_kept and not self.calls_functions
 
@@ -118,7 +118,7 @@ class ForwardPass:
             assert self.stop_fn is not None
             if self.stop_fn(layer, state):
                 self.stop, self.stop_fn = layer, None
-                self.passed = self.passed.union(range(layer, self.plan.num_layers))
+                self.skipped = self.skipped.union(range(layer, self.plan.num_layers))
 
 
 _current = PerThread[ForwardPass]()
@@ -201,7 +201,7 @@ def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool, s
             current.collect(_rows(hidden, streams))
         if current.stop_fn is not None:
             current.check_stop(index, _rows(hidden, streams))
-        if index in current.passed:
+        if index in current.skipped:
             output = with_arity(hidden, arity.get(layer_class))
         else:
             current.layer = index
@@ -224,8 +224,8 @@ def _rows(states: torch.Tensor, streams: bool) -> torch.Tensor:
     return states.flatten(2) if streams else states
 
 
-def _block_forward(module: nn.Module, arity: _Arity, skipped: str, silent: bool) -> Forward:
-    """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
+def _block_forward(module: nn.Module, arity: _Arity, skipped: str, adds_to_residual: bool) -> Forward:
+    """Where the plan's ``skipped`` has a block, it adds nothing to the residual, or passes its input on."""
     original, block_class = module.forward, type(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ def _block_forward(module: nn.Module, arity: _Arity, skipped: str, silent: bool)
                 arity[block_class] = len(output) if isinstance(output, tuple) else None
             return output
         hidden = args[0] if args else kwargs["hidden_states"]
-        if silent:
+        if adds_to_residual:
             # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
             residual = residual_of(args, kwargs, original)
             hidden = torch.zeros_like(hidden) if residual is None else residual

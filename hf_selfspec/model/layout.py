@@ -113,7 +113,7 @@ class TreeLayout:
 
 
 @dataclass(frozen=True)
-class Feed:
+class StepTokens:
     """The tokens of one forward, of the rows that take part."""
 
     tokens: torch.Tensor  # [b, s] ids, or [b, s, d] embeddings

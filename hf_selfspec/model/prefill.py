@@ -61,7 +61,7 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
         run.ends = [-1] * len(prompt.lengths)
         arguments.pop("logits_to_keep", None)
     begun = perf_counter()
-    target.obey()
+    target.install()
     with obeying(run), at_positions(None):
         target.forwards += 1
         output = prefill_plainly(model, inputs.input_ids, inputs.config, dict(arguments))

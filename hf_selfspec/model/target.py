@@ -24,7 +24,7 @@ from .forks import cached_property
 from .forward_pass import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .inputs import DecodeInputs
 from .kernels.linear import few_token_linears
-from .layout import Feed, TreeLayout
+from .layout import StepTokens, TreeLayout
 from .module_tools import ROW_BLIND, clock_of, forward_parameters
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
@@ -59,7 +59,9 @@ class Target:
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
     waited_seconds: float = field(init=False, default=0.0)  # for graphs to be made
-    unsettled: int = field(init=False, default=0)  # forwards so far that were not run as later ones like them will be
+    unrepresentative_forwards: int = field(
+        init=False, default=0
+    )  # forwards so far that were not run as later ones like them will be
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     prefill_observer: Observer | None = field(init=False, default=None)
     # The layers whose entering states it gets (`L` for what leaves the stack), and those that verifications keep.
@@ -74,14 +76,14 @@ class Target:
         self.cache_name = cache_name(self.model)
         self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(self.model)
         self._last = RowNumbers([_NO_END])
-        self._obeying, self._is_obeying, self._unused_rounds = ExitStack(), False, 0
+        self._installed, self._is_installed, self._unused_rounds = ExitStack(), False, 0
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
         """Prepares the model for speculation, and restores it afterwards."""
         with as_before(), ExitStack() as stack:
             stack.enter_context(few_token_linears(self.model, is_speculating))
-            stack.callback(self.let_go)
+            stack.callback(self.uninstall)
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             if self.anatomy.kernels is not None:
@@ -96,11 +98,11 @@ class Target:
         """Seconds by a clock that stops while graphs are made."""
         return self.clock() - self.waited_seconds
 
-    def obey(self) -> None:
+    def install(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
-        if not self._is_obeying:
-            self._obeying.enter_context(partial_forwards(self.model, self.anatomy, self.substitutes, self.is_exact))
-        self._is_obeying, self._unused_rounds = True, 0
+        if not self._is_installed:
+            self._installed.enter_context(partial_forwards(self.model, self.anatomy, self.substitutes, self.is_exact))
+        self._is_installed, self._unused_rounds = True, 0
 
     def observe_prefill(self, layers: tuple[int, ...], observer: Observer, keeps_verified: bool = False) -> None:
         """Passes the states that enter some layers in all prefills, side by side, to ``observer``, of which there can
@@ -169,13 +171,13 @@ class Target:
     def end_round(self) -> None:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
         self._unused_rounds += 1
-        if self._is_obeying and self._unused_rounds > _KEPT_ROUNDS:
-            self.let_go()
+        if self._is_installed and self._unused_rounds > _KEPT_ROUNDS:
+            self.uninstall()
 
-    def let_go(self) -> None:
+    def uninstall(self) -> None:
         """Lets layers run as they are."""
-        self._is_obeying = False
-        self._obeying.close()
+        self._is_installed = False
+        self._installed.close()
 
     def first_slots(self) -> list[int]:
         """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
@@ -231,14 +233,14 @@ class Target:
             "forward" in vars(self.model) or not knows_blocks(self.model, self.anatomy)
         )
         if self.graphs is not None or is_looked_at or run.is_exact or not run.is_plain:
-            self.obey()
+            self.install()
         if rows is not None:
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
-        feed = Feed(tokens, starts.ahead(first_node), self.last_positions(), nodes, first_node, counts)
+        step_tokens = StepTokens(tokens, starts.ahead(first_node), self.last_positions(), nodes, first_node, counts)
         if self.graphs is None or counts is not None:
-            run.logits = self.run_eagerly(feed, run)
+            run.logits = self.run_eagerly(step_tokens, run)
         else:
-            run.logits = self.graphs.run(feed, run)
+            run.logits = self.graphs.run(step_tokens, run)
         if rows is not None:
             rows.leave(run)
         if run.head_rows is not None and run.stop is None and not run.head_rows.is_used:
@@ -248,25 +250,25 @@ class Target:
             )
         return run
 
-    def run_eagerly(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
+    def run_eagerly(self, step_tokens: StepTokens, run: ForwardPass) -> torch.Tensor | None:
         """Runs a forward by the model's own code, and returns its logits ``[b, s, v]``, ``None`` if there are none."""
-        tokens, module = feed.tokens, self.module_of(run)
+        tokens, module = step_tokens.tokens, self.module_of(run)
         s = tokens.shape[1]
-        self.cache.seek(feed.starts, s, feed.counts, feed.nodes, feed.first_node)
+        self.cache.seek(step_tokens.starts, s, step_tokens.counts, step_tokens.nodes, step_tokens.first_node)
         kwargs: dict[str, Any] = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
         spec = None
         if self.padding is None:
-            positions = feed.positions()
-            if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
-                spec = MaskSpec.of(feed, positions, self.cache.window, run.is_exact)
+            positions = step_tokens.positions()
+            if step_tokens.counts is None or not self.needs_no_mask(step_tokens.starts, step_tokens.counts):
+                spec = MaskSpec.of(step_tokens, positions, self.cache.window, run.is_exact)
         else:
             # The mask of the left-padded prompts, and all tokens after them.
-            mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)
+            mask = pad(self.padding, (0, step_tokens.starts[0] + s - self.padding.shape[1]), value=1)
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
         if self.anatomy.takes_positions:
-            if any(start + s - 1 > end for start, end in zip(feed.starts, feed.last, strict=True)):
-                positions = positions.minimum(feed.last.on(tokens.device))
+            if any(start + s - 1 > end for start, end in zip(step_tokens.starts, step_tokens.last, strict=True)):
+                positions = positions.minimum(step_tokens.last.on(tokens.device))
             rows = None if self.active_rows is None else self.active_rows.kept
             kwargs["position_ids"] = self.following.positions(positions, rows)
         # Layers that read what others have stored may run for these tokens alone (Gemma 4).

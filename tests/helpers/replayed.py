@@ -129,7 +129,7 @@ class Replay:
     def _drafter(self) -> ControlledDrafter:
         session: Any = SimpleNamespace(
             target=SimpleNamespace(
-                unsettled=0,
+                unrepresentative_forwards=0,
                 padding=None,
                 cache=SimpleNamespace(reserve=lambda count: None),
                 now=lambda: self.now,

@@ -14,7 +14,7 @@ import torch
 from helpers.captured import Traced, few_layers, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch
-from hf_selfspec.model.cache.layer_buffers import Bank
+from hf_selfspec.model.cache.layer_buffers import LayerBuffers
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.graphs import model_graphs, shapes
 from hf_selfspec.model.graphs.graph_runner import GraphRunner
@@ -149,7 +149,7 @@ def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -
     def exhausted(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Bank, "_allocate", exhausted)
+    monkeypatch.setattr(LayerBuffers, "_allocate", exhausted)
     cache.seek([4], 400)
     with pytest.raises(torch.OutOfMemoryError):
         cache.update(torch.ones(1, 2, 400, 8), torch.ones(1, 2, 400, 8), 0)

@@ -27,7 +27,7 @@ from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.interface import MaskSpec
-from hf_selfspec.model.cache.layer_buffers import Bank
+from hf_selfspec.model.cache.layer_buffers import LayerBuffers
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.logits import Logits, Tops
@@ -147,13 +147,13 @@ def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
 
 def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, without Python's search for reference cycles."""
-    keep, made = Bank._keep, list[weakref.ref[torch.Tensor]]()
+    keep, made = LayerBuffers._keep, list[weakref.ref[torch.Tensor]]()
 
     def watched(self: Any, buffer: torch.Tensor) -> None:
         keep(self, buffer)
         made.append(weakref.ref(buffer))
 
-    monkeypatch.setattr(Bank, "_keep", watched)
+    monkeypatch.setattr(LayerBuffers, "_keep", watched)
     gc.disable()
     try:
         llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())

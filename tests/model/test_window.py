@@ -111,14 +111,14 @@ def test_bit_for_bit(kind: str) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_what_is_kept(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window, the longest forward and a bounded rest; layers that see the whole text keep it."""
-    slots, let_go = dict[bool, set[int]](), SpeculativeCache.let_go
+    slots, let_go = dict[bool, set[int]](), SpeculativeCache.free
 
     def noted(cache: SpeculativeCache) -> None:
         for layer in cache.layers:
             slots.setdefault(layer.is_sliding, set()).update(buffer.shape[2] for buffer in layer.buffers())
         let_go(cache)
 
-    monkeypatch.setattr(SpeculativeCache, "let_go", noted)
+    monkeypatch.setattr(SpeculativeCache, "free", noted)
     model = model_of("gemma3_text")
     for spec in (SelfSpec.lookup(), SPECS["tree"](model), SPECS["search"](model)):
         slots.clear()

@@ -194,7 +194,7 @@ class ProbingDraft(LookingDraft):
             for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))
         ]
         self._covered = [length - 1 for length in text.lengths]
-        self.target.obey()  # the exits' head is run in place of a forward, which must not change meanwhile
+        self.target.install()  # the exits' head is run in place of a forward, which must not change meanwhile
         self.exits.attach()
         try:
             few = self.study.tokens >= _SHORTLIST

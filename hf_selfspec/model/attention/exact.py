@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import linear, pad
 
-from ..layout import Feed
+from ..layout import StepTokens
 from ..transfer import upload
 
 # Tokens that go through together at most; counts up to here are tried out.
@@ -32,7 +32,7 @@ View = tuple[slice | torch.Tensor, torch.Tensor | None]
 
 
 def views_of(
-    feed: Feed,
+    step_tokens: StepTokens,
     original: Callable[..., Any],
     offset: int = 0,
     limit: int | None = None,
@@ -41,11 +41,11 @@ def views_of(
 ) -> list[View]:
     """Returns for each token of one row the slots whose keys ``generate`` has when it reaches that token, counted from
     slot ``offset`` of the text and at most ``limit``, and the mask that transformers' ``original`` makes for it."""
-    root, nodes, device = feed.starts[0] - feed.first_node, feed.nodes, feed.tokens.device
-    text_end, end = root if nodes is None else root - nodes.hidden, feed.first_node + feed.tokens.shape[1]
+    root, nodes, device = step_tokens.starts[0] - step_tokens.first_node, step_tokens.nodes, step_tokens.tokens.device
+    text_end, end = root if nodes is None else root - nodes.hidden, step_tokens.first_node + step_tokens.tokens.shape[1]
     parents = range(-1, end - 1) if nodes is None else nodes.parents[0]
     views: list[View] = []
-    for index in range(feed.first_node, end):
+    for index in range(step_tokens.first_node, end):
         path = [index]  # back to the text
         while (parent := parents[path[-1]]) >= 0:
             path.append(parent)

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...errors import unsupported
 from ..cache.window import Window
 from ..internals import registered
-from ..layout import Feed
+from ..layout import StepTokens
 from ..module_tools import libraries_of
 from ..patching import InstanceForwards, PerThread, SharedChange
 from ..transfer import RowNumbers
@@ -59,7 +59,9 @@ class MaskSpec:
     visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
     is_even: bool = False  # whether all rows are at the same positions
     is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
-    alone: Feed | None = None  # the tokens of one row, where each is treated as if it were alone, see ``exact.py``
+    alone: StepTokens | None = (
+        None  # the tokens of one row, where each is treated as if it were alone, see ``exact.py``
+    )
     offset: int = 0  # slot of the text that the first cache slot stands for, as layers report it
     window: MaskSpec | None = None  # that of layers which keep the last tokens alone
     limit: int | None = None  # how many of them one token sees at most
@@ -77,26 +79,26 @@ class MaskSpec:
         return self.usual[original]
 
     @classmethod
-    def of(cls, feed: Feed, positions: torch.Tensor, window: Window | None, is_exact: bool = False) -> MaskSpec:
+    def of(cls, step: StepTokens, positions: torch.Tensor, window: Window | None, is_exact: bool = False) -> MaskSpec:
         """The spec of a forward's tokens at positions ``[b, s]``, which may be nodes of a tree."""
-        spec = cls._read(feed, positions, max(feed.starts) + positions.shape[1], None)
+        spec = cls._read(step, positions, max(step.starts) + positions.shape[1], None)
         if window is not None:
-            spec.window = cls._read(feed, positions, window.length, window.firsts)
+            spec.window = cls._read(step, positions, window.length, window.firsts)
             spec.window.offset, spec.window.limit = window.offset, window.size
         if is_exact:
-            spec.alone = (spec.window or spec).alone = feed
+            spec.alone = (spec.window or spec).alone = step
         return spec
 
     @classmethod
-    def _read(cls, feed: Feed, positions: torch.Tensor, length: int, firsts: RowNumbers | None) -> MaskSpec:
+    def _read(cls, step: StepTokens, positions: torch.Tensor, length: int, firsts: RowNumbers | None) -> MaskSpec:
         """The spec for layers whose attention reads ``length`` slots from each row's first on (``None``: from 0)."""
-        device, cursors, nodes = positions.device, feed.starts, feed.nodes
+        device, cursors, nodes = positions.device, step.starts, step.nodes
         spec = cls(positions, length, is_even=cursors.are_equal)
         if nodes is not None:
             # The slots of the tree: from each row's first node on, one per node, in order.
             starts = cursors if firsts is None else cursors.minus(firsts)
-            slots = starts.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
-            spec.key_positions, spec.visible = nodes.keys(slots.expand(len(cursors), -1), length, feed.first_node)
+            slots = starts.on(device) - step.first_node + torch.arange(nodes.size, device=device)
+            spec.key_positions, spec.visible = nodes.keys(slots.expand(len(cursors), -1), length, step.first_node)
         elif not (firsts is None or firsts.are_equal):
             spec.key_positions = torch.arange(length, device=device)[None]
         if firsts is not None:

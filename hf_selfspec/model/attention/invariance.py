@@ -78,7 +78,7 @@ def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
     with _begun(model, anatomy, _TEXT) as (target, text, new):
         whole, tokens = target.full_plan, new[:, :_NEW].split(1, dim=1)
         plain(text)
-        target.obey()
+        target.install()
         alone = [_results(ForwardPass(whole), partial(plain, token)) for token in tokens]
         expected = {layer: torch.cat([of_token[layer] for of_token in alone], dim=-2) for layer in alone[0]}
         sample = _sample_plan(model, anatomy)
@@ -93,7 +93,7 @@ def _first_apart(
     for count in counts:
         run = ForwardPass(plan, stop=None if plan is target.full_plan else plan.num_layers)
         results = _results(run, partial(target.step, new[:, :count], [_TEXT], run))
-        if run.num_exact < plan.num_layers - len(run.passed):
+        if run.num_exact < plan.num_layers - len(run.skipped):
             return "attention that transformers' interface does not call"
         expected = expected or results
         for layer, states in results.items():

@@ -38,17 +38,17 @@ def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, 
             states_of["positions"] = source.indexer_position_ids.transpose(0, 1)[..., None]
         for name in list(states_of):
             states = states_of.pop(name)
-            bank = layer.bank(name, states)
+            buffers = layer.buffers_for(name, states)
             dropped, places = length - states.shape[2], columns
-            if bank.bases is not None:  # the slots in the window; what the source has dropped of them is not read
-                first = bank.bases.on(states.device)
-                places = first + torch.arange(max(slots) - max(bank.bases), device=states.device)
+            if buffers.bases is not None:  # the slots in the window; what the source has dropped of them is not read
+                first = buffers.bases.on(states.device)
+                places = first + torch.arange(max(slots) - max(buffers.bases), device=states.device)
                 if columns is not None:
                     places = columns.to(states.device).gather(1, places.clamp(min=0))
                 places = (places - dropped).clamp(0, states.shape[2] - 1).expand(len(states), -1)
             whole = states if places is None else _picked(states, places.to(states.device))
             layer.buffer(name)[:, :, : whole.shape[2]] = whole
-            bank.filled = max(bank.filled, whole.shape[2])
+            buffers.zeroed_to = max(buffers.zeroed_to, whole.shape[2])
             if type(source) in _MOVED:
                 setattr(source, name, None)
         layer.lazy_initialization(*layer.buffers())
@@ -86,8 +86,8 @@ def _fill(cache: SpeculativeCache, past: Cache, places: torch.Tensor | None, len
         if is_moved and layer.is_initialized and not target.is_initialized:
             target.lazy_initialization(*layer.buffers())
             target.keys = target.values = None
-        for name in list(layer.banks):
-            buffer, bases, window = layer.buffer(name), layer.banks[name].bases, window_of(target)
+        for name in list(layer.by_name):
+            buffer, bases, window = layer.buffer(name), layer.by_name[name].bases, window_of(target)
             slots = torch.arange(length, device=buffer.device)[None] if places is None else places.to(buffer.device)
             slots = within_buffer = slots.expand(len(buffer), -1)
             if bases is not None and cache.window is not None:

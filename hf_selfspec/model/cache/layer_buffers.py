@@ -8,22 +8,24 @@ from typing import Any
 import torch
 
 from ..transfer import RowNumbers
-from .window import Extent, Window, rows_of
+from .window import Window, WriteRange, rows_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 # Slots that are filled at once.
 _FILLED = 64
 
 
-class Bank:
+class LayerBuffers:
     """Keys, or values, of layers of one shape: ``[n, b, k, slots, h]``, valid up to the end that the cache tracks."""
 
-    def __init__(self, cache: Any, extent: Extent, name: str, layers: Sequence[int], states: torch.Tensor) -> None:
+    def __init__(
+        self, cache: Any, write_range: WriteRange, name: str, layers: Sequence[int], states: torch.Tensor
+    ) -> None:
         self.numbers = {layer: number for number, layer in enumerate(layers)}
-        self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
-        self._cache, self.extent, self.name = cache, extent, name
-        self._window = extent if isinstance(extent, Window) else None
-        self.bases = extent.bases
+        self.zeroed_to = 0  # slots that hold numbers in all rows; what is in the others is not known
+        self._cache, self.write_range, self.name = cache, write_range, name
+        self._window = write_range if isinstance(write_range, Window) else None
+        self.bases = write_range.bases
         self._opened: tuple[int, int] | None = None  # the forward that the views are for
         # For each layer what attention reads, and where it writes.
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -34,7 +36,7 @@ class Bank:
         """Makes buffers for states like these ``[b, k, any, h]``."""
         self._views, self._opened = [], None
         b, k, _, h = like.shape
-        shape, pool = (len(self.numbers), b, k, self.extent.capacity, h), self._cache.pool
+        shape, pool = (len(self.numbers), b, k, self.write_range.capacity, h), self._cache.pool
         if pool is None:
             self._keep((like.new_empty if self.bases is None else like.new_zeros)(shape))
         else:
@@ -54,8 +56,8 @@ class Bank:
             self._open(forward[1])
             self._opened = forward
         view, target = self._views[self.numbers[layer]]
-        if (window := self._window) is not None and window.passed is not None:
-            before, after = window.passed
+        if (window := self._window) is not None and window.overflow is not None:
+            before, after = window.overflow
             whole = torch.cat([target[:, :, :before], states], dim=2) if before else states
             target[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
             return whole[:, :, window.start :]
@@ -70,15 +72,15 @@ class Bank:
         return self._views[self.numbers[layer]][0] if self._views else None
 
     def _open(self, length: int) -> None:
-        extent, start = self.extent, self.extent.max_cursor
-        end, slots = start + length, extent.slots(length, self._buffer.device)
-        if start or self.filled:
+        write_range, start = self.write_range, self.write_range.max_cursor
+        end, slots = start + length, write_range.slots(length, self._buffer.device)
+        if start or self.zeroed_to:
             self.fill(-(-end // _FILLED) * _FILLED)
         else:  # prompts go through all layers
             self.grow()
-            self.filled = end
-        if self._window is not None and self._window.passed is not None:
-            self.bases, end = self._window.next_bases, self._window.passed[1]
+            self.zeroed_to = end
+        if self._window is not None and self._window.overflow is not None:
+            self.bases, end = self._window.next_bases, self._window.overflow[1]
             self._views = [(buffer[:, :, :end], buffer) for buffer in self.of]
             return
         if slots is None:
@@ -88,19 +90,19 @@ class Bank:
             # As integers: a CPU scatters 16-bit floats by way of two copies of all. Into parts of buffers, too.
             targets = tuple(buffer.view(_INTEGERS.get(buffer.itemsize, buffer.dtype)) for buffer in self.of)
             self._slots = slots[:, None, :, None].expand(b, k, length, h)
-        views = self._buffer.narrow(3, extent.start, end - extent.start).unbind(0)
+        views = self._buffer.narrow(3, write_range.start, end - write_range.start).unbind(0)
         self._views = list(zip(views, targets, strict=True))
 
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
         self.grow()
-        if end > self.filled and self._cache.pool is None:  # those of a pool begin with zeros
-            self._buffer[:, :, :, self.filled : end] = 0
-            self.filled = min(end, self._buffer.shape[3])
+        if end > self.zeroed_to and self._cache.pool is None:  # those of a pool begin with zeros
+            self._buffer[:, :, :, self.zeroed_to : end] = 0
+            self.zeroed_to = min(end, self._buffer.shape[3])
 
     def grow(self) -> None:
-        """Makes the buffers those of the extent: as large, and from the same slots of the text on."""
-        before, wanted, bases = self._buffer, self.extent.capacity, self.extent.bases
+        """Makes the buffers those of the write_range: as large, and from the same slots of the text on."""
+        before, wanted, bases = self._buffer, self.write_range.capacity, self.write_range.bases
         has_moved, length = self.bases != bases, self._buffer.shape[3]
         if bases is not None and self.bases is not None and has_moved:
             before = _shifted(before, bases.minus(self.bases), length)
@@ -114,7 +116,7 @@ class Bank:
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Keeps these rows, of which each is at its place already or behind all places; no memory is needed."""
-        end = self.filled if self.bases is None else None
+        end = self.zeroed_to if self.bases is None else None
         for row, before in enumerate(kept):
             if row != before:
                 self._buffer[:, row, :, :end] = self._buffer[:, before, :, :end]

@@ -17,8 +17,8 @@ def _private(name: str) -> Any:
     def read(layer: "SpeculativeLayer") -> torch.Tensor | None:
         if layer._cache.has_unknown_readers:
             raise unsupported(f"code beside the model reads the {name} in the cache, which are drafts' as well")
-        bank = layer.banks.get(name)
-        return None if bank is None else bank.latest(layer.index)
+        buffers = layer.by_name.get(name)
+        return None if buffers is None else buffers.latest(layer.index)
 
     def replace(layer: "SpeculativeLayer", states: torch.Tensor | None) -> None:
         if states is not None:
@@ -37,9 +37,9 @@ class SpeculativeLayer(CacheLayerMixin):
     keys, values = _private("keys"), _private("values")
 
     def __init__(self, cache: Any) -> None:
-        self._cache = self.extent = cache  # which part of the text is kept
+        self._cache = self.write_range = cache  # which part of the text is kept
         super().__init__()
-        self.banks: dict[str, Any] = {}  # where that is, by name
+        self.by_name: dict[str, Any] = {}  # where that is, by name
         self._indexed, self._length = -1, 0  # the last forward in which its indexer had its turn, and the slots then
 
     @cached_property
@@ -49,20 +49,20 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.bank("keys", key_states)
-        self.bank("values", value_states)
+        self.buffers_for("keys", key_states)
+        self.buffers_for("values", value_states)
         self.is_initialized = True
 
-    def bank(self, name: str, states: torch.Tensor) -> Any:
+    def buffers_for(self, name: str, states: torch.Tensor) -> Any:
         """Where states ``[b, k, s, h]`` are kept."""
-        if name not in self.banks:
-            self.banks[name] = self._cache.bank(name, self.index, states)
-        return self.banks[name]
+        if name not in self.by_name:
+            self.by_name[name] = self._cache.buffers_for(name, self.index, states)
+        return self.by_name[name]
 
     def buffer(self, name: str) -> torch.Tensor:
         """The buffer ``[b, k, slots, h]`` of a name."""
-        bank = self.banks[name]
-        buffer: torch.Tensor = bank.of[bank.numbers[self.index]]
+        buffers = self.by_name[name]
+        buffer: torch.Tensor = buffers.of[buffers.numbers[self.index]]
         return buffer
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,17 +74,17 @@ class SpeculativeLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if (slots := self.extent.fixed_slots) is not None:
+        if (slots := self.write_range.fixed_slots) is not None:
             for buffer, states in zip(buffers := self.buffers(), (key_states, value_states), strict=True):
                 buffer[self._cache.fixed_rows, :, slots] = states.transpose(1, 2)
             return buffers
-        keys, values = self.banks["keys"], self.banks["values"]
+        keys, values = self.by_name["keys"], self.by_name["values"]
         return keys.write(self.index, key_states), values.write(self.index, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.extent.fixed_slots is not None:
-            return self.extent.capacity, self._cache.capacity if self.is_sliding else 0
-        return self.extent.max_cursor + query_length - self.extent.start, self.extent.offset
+        if self.write_range.fixed_slots is not None:
+            return self.write_range.capacity, self._cache.capacity if self.is_sliding else 0
+        return self.write_range.max_cursor + query_length - self.write_range.start, self.write_range.offset
 
     def get_seq_length(self) -> Any:
         if self._cache.fixed_slots is not None:
@@ -98,7 +98,7 @@ class SpeculativeLayer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Writes an indexer's keys ``[b, s, h]`` at the cursors, and returns all up to the furthest one."""
         states = indexer_key_states[:, None]
-        keys: torch.Tensor = self.bank("indexer", states).write(self.index, states)
+        keys: torch.Tensor = self.buffers_for("indexer", states).write(self.index, states)
         self._indexed, self._length = self._cache.seeks, keys.shape[2]
         return keys[:, 0]
 
@@ -111,7 +111,7 @@ class SpeculativeLayer(CacheLayerMixin):
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: torch.Tensor) -> None:
         states = position_ids[..., self._cache.max_cursor :].transpose(0, 1)[..., None]
-        self.bank("positions", states).write(self.index, states)
+        self.buffers_for("positions", states).write(self.index, states)
 
 
 class RecurrentLayer(SpeculativeLayer, StateLayer):

@@ -20,10 +20,10 @@ from ..anatomy import Anatomy
 from ..graphs.shapes import BufferPool, step_above
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, upload
-from .layer_buffers import Bank
+from .layer_buffers import LayerBuffers
 from .layers import RecurrentLayer, SpeculativeLayer
 from .recurrent_states import Plan, StateLog, StateUpdate
-from .window import Extent, Window, rows_of
+from .window import Window, WriteRange, rows_of
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256
@@ -35,7 +35,7 @@ _TOGETHER = 8
 _PLANS = 32
 
 
-class SpeculativeCache(Cache, Extent):
+class SpeculativeCache(Cache, WriteRange):
     """In-place KV cache with one write cursor per row, frozen while a forward runs."""
 
     def __init__(
@@ -48,7 +48,7 @@ class SpeculativeCache(Cache, Extent):
     ) -> None:
         """``shapes`` are equal for layers whose keys and values have the same shape and device, ``None`` if unknown."""
         super().__init__(layers=[SpeculativeLayer(self) for _ in range(num_layers)])
-        self.shapes, self._banks = shapes, list[Bank]()
+        self.shapes, self._buffers = shapes, list[LayerBuffers]()
         self.window = window  # what is kept in layers that see the last tokens alone
         self.capacity = self._text_slots = capacity
         self.write_at([0] * batch_size)
@@ -119,39 +119,39 @@ class SpeculativeCache(Cache, Extent):
 
     def stay(self) -> None:
         """Lowers the capacity to the slots that there are, after memory for more has run out."""
-        for bank in self._banks:
-            bank.extent.capacity = min(bank.extent.capacity, bank.of[0].shape[2])
+        for buffers in self._buffers:
+            buffers.write_range.capacity = min(buffers.write_range.capacity, buffers.of[0].shape[2])
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Frees the memory."""
         self.layers.clear()
         self.recurrent.clear()
-        self._banks.clear()
+        self._buffers.clear()
 
-    def bank(self, name: str, layer: int, states: torch.Tensor) -> Bank:
+    def buffers_for(self, name: str, layer: int, states: torch.Tensor) -> LayerBuffers:
         """Where a layer's keys, or values, are to be: with those of further layers that are expected to be alike."""
-        of_layer = [bank for bank in self._banks if bank.name == name and layer in bank.numbers]
-        for bank in of_layer:
-            if bank.fits(states):
-                return bank
+        of_layer = [buffers for buffers in self._buffers if buffers.name == name and layer in buffers.numbers]
+        for buffers in of_layer:
+            if buffers.fits(states):
+                return buffers
         layers, shape = [layer], self.shapes[layer] if layer < len(self.shapes) else None
         if shape is not None and not of_layer:
             layers = [later for later in range(layer, len(self.shapes)) if self.shapes[later] == shape][:_TOGETHER]
-        self._banks.append(Bank(self, self.layers[layer].extent, name, layers, states))
-        return self._banks[-1]
+        self._buffers.append(LayerBuffers(self, self.layers[layer].write_range, name, layers, states))
+        return self._buffers[-1]
 
     def release(self, layer: SpeculativeLayer, name: str) -> None:
         """Frees what a layer keeps, as soon as no other one shares the buffer."""
-        bank = layer.banks.pop(name)
-        del bank.numbers[layer.index]
-        if not bank.numbers:
-            self._banks.remove(bank)
+        buffers = layer.by_name.pop(name)
+        del buffers.numbers[layer.index]
+        if not buffers.numbers:
+            self._buffers.remove(buffers)
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers of keys and values are, grown to the capacity and without unknown slots."""
-        for bank in self._banks:
-            bank.fill(self.capacity)
-        return tuple(bank.of[0].data_ptr() for bank in self._banks)
+        for buffers in self._buffers:
+            buffers.fill(self.capacity)
+        return tuple(buffers.of[0].data_ptr() for buffers in self._buffers)
 
     @property
     def is_filled(self) -> bool:
@@ -192,8 +192,8 @@ class SpeculativeCache(Cache, Extent):
         self.write_at(rows_of(self.cursors, kept))
         if self.window is not None:
             self.window.keep_rows(kept)
-        for bank in self._banks:
-            bank.keep_rows(kept)
+        for buffers in self._buffers:
+            buffers.keep_rows(kept)
         for log in self._logs:
             log.keep_rows(tuple(kept))
 
@@ -204,13 +204,13 @@ class SpeculativeCache(Cache, Extent):
         for log in self._logs:
             log.keep_path(tuple(moves))
         places: dict[Hashable, tuple[torch.Tensor, ...]] = {}
-        for bank in self._banks:
-            key = device, bases = bank.of[0].device, bank.bases
+        for buffers in self._buffers:
+            key = device, bases = buffers.of[0].device, buffers.bases
             if key not in places:
                 base_of = [0] * len(self.cursors) if bases is None else bases
                 numbers = [(row, start - base_of[row], end - base_of[row]) for row, start, end in moves]
                 places[key] = upload(numbers, device).unbind(1)
-            bank.keep_path(*places[key])
+            buffers.keep_path(*places[key])
 
 
 def cache_for(
@@ -235,7 +235,7 @@ def cache_for(
             cache.recurrent.append(states)
     for layer, size in zip(cache.layers, windows, strict=True):
         if size is not None:
-            layer.extent, layer.is_sliding = window, True
+            layer.write_range, layer.is_sliding = window, True
     return cache
 
 

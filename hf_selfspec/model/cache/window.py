@@ -17,7 +17,7 @@ from ..transfer import RowNumbers
 _SHARE, _LEAST = 8, 16
 
 
-class Extent:
+class WriteRange:
     """Where forwards write, in slots of a buffer, and what attention reads there."""
 
     capacity = 0  # slots
@@ -40,7 +40,7 @@ class Extent:
         return self._slots
 
 
-class Window(Extent):
+class Window(WriteRange):
     """The end of a text, from a ``base`` of each row on."""
 
     bases: RowNumbers
@@ -55,7 +55,7 @@ class Window(Extent):
         self.bases = self.next_bases = self.roots = self._floors = none
         self.firsts, self.length, self.offset = none, 0, 0  # for each row the first slot that is read, and how many
         # Slots that are there before and after a prompt that does not fit into the buffers, None for other forwards.
-        self.passed: tuple[int, int] | None = None
+        self.overflow: tuple[int, int] | None = None
         self.write_at(none)
 
     @property
@@ -66,7 +66,7 @@ class Window(Extent):
     def seek(self, cursors: RowNumbers, new: int, counts: Sequence[int] | None, before: int, limit: int) -> None:
         """Makes room for ``new`` tokens from ``cursors`` on, in a prefill ``counts`` real ones in each row. In the text
         the first one is ``before`` slots further back. A buffer of the whole text would have ``limit`` slots."""
-        self.bases, self.passed, ends = self.next_bases, None, self.roots
+        self.bases, self.overflow, ends = self.next_bases, None, self.roots
         if counts is not None:  # rows whose prompt is over stay
             rows = zip(cursors, counts, self.roots, strict=True)
             self.roots = RowNumbers([cursor if count else root for cursor, count, root in rows])
@@ -82,11 +82,11 @@ class Window(Extent):
             if counts is None:
                 self.capacity = max(self.capacity, -(-needed // self.grain) * self.grain)
             elif needed > self.capacity:
-                self.passed = reach, min(self.kept, max(ends))
+                self.overflow = reach, min(self.kept, max(ends))
         self.next_bases, self.roots, origin = self.bases, ends, self.bases
-        if self.passed is not None:
-            self.next_bases = self.roots.ahead(-self.passed[1])
-            origin = cursors.ahead(-self.passed[0])
+        if self.overflow is not None:
+            self.next_bases = self.roots.ahead(-self.overflow[1])
+            origin = cursors.ahead(-self.overflow[0])
         self.write_at(cursors.minus(origin))
         self.start = max(min(self.cursors) - before - self.size + 1, 0)
         self.length = self.max_cursor + new - self.start

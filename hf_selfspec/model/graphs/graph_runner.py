@@ -25,7 +25,7 @@ from ..attention.interface import MaskSpec
 from ..cache.speculative_cache import SpeculativeCache
 from ..forward_pass import Best, ForwardPass
 from ..kernels.experts import experts_by_size
-from ..layout import Feed, TreeLayout
+from ..layout import StepTokens, TreeLayout
 from ..module_tools import is_tensor_parallel
 from ..patching import autocast_on
 from ..target import Target
@@ -92,20 +92,20 @@ class GraphRunner:
             pool.leave(device)
             graphs.free.append(pool)
 
-    def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
+    def run(self, step_tokens: StepTokens, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
-        target, tokens, nodes, window = self.target, feed.tokens, feed.nodes, self.target.cache.window
+        target, tokens, nodes, window = self.target, step_tokens.tokens, step_tokens.nodes, self.target.cache.window
         is_whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]
-        is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
+        is_part = nodes is not None and (step_tokens.first_node or nodes.hidden or len(nodes.parents) != b)
         size = None if run.calls_functions or is_part else size_for(s, self.graphs.cheap_tokens // b)
         if size is None or self.graphs.refused:
-            return target.run_eagerly(feed, run)
-        target.cache.seek(feed.starts, size)
+            return target.run_eagerly(step_tokens, run)
+        target.cache.seek(step_tokens.starts, size)
         inputs = [
             _filled(tokens, size),
-            feed.starts.on(device).expand(b, 1),
-            feed.last.on(device).expand(b, 1),
+            step_tokens.starts.on(device).expand(b, 1),
+            step_tokens.last.on(device).expand(b, 1),
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
             *([] if window is None else [window.bases.on(device).expand(b, 1)]),
@@ -122,7 +122,7 @@ class GraphRunner:
 
         def eager() -> Outcome:
             run.captured = run.exit_state = None  # perhaps those of a comparison
-            return target.run_eagerly(feed, run), run.captured, run.exit_state, None
+            return target.run_eagerly(step_tokens, run), run.captured, run.exit_state, None
 
         forward = partial(self._forward, run, nodes is not None)
         outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager)
@@ -158,7 +158,7 @@ class GraphRunner:
         self.target.waited_seconds += perf_counter() - begun
 
         def by_code() -> Outcome:
-            self.target.unsettled += self.graphs.are_awaited(key) if graph is None else not graph.chosen
+            self.target.unrepresentative_forwards += self.graphs.are_awaited(key) if graph is None else not graph.chosen
             return eager()
 
         if graph is None or graph.run is None:
@@ -180,7 +180,7 @@ class GraphRunner:
         """The outcome of the model's own code; raises an error where that of the graph is further from that of the
         same forward without it, ``filled`` (mostly it is the same bit for bit), than this from the own code's, or
         where this is more than rounding. So only near ties choose other tokens."""
-        self.target.unsettled += 1
+        self.target.unrepresentative_forwards += 1
         with capturing.during(True):
             of_filled = filled()
         (of_graph, of_code), excesses = graph.results(*ways), list[torch.Tensor]()
