@@ -106,10 +106,8 @@ class ControlledDrafter(BaseDrafter):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         new = sum(text.lengths) - sum(self._lengths)
         self.free.learn(text, verdicts, self._tops)
-        seconds, is_usual = (
-            self._now() - self._begun,
-            self._session.target.unrepresentative_forwards == self._unrepresentative,
-        )
+        seconds = self._now() - self._begun
+        is_usual = self._session.target.unrepresentative_forwards == self._unrepresentative
         draft = self._draft
         of_used = verdicts if draft is None else [verdict.up_to(draft.size) for verdict in verdicts]
         for name, drafter in self.others.items():

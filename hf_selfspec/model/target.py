@@ -59,9 +59,8 @@ class Target:
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
     waited_seconds: float = field(init=False, default=0.0)  # for graphs to be made
-    unrepresentative_forwards: int = field(
-        init=False, default=0
-    )  # forwards so far that were not run as later ones like them will be
+    # Forwards so far that were not run as later ones like them will be.
+    unrepresentative_forwards: int = field(init=False, default=0)
     substitutes: list[Substitutes] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     prefill_observer: Observer | None = field(init=False, default=None)
     # The layers whose entering states it gets (`L` for what leaves the stack), and those that verifications keep.
