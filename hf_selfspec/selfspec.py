@@ -50,7 +50,7 @@ class SelfSpec(Settings):
             :class:`EarlyExitLora`, :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
             :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
             needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
-            default free drafts, and layers to skip that are found while generating, see :class:`ClosestLayers`.
+            default free drafts, and the head that is attached to the model, if there is one.
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to

@@ -29,7 +29,7 @@ from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.linear_probe import LinearProbe
 from .modules.mtp import MtpHead
-from .search.proposers import ClosestLayers, OnTheFlySearch, Search
+from .search.skip_space import OnTheFlySearch
 from .validation import MOST_DRAFT, StrPath, check_count, check_flag
 
 # Most characters of a task's name: at four bytes each, the name of its file stays within the limit of file systems.
@@ -43,9 +43,7 @@ class Settings:
     All raise a ``SettingError`` or ``SettingTypeError`` for a setting that is not allowed.
     """
 
-    draft: DraftSource | CandidateGenerator = field(
-        default_factory=lambda: Cascade((Lookup(), SkipLayers(search=ClosestLayers())))
-    )
+    draft: DraftSource | CandidateGenerator = field(default_factory=lambda: Cascade((Lookup(),)))
     stop: StopRule | None = None
     tree: Tree | None = None
     max_draft: int = 25
@@ -146,7 +144,7 @@ class Settings:
     def swift(
         cls,
         ratio: float | Literal["auto"] = "auto",
-        search: Search | None = None,
+        search: OnTheFlySearch | None = None,
         stop: StopRule | None = None,
         tree: Tree | None = None,
         max_draft: int = 25,
@@ -156,9 +154,9 @@ class Settings:
         Args:
             ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
             search: when sets are tried and when the search ends, by default as in the paper, see
-                :class:`OnTheFlySearch`; or :class:`ClosestLayers`.
+                :class:`OnTheFlySearch`.
             stop: when a draft ends, at a confidence below 0.8 by default.
-            tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
+            tree: siblings at each depth, ``TopKTree()`` for the paper's.
             max_draft: maximum number of tokens in a draft (25 in the paper).
         """
         draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
@@ -255,4 +253,4 @@ def _check_types(draft: Any, stop: Any, tree: Any) -> None:
             f"chosen, got {stop!r}."
         )
     if tree is not None and not isinstance(tree, Tree):
-        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
+        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {tree!r}.")

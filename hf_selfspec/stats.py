@@ -152,7 +152,7 @@ class GenerationStats:
             lines.append(("exits", taken))
         if self.phase:
             last = f", last of {len(self.matchness)} trials {self.matchness[-1]:.2f}" if self.matchness else ""
-            lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no set pays'}"))
+            lines.append(("search", f"{self.phase}{last}"))
         if self.plan:
             lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
             lines.append(("MLP blocks", self.plan.translate(_MLP)))

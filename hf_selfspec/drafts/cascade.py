@@ -90,7 +90,7 @@ class Cascade(DraftSource):
                 if session.is_synced:
                     source.check_synced()
                 source.check(session.anatomy, session.max_new)
-                others[repr(source)] = completed(source.start(within))
+                others[repr(source)] = completed(source.start(replace(within, name=repr(source))))
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ class ControlledDrafter(BaseDrafter):
         self._is_free_awake = False  # whether free drafts take part in this round, with what grammars force
         self._tops: Tops | None = None
         self._lengths: list[int] = []
+        self._variants: dict[str, Any] = {name: drafter.variant for name, drafter in others.items()}
         self._note()
 
     def _note(self) -> None:
@@ -67,6 +69,10 @@ class ControlledDrafter(BaseDrafter):
         self._begun, self._unsettled = self._now(), target.unsettled
         self._lengths, active = list(text.lengths), target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
+        for name, drafter in self.others.items():
+            if drafter.variant != self._variants[name]:
+                controller.begin_anew(name)
+                self._variants[name] = drafter.variant
         self._asked, self._used, self._draft = self._free_arm(max_new), None, None
         self._is_free_awake, constraint = self._asked is not None, self._session.constraint
         trees = list[TokenTree]()

@@ -20,7 +20,7 @@ from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.mtp import MtpHead
-from ..search.choice import Choice
+from ..search.choice import Choice, SkipChoice
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
 from .scoring import Scorer
@@ -80,6 +80,7 @@ class BaseDrafter(Drafter):
         steps: see :class:`Drafter`.
         needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
             text; a cascade does not wait for them.
+        variant: what it drafts with at present, where that changes; results of another variant do not count.
         expected_speedup: how much faster than rounds without a draft it expects to be now: 0 where it would not draft,
             ``None`` where it does not know, infinity if it makes no estimates and always drafts.
         observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
@@ -91,6 +92,7 @@ class BaseDrafter(Drafter):
 
     steps: int = 0
     needs_ended_rows: bool = False
+    variant: Any = None
     expected_speedup: float | None = math.inf
     observe: Callable[[Text, list[Verdict], Any], None] | None = None
     look: Callable[[Any], Any] | None = None
@@ -133,6 +135,7 @@ class Session:
         is_synced: whether several processes run the same forwards.
         in_cascade: whether other sources draft where this one does not.
         round_seconds: the cost curve from timed rounds of other sources; empty if there are none.
+        name: that of the source in a cascade, under which it learns; empty where it is alone.
         constraint: what grammars allow and force; falsy without grammars. Forbidden tokens are cut from any draft.
     """
 
@@ -149,6 +152,7 @@ class Session:
     is_synced: bool = False
     in_cascade: bool = False
     round_seconds: RoundSeconds = tuple
+    name: str = ""
     constraint: Constraint = field(default_factory=Constraint)
 
     @property
@@ -194,7 +198,7 @@ class Session:
     @property
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
-        return self.knowledge.in_process("stop rule", lambda _: Memory())
+        return self.knowledge.in_process(f"stop rule {self.name}", lambda _: Memory())
 
     def with_usual_stop(self, usual_stop: StopRule) -> Session:
         """The session with ``usual_stop`` where no stop rule was given."""
@@ -209,9 +213,9 @@ class DraftBlocks:
     mtp: MtpHead | None = None
 
     @classmethod
-    def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:
+    def of_choice(cls, name: str, choice: Choice | SkipChoice | None, anatomy: Anatomy) -> DraftBlocks:
         """The blocks that a probe or a search of the source ``name`` has chosen."""
-        if choice is None or not choice.drafts:
+        if choice is None or not getattr(choice, "drafts", True):
             model, pays = anatomy.model_name, "that pays on this machine"
             outcome = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
             raise SettingError(

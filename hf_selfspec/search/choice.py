@@ -103,29 +103,27 @@ class ExitChoice(Choice):
 
 
 @dataclass(frozen=True)
-class SkipChoice(Choice):
+class SkipChoice:
     """The set of skipped blocks that a search has chosen so far.
 
     Attributes:
-        matchness: share of the text's tokens that the set predicts.
+        plan: the blocks that run in a draft.
+        matchness: share of the last tokens that the set predicted when it was tried, 0 before that.
     """
 
+    plan: LayerPlan
     matchness: float
 
     def state(self) -> dict[str, Any]:
-        of_set = {"set": self.plan.picture(), "drafts": self.drafts, "matchness": self.matchness}
-        return of_set | super().state()
+        return {"set": self.plan.picture(), "matchness": self.matchness}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> SkipChoice:
         """The inverse of :meth:`state`; raises KeyError, TypeError or ValueError for anything else."""
-        if not isinstance(drafts := state["drafts"], bool):
-            raise TypeError(f"{drafts!r} is neither yes nor no")
-        plan, matchness = LayerPlan.of_picture(state["set"]), as_number(state["matchness"])
-        return cls(plan, drafts, **_settings_of(state), matchness=matchness)
+        return cls(LayerPlan.of_picture(state["set"]), as_number(state["matchness"]))
 
 
-def choice_of_state(state: dict[str, Any], num_layers: int) -> Choice | None:
+def choice_of_state(state: dict[str, Any], num_layers: int) -> ExitChoice | SkipChoice | None:
     """Returns the choice in the state of a probe or a search, ``None`` for the state of something else."""
     if "by_layer" in state:
         return ExitChoice.of_state(state, num_layers)

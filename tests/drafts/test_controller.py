@@ -16,12 +16,10 @@ from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import (
     Cascade,
-    ClosestLayers,
     EarlyExit,
     Lookup,
     SelfSpec,
     Session,
-    SkipLayers,
 )
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import ArmStats, Controller, Measurements
@@ -164,14 +162,11 @@ def test_rounds_without_room_teach_nothing() -> None:
     assert world.play(50)["one"] > 45
 
 
-@pytest.mark.parametrize(
-    "source", [SkipLayers(search=ClosestLayers(budget=1.0)), EarlyExit(None)], ids=["search", "probe"]
-)
-def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
+def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cost curve decides what drafts: that of the rounds that were timed."""
     curve = tuple(0.5 + 0.1 * size for size in range(SIZES[-1] + 1))
     monkeypatch.setattr(Controller, "round_seconds", lambda self: curve)
-    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), EarlyExit(None)]))
     llama.generate(**ROW, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
     found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
     assert found.timings.latest.further == pytest.approx([seconds - 0.5 for seconds in curve])

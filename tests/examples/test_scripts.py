@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fewer_bits": ("--width 64 --layers 2 --vocabulary 97 --repeats 1", ("| Quantized(",)),
     "forward": (f"{RANDOM} --repeats 1 --prompt 20", ("| width 64, float32, ours |",)),
     "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", ("| 2 |",)),
-    "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", ("| closest layers (CLaSp) | 3 |",)),
+    "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", ("| Bayesian | 3 |",)),
     "grammar": ("--model {model} --prompts 1 --max-new-tokens 24", ("| fresh |",)),
     "suites": (
         "humaneval {humaneval} spec-bench {spec_bench}",

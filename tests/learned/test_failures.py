@@ -17,9 +17,7 @@ from hf_selfspec import AdaptiveThreshold, Cascade, EarlyExit, Lookup, SelfSpec,
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controlled import ControlledDrafter
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
-from hf_selfspec.drafts.free.looking import LastLogits
 from hf_selfspec.drafts.free.suffix import SuffixIndex
-from hf_selfspec.drafts.layers import searching
 from hf_selfspec.drafts.layers.probing import ProbingDraft
 from hf_selfspec.drafts.layers.searching import SearchingDraft
 from hf_selfspec.drafts.stop.adaptive import _Adapting
@@ -30,13 +28,12 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.fingerprint import Fingerprint
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.exit_study import ExitStudy
-from hf_selfspec.search.forward_costs import Stopwatch
 from hf_selfspec.search.skip_search import SkipSearch
 
 pytestmark = [pytest.mark.usefixtures("no_grad", "no_warnings_yet"), pytest.mark.machine("forwards_cost")]
 
 TOKENS = 46
-SKIPS = replace(SEARCHES["clasp"], draft=Cascade([Lookup(), SEARCHES["clasp"].draft]))
+SKIPS = replace(SEARCHES["begun"], draft=Cascade([Lookup(), SEARCHES["begun"].draft]))
 PROBES = SelfSpec(Cascade([Lookup(), EarlyExit(None)]))
 ADAPTS = SelfSpec(EarlyExit(3), AdaptiveThreshold())
 
@@ -86,7 +83,6 @@ OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 BROKEN = RuntimeError("broken")
 AFTER: dict[str, tuple[SelfSpec, Any, str, Exception]] = {
     "texts": (SKIPS, LookupFindings, "end", OUT),
-    "search": (SKIPS, SearchingDraft, "finish", BROKEN),
     "probe": (PROBES, ProbingDraft, "finish", OUT),
     "report": (SKIPS, ControlledDrafter, "report", BROKEN),
     "state": (SKIPS, SkipSearch, "state", BROKEN),
@@ -133,14 +129,11 @@ def test_plain_texts_are_not_lost_for_their_statistics(model: PreTrainedModel, m
     assert "broken" in told_once
 
 
-SAMPLED = {"do_sample": True}
 WITHIN: dict[str, tuple[SelfSpec, Any, str, dict[str, Any]]] = {
     "trial": (SKIPS, SkipSearch, "register", {}),
-    "forward of a trial": (SKIPS, SearchingDraft, "_traces", {}),
-    "closest layers": (SKIPS, searching, "closest_layers", {}),
-    "timings": (SKIPS, Stopwatch, "measure", {}),
+    "forward of a trial": (SKIPS, SearchingDraft, "_matchness", {}),
     "look": (PROBES, ProbingDraft, "_probe", {}),
-    "logits": (SKIPS, LastLogits, "add", SAMPLED),
+    "sampled": (SKIPS, SkipSearch, "propose", {"do_sample": True}),
     "read along": (SKIPS, controlled, "Tops", {}),
     "text": (SKIPS, SuffixIndex, "extend", {}),
     "draft": (SKIPS, ControlledDrafter, "propose", {}),
@@ -217,7 +210,7 @@ def hooked(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, li
 @pytest.mark.parametrize(
     ("draft", "looks"),
     [
-        (SkipLayers(search=SEARCHES["clasp"].draft.search), (SearchingDraft, "_traces")),
+        (SkipLayers(search=SEARCHES["begun"].draft.search), (SearchingDraft, "_matchness")),
         (EarlyExit(None), (ProbingDraft, "_traces")),
     ],
     ids=["search", "probe"],

@@ -13,7 +13,7 @@ from helpers.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
-CHOSEN_BY_TIME = ("layerskip", "swift", "closest")
+CHOSEN_BY_TIME = ("layerskip", "swift")
 FREE = ("lookup", "default")
 
 

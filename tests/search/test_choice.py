@@ -37,7 +37,7 @@ def exit_choice(speedup: float = 1.5) -> ExitChoice:
 
 
 def test_choices_come_back_from_json() -> None:
-    skip = SkipChoice(EXIT, True, None, None, 0.5, 0.7)
+    skip = SkipChoice(EXIT, 0.7)
     assert SkipChoice.of_state(json.loads(json.dumps(skip.state()))) == skip
     for speedup, layer in ((1.5, 2), (1.0, None)):
         choice = exit_choice(speedup)

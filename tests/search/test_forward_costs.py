@@ -6,18 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.architectures import build
-from helpers.machine import Machine
 from helpers.models import damp, ragged_batch, tiny_llama
 from helpers.sampling import peak
-from helpers.searches import search_of, space, timings
-from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec import SelfSpec
 from hf_selfspec.generate import decoder
 from hf_selfspec.model import module_tools
-from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.search import forward_costs
-from hf_selfspec.search.forward_costs import Budget, ForwardCosts
-from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search.forward_costs import Budget
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -75,18 +70,6 @@ class Timed:
         return spec.stats.search_seconds / (self.clock.now - begun)
 
 
-@pytest.mark.every_run("True")
-@pytest.mark.parametrize("pays", [True, False])
-def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
-    """Not even the first; what does not fit into one is gone on with in the next. Half of it where no set pays."""
-    timed, spec = Timed(monkeypatch), SelfSpec(SkipLayers(search=OnTheFlySearch(budget=0.3)))
-    Machine(monkeypatch).forwards_cost(step=0.0 if pays else 50.0)
-    shares = [timed.call(spec, 64) for _ in range(4)]
-    assert shares[0] > 0.0
-    assert max(shares) <= (0.31 if pays else 0.155)
-    assert len(search_of(spec, timed.model).history) >= 3
-
-
 def test_exits_that_do_not_pay_are_tried_in_little_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     timed, spec = Timed(monkeypatch, 3, 30.0, layers=4), SelfSpec.layerskip()
     shares = []
@@ -109,22 +92,3 @@ def test_an_exit_that_pays_is_found_in_a_long_call_or_some_short_ones(
         assert spec.choice(timed.model) is None
         timed.call(spec, tokens)
     assert spec.choice(timed.model).drafts
-
-
-@pytest.mark.parametrize("search", [ClosestLayers(budget=1e-6), OnTheFlySearch(budget=1e-6)], ids=["clasp", "swift"])
-def test_nothing_drafts_before_it_is_known_to_pay(search: Any) -> None:
-    """Here since there is no time to find out."""
-    spec = SelfSpec(SkipLayers(search=search))
-    tiny_llama(8).generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
-    assert spec.stats is not None
-    assert spec.stats.drafted == spec.stats.draft_steps == 0
-
-
-@pytest.mark.parametrize(
-    "space", [space(), SkipSpace.of(Anatomy.of(build("gemma3n_text")))], ids=["plain", "shared keys"]
-)
-def test_costs_of_blocks_follow_from_the_timed_plans(space: SkipSpace) -> None:
-    costs = ForwardCosts(2.0, attention=0.5, mlp=1.5, several=3.0, token=0.25, step=0.125, num_layers=space.num_layers)
-    found = timings(space, costs).costs()
-    for name in ("fixed", "attention", "mlp", "several", "token", "step"):
-        assert getattr(found, name) == pytest.approx(getattr(costs, name)), name
