@@ -118,14 +118,13 @@ class Settings:
     ) -> Self:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
-        Settings that are not given are chosen for each model by a timed probe on the first 1,024 tokens that it
-        generates: the exit layer and the draft length or threshold with the most expected tokens per second (no draft
-        at all where none pays). The choice is made separately for greedy and sampled, single and batched calls.
-        :meth:`choice` returns it.
+        Without an exit layer five are compared, evenly spread over the depth, by rounds that are timed while the model
+        generates: the fastest one drafts, and none where none pays. Greedy and sampled, single and batched calls are
+        measured apart. :meth:`choice` returns the fastest.
 
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``.
-            num_draft: tokens in a draft (LayerSkip §4.3).
+            num_draft: tokens in a draft (LayerSkip §4.3), 3 by default.
             stop: another stop rule; only one of this and ``num_draft`` is allowed.
             max_draft: maximum number of tokens in a draft (12 in the paper).
         """

@@ -1,6 +1,9 @@
 """The sources of a call under one controller, which lets nothing draft where nothing pays."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -15,7 +18,7 @@ from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
 from .free.free import FreeDrafts, Seed, parents_of
 from .free.tree import TokenTree
 from .grammar.constrained import allowed
-from .source import BaseDrafter, Drafter, Session, completed
+from .source import BaseDrafter, Drafter, DraftSource, Session, completed
 
 
 def controller_of(session: Session) -> Controller:
@@ -34,6 +37,13 @@ def controlled(drafter: Drafter, session: Session, name: str) -> BaseDrafter:
     if isinstance(drafter, ControlledDrafter) or (always and not session.constraint):
         return drafter
     return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), {name: drafter})
+
+
+def among(sources: Iterable[DraftSource], session: Session) -> ControlledDrafter:
+    """Drafts with the fastest of some sources, without free drafts."""
+    within, arms = replace(session, in_cascade=True), {repr(source): source for source in sources}
+    drafters = {name: completed(arm.start(replace(within, name=name))) for name, arm in arms.items()}
+    return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), drafters)
 
 
 class ControlledDrafter(BaseDrafter):
@@ -139,7 +149,7 @@ class ControlledDrafter(BaseDrafter):
             drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        for drafter in self.others.values():
+        for drafter in sorted(self.others.values(), key=lambda drafter: drafter.steps):  # the one in use is the last
             drafter.report(stats)
 
     def _grafted(self, text: Text, max_new: list[int], draft: Draft, source: str) -> Draft:

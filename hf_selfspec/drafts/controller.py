@@ -218,7 +218,3 @@ class Controller:
     def begin_anew(self, name: str) -> None:
         """Drops the results of a source that drafts with something else from now on."""
         self.arms[name].begin_anew()
-
-    def round_seconds(self) -> tuple[float, ...]:
-        """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
-        return self.curve.costs if self.curve.is_measured else ()

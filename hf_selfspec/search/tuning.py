@@ -5,6 +5,7 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from ..model.encoding import checked_texts, encoded
 from ..model.fingerprint import Fingerprint
 from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
+from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count
-from .forward_costs import seconds_of
 from .skip_space import SkipSpace
 
 # The file of steps, and how many sets are timed again at the end, and how often, so that none wins by luck.
@@ -164,11 +165,12 @@ class _Tuning:
         texts, count = rows or self.rows, self.max_new_tokens
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "assistant": spec or False}
 
-        def generate() -> None:
-            for ids in texts:
-                self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
-        return seconds_of(generate, texts[0].device) / (len(texts) * count)
+        wait_for(texts[0].device)
+        begun = perf_counter()
+        for ids in texts:
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        wait_for(texts[0].device)
+        return (perf_counter() - begun) / (len(texts) * count)
 
     def _propose(self, rng: np.random.Generator) -> LayerPlan:
         if len(self.speeds) < self.search.random_steps:

@@ -162,16 +162,6 @@ def test_rounds_without_room_teach_nothing() -> None:
     assert world.play(50)["one"] > 45
 
 
-def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cost curve decides what drafts: that of the rounds that were timed."""
-    curve = tuple(0.5 + 0.1 * size for size in range(SIZES[-1] + 1))
-    monkeypatch.setattr(Controller, "round_seconds", lambda self: curve)
-    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), EarlyExit(None)]))
-    llama.generate(**ROW, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
-    found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
-    assert found.timings.latest.further == pytest.approx([seconds - 0.5 for seconds in curve])
-
-
 def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a tensor-parallel model have different times and must draft alike."""
 

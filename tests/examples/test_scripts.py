@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "suites, editing": ("editing {wiki}", ("change Paris to Arden", "Paris-on-Sea, had walls.")),
     "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
     "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
-    "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("The probe promised",)),
+    "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("| SelfSpec.layerskip(), E = ",)),
     "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
     "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
     "parts": (

@@ -32,7 +32,6 @@ SPECS = {
     "skips": lambda: SelfSpec(SkipLayers([1], [2]), FixedLength(3)),
     "lookup": SelfSpec.lookup,
     "default": SelfSpec,
-    "layerskip": SelfSpec.layerskip,
     "swift": lambda: SelfSpec.swift(search=OnTheFlySearch(8, budget=1.0)),
 }
 
@@ -77,6 +76,7 @@ def main(folder: Path) -> None:
     head = ReducedHead.of(range(0, 97, 2), 97)
     for name, call in (
         ("head", lambda: model.generate(**ragged_batch((9,)), **OPTIONS, assistant=SelfSpec(EarlyExit(2, head)))),
+        ("layerskip", lambda: model.generate(**ragged_batch((9,)), **OPTIONS, assistant=SelfSpec.layerskip())),
         ("tune", lambda: tune(model, None, ["a text"])),
     ):
         try:

@@ -1,18 +1,45 @@
 """Calls whose searches are looked at, and texts in the cache of a target."""
 
+from __future__ import annotations
+
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from hf_selfspec import FixedLength, SelfSpec, SkipLayers
 from hf_selfspec.batch import Text
+from hf_selfspec.generate import decoder
+from hf_selfspec.model import module_tools
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.skip_space import OnTheFlySearch, SkipSpace
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def of(self, model: Any, patch: pytest.MonkeyPatch) -> Clock:
+        """The time of calls, in which a forward over ``n`` tokens takes ``1 + 0.1 n`` seconds, all layers the same."""
+        for place in (module_tools, decoder):
+            patch.setattr(place, "perf_counter", self)
+
+        def forward(_: Any, args: tuple[torch.Tensor]) -> None:
+            self.now += (1 + 0.1 * args[0].shape[1]) / len(model.model.layers)
+
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(forward)
+        return self
 
 
 def search_of(spec: SelfSpec, model: PreTrainedModel) -> SkipSearch:

@@ -29,7 +29,7 @@ from hf_selfspec.learned.findings import locked
 from hf_selfspec.learned.knowledge import _write_rest
 from hf_selfspec.learned.saving import Key
 
-pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +123,8 @@ def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path
     assert_lossless(llama, spec)
 
 
-@pytest.mark.every_run("search")
-@pytest.mark.parametrize("spec", [SEARCHES["ratio given"], SelfSpec.layerskip()], ids=["search", "probe"])
-def test_a_second_spec_starts_tuned(spec: SelfSpec, llama: PreTrainedModel, tmp_path: Path) -> None:
-    first, second = (fresh(spec, cache_dir=folder) for folder in (tmp_path, str(tmp_path)))
+def test_a_second_spec_starts_tuned(llama: PreTrainedModel, tmp_path: Path) -> None:
+    first, second = (fresh(SEARCHES["ratio given"], cache_dir=folder) for folder in (tmp_path, str(tmp_path)))
     generate(llama, prompt(), 24, assistant=first)
     assert begins_with(llama, second) == (first.choice(llama), first.stats.phase)
     assert second.stats.plan == first.choice(llama).plan.picture()

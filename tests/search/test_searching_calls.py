@@ -8,13 +8,11 @@ import torch
 
 from helpers.architectures import build
 from helpers.models import ragged_batch, tiny_llama
-from helpers.searches import SEARCH, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of
+from helpers.searches import SEARCH, Clock, an_end, fixed_draft, generated, lines_of, prefilled, prompt, search_of
 from hf_selfspec import Cascade, FixedLength, Lookup, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.drafts.layers.searching import SearchingDraft
-from hf_selfspec.generate import decoder
-from hf_selfspec.model import module_tools
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.forward_pass import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
@@ -144,16 +142,6 @@ def test_windows_longer_than_texts() -> None:
     assert search_of(spec, model).history
 
 
-class Clock:
-    """Time that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_budget_is_a_share_of_the_time_so_far() -> None:
     budget = Budget(0.1, clock := Clock())
     assert not budget.allows(0.1)
@@ -169,15 +157,8 @@ def test_a_budget_is_a_share_of_the_time_so_far() -> None:
 
 def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the first; a forward over ``n`` tokens takes ``1 + 0.1 n`` seconds here."""
-    clock, model = Clock(), tiny_llama(8)
-    for place in (module_tools, decoder):
-        monkeypatch.setattr(place, "perf_counter", clock)
-
-    def forward(_: Any, args: tuple[torch.Tensor]) -> None:
-        clock.now += (1 + 0.1 * args[0].shape[1]) / 8
-
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(forward)
+    model = tiny_llama(8)
+    clock = Clock().of(model, monkeypatch)
     spec = SelfSpec.swift(search=OnTheFlySearch(8, target_matchness=1.0, budget=0.1))
     shares = []
     for _ in range(3):
