@@ -61,8 +61,8 @@ def test_rows_shorter_than_a_window_behind_embedded_prompts() -> None:
 def test_matchness_is_the_share_of_the_text_that_the_set_predicts(
     monkeypatch: pytest.MonkeyPatch, do_sample: bool
 ) -> None:
-    """Of the last tokens, all of which the model has generated, in the text's place."""
-    rows, window, first = 2, 12, 6
+    """Of the last tokens that the model has generated, in the text's place, also in a row that ended early."""
+    rows, window, first = 2, 12, 14
     model = tiny_llama(8, factor=1.0)
     tried: list[tuple[LayerPlan, list[torch.Tensor]]] = []
     original = SearchingDraft._matchness
@@ -75,9 +75,13 @@ def test_matchness_is_the_share_of_the_text_that_the_set_predicts(
     monkeypatch.setattr(SearchingDraft, "_matchness", watched)
     search = OnTheFlySearch(context_window=window, budget=1.0, target_matchness=1.0)
     spec = SelfSpec(SkipLayers(search=search, ratio=0.2), FixedLength(1))
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0}
+    if not do_sample:
+        end, ends = an_end(generated(model, prompt(rows, first), 30)[:, first:])
+        assert min(ends) < 10
+        options = {"eos_token_id": end}
     torch.manual_seed(0)
-    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 0} if do_sample else {}
-    generated(model, prompt(rows), 30, assistant=spec, **drawn)
+    generated(model, prompt(rows, first), 30, assistant=spec, **options)
     assert len({plan for plan, _ in tried}) > 5
     assert any(len({row.shape[1] for row in texts}) > 1 for _, texts in tried)
     matched = []

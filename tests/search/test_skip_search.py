@@ -1,5 +1,7 @@
 """The search from one trial to the next, without a model."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.skip_space import OnTheFlySearch, SkipSpace
 
 BEST = skipping(*range(1, 11))
+# Where a layer is skipped as a whole or not at all, as in Mamba.
+LAYERS_ALONE = SkipSpace(18, tuple((layer, "layer") for layer in range(1, 17)))
 
 
 def test_search_begins_with_the_set_that_drafts() -> None:
@@ -59,11 +63,9 @@ def searched(search: SkipSearch, known: frozenset[int]) -> int:
     return len(search.space.places(search.best) - known)
 
 
-@pytest.mark.parametrize("layers_alone", [False, True])
-def test_bayesian_steps_find_a_known_set(layers_alone: bool) -> None:
-    """The best of 60 sets drawn uniformly has 1.8 blocks that should have run; also where only whole layers can be
-    skipped, as in Mamba."""
-    blocks = SkipSpace(18, tuple((layer, "layer") for layer in range(1, 17))) if layers_alone else space()
+@pytest.mark.parametrize("blocks", [space(), LAYERS_ALONE], ids=["blocks", "layers"])
+def test_bayesian_steps_find_a_known_set(blocks: SkipSpace) -> None:
+    """The best of 60 sets drawn uniformly has 1.8 blocks that should have run."""
     wrong = []
     for seed in range(3):
         known = frozenset(np.random.default_rng(seed + 100).choice(16, 8, replace=False).tolist())
@@ -72,20 +74,36 @@ def test_bayesian_steps_find_a_known_set(layers_alone: bool) -> None:
     assert np.mean(wrong) <= 1.0
 
 
-def test_one_set_of_an_interval_is_bayesian(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [space(), LAYERS_ALONE], ids=["blocks", "layers"])
+def test_one_set_of_an_interval_is_bayesian(blocks: SkipSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the scores of sets of its size."""
     asked: list[int] = []
+    start = blocks.plan(range(1, 11))
 
     def suggest(space: SkipSpace, scores: dict[LayerPlan, float], rng: np.random.Generator) -> LayerPlan:
         asked.append(search.steps + 1)
         assert {len(space.places(plan)) for plan in scores} == {8}
         assert scores
-        return BEST
+        return start
 
     monkeypatch.setattr(bayes, "suggest", suggest)
-    search = SkipSearch(OnTheFlySearch(max_steps=16, bayes_interval=5), space(), 0.5, BEST)
+    search = SkipSearch(OnTheFlySearch(max_steps=16, bayes_interval=5), blocks, 0.5, start)
     searched(search, frozenset())
     assert asked == [5, 10, 15]
+
+
+def test_a_search_comes_back_from_json() -> None:
+    settings = OnTheFlySearch(max_steps=9)
+    search, again = (SkipSearch(settings, space(), 0.5, plan) for plan in (BEST, skipping(3)))
+    for _ in range(4):
+        plan = search.propose()
+        assert plan is not None
+        search.register(plan, 0.1 * (search.steps % 3))
+    again.restore(json.loads(json.dumps(search.state())))
+    assert again.state() == search.state()
+    assert (again.steps, again.history, again.best) == (4, search.history, search.best)
+    with pytest.raises(ValueError, match="another depth"):
+        again.restore(SkipSearch(settings, space(9), 0.5, LayerPlan(9)).state())
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
