@@ -20,7 +20,6 @@ from .drafts import SkipLayers as SkipLayers
 from .drafts.attached import load_head as load_head
 from .drafts.grammar import Grammar as Grammar
 from .drafts.grammar import register_grammar as register_grammar
-from .drafts.siblings import CostTree as CostTree
 from .drafts.siblings import TopKTree as TopKTree
 from .drafts.stateless import register_stateless as register_stateless
 from .drafts.stop.adaptive import AdaptiveThreshold as AdaptiveThreshold
@@ -54,8 +53,7 @@ from .modules.shipped import load_mtp as load_mtp
 from .modules.shipped import register_mtp_format as register_mtp_format
 from .search.choice import ExitChoice as ExitChoice
 from .search.choice import SkipChoice as SkipChoice
-from .search.proposers import ClosestLayers as ClosestLayers
-from .search.proposers import OnTheFlySearch as OnTheFlySearch
+from .search.skip_space import OnTheFlySearch as OnTheFlySearch
 from .search.tuning import OfflineSearch as OfflineSearch
 from .search.tuning import tune as tune
 from .selfspec import SelfSpec as SelfSpec

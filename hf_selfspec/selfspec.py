@@ -50,13 +50,13 @@ class SelfSpec(Settings):
             :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
             :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
             needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
-            default free drafts, and layers to skip that are found while generating, see :class:`ClosestLayers`.
+            default free drafts, and the head that is attached to the model, if there is one.
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
-            that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to
-            skip chooses the fastest rule; drafts of :class:`MTP` and :class:`Quantized` end where the product of
-            confidences falls below 0.4, those of given layers and of all other fitted parts where the confidence falls
-            below 0.8. Not allowed with a ``CandidateGenerator``.
+            that returns a ``BoolTensor [b]``. With ``None``, drafts of an :class:`EarlyExit` have 3 tokens; those of
+            :class:`MTP` and :class:`Quantized` end where the product of confidences falls below 0.4, those of skipped
+            layers and of all other fitted parts where the confidence falls below 0.8. Not allowed with a
+            ``CandidateGenerator``.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with one either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
@@ -83,9 +83,10 @@ class SelfSpec(Settings):
         return copy.copy(self)
 
     def choice(self, model: Any) -> ExitChoice | SkipChoice | None:
-        """Returns what a probe or a search has chosen for the last kind of call of ``model``, ``None`` before that.
+        """Returns the fastest exit, or the set that a search has chosen, for the last kind of call of ``model``.
 
-        A choice holds for a model object, whatever adapters are active: create a new ``SelfSpec`` after changing them.
+        It is ``None`` before that, and where no exit pays. A choice holds for a model object, whatever adapters are
+        active: create a new ``SelfSpec`` after changing them.
 
         Args:
             model: a causal LM of transformers, or a PEFT model around one.

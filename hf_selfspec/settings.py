@@ -29,7 +29,7 @@ from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.linear_probe import LinearProbe
 from .modules.mtp import MtpHead
-from .search.proposers import ClosestLayers, OnTheFlySearch, Search
+from .search.skip_space import OnTheFlySearch
 from .validation import MOST_DRAFT, StrPath, check_count, check_flag
 
 # Most characters of a task's name: at four bytes each, the name of its file stays within the limit of file systems.
@@ -43,9 +43,7 @@ class Settings:
     All raise a ``SettingError`` or ``SettingTypeError`` for a setting that is not allowed.
     """
 
-    draft: DraftSource | CandidateGenerator = field(
-        default_factory=lambda: Cascade((Lookup(), SkipLayers(search=ClosestLayers())))
-    )
+    draft: DraftSource | CandidateGenerator = field(default_factory=lambda: Cascade((Lookup(),)))
     stop: StopRule | None = None
     tree: Tree | None = None
     max_draft: int = 25
@@ -120,14 +118,13 @@ class Settings:
     ) -> Self:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
-        Settings that are not given are chosen for each model by a timed probe on the first 1,024 tokens that it
-        generates: the exit layer and the draft length or threshold with the most expected tokens per second (no draft
-        at all where none pays). The choice is made separately for greedy and sampled, single and batched calls.
-        :meth:`choice` returns it.
+        Without an exit layer five are compared, evenly spread over the depth, by rounds that are timed while the model
+        generates: the fastest one drafts, and none where none pays. Greedy and sampled, single and batched calls are
+        measured apart. :meth:`choice` returns the fastest.
 
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``.
-            num_draft: tokens in a draft (LayerSkip §4.3).
+            num_draft: tokens in a draft (LayerSkip §4.3), 3 by default.
             stop: another stop rule; only one of this and ``num_draft`` is allowed.
             max_draft: maximum number of tokens in a draft (12 in the paper).
         """
@@ -146,7 +143,7 @@ class Settings:
     def swift(
         cls,
         ratio: float | Literal["auto"] = "auto",
-        search: Search | None = None,
+        search: OnTheFlySearch | None = None,
         stop: StopRule | None = None,
         tree: Tree | None = None,
         max_draft: int = 25,
@@ -156,9 +153,9 @@ class Settings:
         Args:
             ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
             search: when sets are tried and when the search ends, by default as in the paper, see
-                :class:`OnTheFlySearch`; or :class:`ClosestLayers`.
+                :class:`OnTheFlySearch`.
             stop: when a draft ends, at a confidence below 0.8 by default.
-            tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
+            tree: siblings at each depth, ``TopKTree()`` for the paper's.
             max_draft: maximum number of tokens in a draft (25 in the paper).
         """
         draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
@@ -255,4 +252,4 @@ def _check_types(draft: Any, stop: Any, tree: Any) -> None:
             f"chosen, got {stop!r}."
         )
     if tree is not None and not isinstance(tree, Tree):
-        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
+        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {tree!r}.")

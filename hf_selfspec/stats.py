@@ -23,9 +23,9 @@ class GenerationStats:
         verify_passes: forwards of verification, each counted once for the whole batch.
         prefill_seconds, draft_seconds, verify_seconds, search_seconds, total_seconds: wall-clock time; verification
             includes bringing the last drafted token and siblings to the first layer that the draft altered, and search
-            is everything from which the draft learns, including the probe of an early exit. On CUDA, prefill, draft and
-            verification end when the device has done their work, by its events. On other devices with a queue they end
-            when the work has been handed over, and the wait for it is in :attr:`other_seconds`.
+            is everything from which the draft learns. On CUDA, prefill, draft and verification end when the device has
+            done their work, by its events. On other devices with a queue they end when the work has been handed over,
+            and the wait for it is in :attr:`other_seconds`.
         forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
@@ -152,7 +152,7 @@ class GenerationStats:
             lines.append(("exits", taken))
         if self.phase:
             last = f", last of {len(self.matchness)} trials {self.matchness[-1]:.2f}" if self.matchness else ""
-            lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no set pays'}"))
+            lines.append(("search", f"{self.phase}{last}"))
         if self.plan:
             lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
             lines.append(("MLP blocks", self.plan.translate(_MLP)))

@@ -9,8 +9,7 @@ from .errors import SettingError, SettingTypeError
 StrPath = str | os.PathLike[str]
 # The largest number that 64 bits hold; no count needs more.
 LARGEST = 2**63 - 1
-# Maximum number of tokens in a draft. The papers' drafts have at most 32. A probe's replay holds this many numbers for
-# each stop rule and token of its text, 20 MB in all at this length.
+# Maximum number of tokens in a draft. The papers' drafts have at most 32.
 MOST_DRAFT = 1024
 # Maximum number of layers, and maximum hidden or vocabulary size: ten times those of the largest models.
 MOST_LAYERS = 4096

@@ -52,7 +52,6 @@ def _imports_are_no_garbage() -> None:
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """What decides by time is given, see :class:`Machine`; in tests marked ``times_decide`` rounds are timed."""
     found = Machine(monkeypatch)
-    found.probes_have_time()
     found.fits_are_timed_briefly()
     if request.node.get_closest_marker("times_decide") is None:
         found.rounds_are_not_timed()

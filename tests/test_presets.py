@@ -11,7 +11,7 @@ from hf_selfspec import (
     SelfSpec,
 )
 from hf_selfspec.drafts import SkipLayers
-from hf_selfspec.search.proposers import OnTheFlySearch
+from hf_selfspec.search.skip_space import OnTheFlySearch
 
 
 @pytest.mark.parametrize("preset", [SelfSpec, type("Custom", (SelfSpec,), {})])

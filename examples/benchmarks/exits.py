@@ -1,4 +1,4 @@
-"""A trained model's early exits: speed compared with transformers' own ways, and what the probe promised.
+"""A trained model's early exits: speed compared with transformers' own ways.
 
 Prompts are the first 64 tokens of each text of ``--data`` and of held-out files of the standard library. Everything is
 timed in turn, prompt by prompt, in float32. The exit and draft length of each way are chosen on prompts other than the
@@ -63,7 +63,7 @@ def best_early_exit(model: PreTrainedModel, prompts: list[torch.Tensor], options
 def print_ways(model: PreTrainedModel, prompts: list[torch.Tensor], options: dict[str, Any], repeats: int) -> None:
     choosing, timed = prompts[:CHOOSING], prompts[CHOOSING:]
     spec = SelfSpec.layerskip()
-    for ids in choosing:  # on which the spec probes the model
+    for ids in choosing:  # on which exits are compared
         model.generate(ids, attention_mask=torch.ones_like(ids), assistant=spec, **options)
     choice = spec.choice(model)
     exit_layer, length = best_early_exit(model, choosing, options)
@@ -71,7 +71,7 @@ def print_ways(model: PreTrainedModel, prompts: list[torch.Tensor], options: dic
         "plain generate": {},
         f"assistant_early_exit, E = {exit_layer}, {length} tokens": early_exit(model, exit_layer, length, options),
         "prompt lookup, 4 tokens": {"prompt_lookup_num_tokens": 4},
-        f"SelfSpec.layerskip(), E = {choice.layer}, {choice.stop}": spec,
+        f"SelfSpec.layerskip(), E = {choice and choice.layer}": spec,
     }
     speeds = compare(model, ways, timed, options, repeats)
     table = Table("way", "ms per token", "speed-up", "α", "M", "same ids")
@@ -79,18 +79,19 @@ def print_ways(model: PreTrainedModel, prompts: list[torch.Tensor], options: dic
     for name, speed in speeds.items():
         rates = (f"{speed.alpha:.2f}", f"{speed.length:.2f}") if speed.runs else ("", "")
         table.row(name, f"{speed.ms:.2f}", f"{plain / speed.ms:.2f}", *rates, f"{sum(speed.same)}/{len(timed)}")
-    print(f"\nThe probe promised {choice.expected_speedup or 1:.2f} on the prompts before.", flush=True)
+    if choice is not None:
+        print(f"\nIn rounds of the prompts before the exit had {choice.speedup:.2f}.", flush=True)
 
 
 def by_exit(model: PreTrainedModel, prompts: list[torch.Tensor], exits: list[int], tokens: int) -> dict[str, Speed]:
-    """The speed of plain generate, and of each exit with the draft length that a probe finds."""
+    """The speed of plain generate, and of each exit with drafts of three tokens."""
     options = {"max_new_tokens": tokens, "do_sample": False}
     ways: dict[str, Way] = {"plain": {}, **{str(layer): SelfSpec.layerskip(layer) for layer in exits}}
     return compare(model, ways, prompts[CHOOSING:], options, warm_up=prompts[:CHOOSING])
 
 
 def plot(speeds_of: dict[str, dict[str, Speed]], exits: list[int], path: str) -> None:
-    """Draws tokens per second and acceptance rate by exit layer; no α where the probe found that no draft pays."""
+    """Draws tokens per second and acceptance rate by exit layer."""
     figure = new_figure("exits.py", 9, 3.5)
     speed_axes, rate_axes = figure.subplots(1, 2)
     for name, speeds in speeds_of.items():

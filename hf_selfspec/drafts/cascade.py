@@ -81,7 +81,7 @@ class Cascade(DraftSource):
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
         lookup = next(source for source in self.sources if isinstance(source, Lookup))
         free = lookup.free_drafts(session)
-        within = replace(session, in_cascade=True, round_seconds=free.controller.round_seconds)
+        within = replace(session, in_cascade=True)
         others: dict[str, BaseDrafter] = {}
         for source in chain(self.sources, self._attached(session)):
             if source is lookup:
@@ -90,7 +90,8 @@ class Cascade(DraftSource):
                 if session.is_synced:
                     source.check_synced()
                 source.check(session.anatomy, session.max_new)
-                others[repr(source)] = completed(source.start(within))
+                for arm in source.arms(session.anatomy):
+                    others[repr(arm)] = completed(arm.start(replace(within, name=repr(arm))))
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")

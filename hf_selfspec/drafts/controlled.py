@@ -1,8 +1,12 @@
 """The sources of a call under one controller, which lets nothing draft where nothing pays."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -14,7 +18,7 @@ from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
 from .free.free import FreeDrafts, Seed, parents_of
 from .free.tree import TokenTree
 from .grammar.constrained import allowed
-from .source import BaseDrafter, Drafter, Session, completed
+from .source import BaseDrafter, Drafter, DraftSource, Session, completed
 
 
 def controller_of(session: Session) -> Controller:
@@ -35,6 +39,13 @@ def controlled(drafter: Drafter, session: Session, name: str) -> BaseDrafter:
     return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), {name: drafter})
 
 
+def among(sources: Iterable[DraftSource], session: Session) -> ControlledDrafter:
+    """Drafts with the fastest of some sources, without free drafts."""
+    within, arms = replace(session, in_cascade=True), {repr(source): source for source in sources}
+    drafters = {name: completed(arm.start(replace(within, name=name))) for name, arm in arms.items()}
+    return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), drafters)
+
+
 class ControlledDrafter(BaseDrafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
@@ -52,6 +63,7 @@ class ControlledDrafter(BaseDrafter):
         self._is_free_awake = False  # whether free drafts take part in this round, with what grammars force
         self._tops: Tops | None = None
         self._lengths: list[int] = []
+        self._variants: dict[str, Any] = {name: drafter.variant for name, drafter in others.items()}
         self._note()
 
     def _note(self) -> None:
@@ -67,6 +79,10 @@ class ControlledDrafter(BaseDrafter):
         self._begun, self._unrepresentative = self._now(), target.unrepresentative_forwards
         self._lengths, active = list(text.lengths), target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
+        for name, drafter in self.others.items():
+            if drafter.variant != self._variants[name]:
+                controller.begin_anew(name)
+                self._variants[name] = drafter.variant
         self._asked, self._used, self._draft = self._free_arm(max_new), None, None
         self._is_free_awake, constraint = self._asked is not None, self._session.constraint
         trees = list[TokenTree]()
@@ -134,7 +150,7 @@ class ControlledDrafter(BaseDrafter):
             drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        for drafter in self.others.values():
+        for drafter in sorted(self.others.values(), key=lambda drafter: drafter.steps):  # the one in use is the last
             drafter.report(stats)
 
     def _grafted(self, text: Text, max_new: list[int], draft: Draft, source: str) -> Draft:

@@ -98,8 +98,12 @@ class ArmStats:
             if rounds_lost * min(loss, self.most_lost) <= self.waiting * _PRICE:
                 if self.is_trusted:
                     return self.doubt()
-                self._scale(0.0)
-                self.rounds = 1  # kernels are warm
+                self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Drops the results."""
+        self._scale(0.0)
+        self.rounds, self.lost = 1, 0.0  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""
@@ -210,6 +214,7 @@ class Controller:
                 else:
                     stats.wait(pace)
 
-    def round_seconds(self) -> tuple[float, ...]:
-        """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
-        return self.curve.costs if self.curve.is_measured else ()
+    @one_at_a_time
+    def begin_anew(self, name: str) -> None:
+        """Drops the results of a source that drafts with something else from now on."""
+        self.arms[name].begin_anew()

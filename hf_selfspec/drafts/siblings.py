@@ -8,9 +8,7 @@ import torch
 from ..errors import SettingError, SettingTypeError
 from ..learned.saving import register
 from ..model.transfer import read
-from ..validation import MOST_CANDIDATES, check_count, check_share
-
-_USUAL_PRICE = 0.05
+from ..validation import MOST_CANDIDATES, check_count
 
 
 @register("tree")
@@ -51,44 +49,15 @@ class TopKTree:
         """The most candidates at one depth."""
         return max(width for _, width in self.widths)
 
-    def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
+    def width(self, top: torch.Tensor) -> int:
         """Returns the number of candidates at one depth, the most that any row needs.
 
         Args:
-            top: ``[b, most]`` the draft's highest probabilities, in order.
-            reach: ``[b]`` the probability that all earlier tokens of the draft are accepted.
+            top: ``[b]`` the draft's highest probability.
         """
-        lowest = read(top[:, 0].min())[0]
+        lowest = read(top.min())[0]
         # The last width also where the draft's probabilities are no numbers.
         return next((width for edge, width in self.widths if lowest <= edge + 1e-6), self.widths[-1][1])
 
 
-@register("tree")
-@dataclass(frozen=True)
-class CostTree:
-    """As many siblings as pay, by the cost of one more token in a verification; only the first token is extended.
-
-    A sibling brings one more token if it is reached and is what the full model predicts. That has the probability that
-    the draft gives it, times the probabilities of the tokens before it. It is added if that is above its price.
-
-    Args:
-        price: the cost of one more token in a verification, in one-token steps of the whole model. ``None`` for the
-            cost that a search for layers to skip has measured; 0.05 until then or without one.
-        most: the most candidates at one depth, at most 256.
-    """
-
-    price: float | None = None
-    most: int = 8
-
-    def __post_init__(self) -> None:
-        if self.price is not None:
-            check_share("CostTree(price)", self.price, zero=True, one=True)
-        check_count("CostTree(most)", self.most, most=MOST_CANDIDATES)
-
-    def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
-        """Returns the number of candidates at one depth, see :meth:`TopKTree.width`."""
-        price = _USUAL_PRICE if self.price is None else self.price
-        return max(1, read((top * reach[:, None] > price).sum(-1).max())[0])
-
-
-Tree = TopKTree | CostTree
+Tree = TopKTree

@@ -20,16 +20,14 @@ from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.mtp import MtpHead
-from ..search.choice import Choice
+from ..search.choice import ExitChoice, SkipChoice
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
 from .scoring import Scorer
 from .siblings import Tree
 from .stop.rules import Memory, StopRule, longest_draft
 
-# Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
-RoundSeconds = Callable[[], Sequence[float]]
-# Returns what a probe or a search has chosen for a model, given the kind of choice; ``None`` where there is none yet.
+# Returns what was chosen for a model, given the kind of choice; ``None`` where there is none yet.
 FindChoice = Callable[[type[Any]], Any]
 
 # See :meth:`Session.affordable`.
@@ -80,6 +78,7 @@ class BaseDrafter(Drafter):
         steps: see :class:`Drafter`.
         needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
             text; a cascade does not wait for them.
+        variant: what it drafts with at present, where that changes; results of another variant do not count.
         expected_speedup: how much faster than rounds without a draft it expects to be now: 0 where it would not draft,
             ``None`` where it does not know, infinity if it makes no estimates and always drafts.
         observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
@@ -91,6 +90,7 @@ class BaseDrafter(Drafter):
 
     steps: int = 0
     needs_ended_rows: bool = False
+    variant: Any = None
     expected_speedup: float | None = math.inf
     observe: Callable[[Text, list[Verdict], Any], None] | None = None
     look: Callable[[Any], Any] | None = None
@@ -132,7 +132,7 @@ class Session:
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
         in_cascade: whether other sources draft where this one does not.
-        round_seconds: the cost curve from timed rounds of other sources; empty if there are none.
+        name: that of the source in a cascade, under which it learns; empty where it is alone.
         constraint: what grammars allow and force; falsy without grammars. Forbidden tokens are cut from any draft.
     """
 
@@ -148,7 +148,7 @@ class Session:
     knowledge: KnowledgeOfCall
     is_synced: bool = False
     in_cascade: bool = False
-    round_seconds: RoundSeconds = tuple
+    name: str = ""
     constraint: Constraint = field(default_factory=Constraint)
 
     @property
@@ -194,7 +194,7 @@ class Session:
     @property
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
-        return self.knowledge.in_process("stop rule", lambda _: Memory())
+        return self.knowledge.in_process(f"stop rule {self.name}".rstrip(), lambda _: Memory())
 
     def with_usual_stop(self, usual_stop: StopRule) -> Session:
         """The session with ``usual_stop`` where no stop rule was given."""
@@ -209,15 +209,13 @@ class DraftBlocks:
     mtp: MtpHead | None = None
 
     @classmethod
-    def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:
-        """The blocks that a probe or a search of the source ``name`` has chosen."""
-        if choice is None or not choice.drafts:
-            model, pays = anatomy.model_name, "that pays on this machine"
-            outcome = f"chosen no part of {model} yet" if choice is None else f"found no part of {model} {pays}"
+    def of_choice(cls, name: str, choice: ExitChoice | SkipChoice | None, anatomy: Anatomy) -> DraftBlocks:
+        """The blocks that were chosen for the source ``name``."""
+        if choice is None:
             raise SettingError(
-                f"{name} has {outcome}, so there is nothing to export. Generate (more) with this SelfSpec first, use "
-                "what hf_selfspec.tune returns, or name the part yourself: EarlyExit(layer) or "
-                "SkipLayers(attention=[...], mlp=[...])."
+                f"{name} has chosen no part of {anatomy.model_name} yet, or none pays on this machine, so there is "
+                "nothing to export. Generate (more) with this SelfSpec first, use what hf_selfspec.tune returns, or "
+                "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
             )
         return cls(choice.plan)
 
@@ -256,6 +254,10 @@ class DraftSource:
                 f"which drafts by {self!r} do not keep. Take SelfSpec.lookup(), whose drafts take no forward, or call "
                 "generate without `assistant`."
             )
+
+    def arms(self, anatomy: Anatomy) -> Sequence[DraftSource]:
+        """Returns the sources between which the controller chooses in place of this one, by default it alone."""
+        return (self,)
 
     def start(self, session: Session) -> Drafter:
         """Returns the drafter of one generation.

@@ -99,7 +99,7 @@ class Knowledge:
             return next(filter(wanted, reversed(self.record(model).findings.values())), None)
 
     def choice(self, model: PreTrainedModel, choice_class: type | tuple[type, ...] = object) -> Any:
-        """What a probe or a search has chosen, if it is of that class, for the last kind of call with one."""
+        """The fastest exit, or what a search has chosen, if it is of that class, for the last kind of call with one."""
         study = self.latest(model, lambda each: hasattr(each, "choice") and isinstance(each.choice, choice_class))
         return None if study is None else study.choice
 

@@ -5,6 +5,7 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers.utils import logging
 
 from ..drafts.layers.skip_layers import SkipLayers
 from ..drafts.siblings import Tree
+from ..drafts.stop.adaptive import AdaptiveThreshold
 from ..drafts.stop.rules import ConfidenceThreshold, StopRule
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
@@ -23,13 +25,12 @@ from ..model.encoding import checked_texts, encoded
 from ..model.fingerprint import Fingerprint
 from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
+from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count
-from .forward_costs import seconds_of
-from .proposers import ClosestLayers, SkipSpace
-from .replay import rules_for
+from .skip_space import SkipSpace
 
-# The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.
+# The file of steps, and how many sets are timed again at the end, and how often, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
 _LAST_ROUND, _REPEATS = 3, 3
 _RATIOS = (0.2, 0.6)
@@ -41,7 +42,7 @@ _ALL_TIMED = 100
 class OfflineSearch:
     """Self-SD's search: Bayesian optimisation of the measured time per token, over sets of any size.
 
-    It begins with sets that :class:`ClosestLayers` finds and with random ones.
+    It begins with random ones.
 
     Args:
         max_steps: sets to time (1,000 in the paper, on 8 texts).
@@ -80,7 +81,7 @@ def tune(
         tokenizer: the model's tokenizer.
         texts: prompts like those that the model will get; 4 to 8 are enough (8 in the paper).
         search: how long to search.
-        stop: when drafts end; ``None`` to choose that, too.
+        stop: when drafts end, at a confidence that adapts as in the paper by default.
         tree: siblings at each depth.
         max_new_tokens: tokens to generate for each text.
         max_prompt_tokens: a text is cut after this many tokens; ``None`` for no limit.
@@ -99,7 +100,7 @@ def tune(
     if is_tensor_parallel(inner):
         raise UnsupportedModelError(
             "tune goes by timings, which differ between the processes of a tensor-parallel model. Generate with "
-            "SelfSpec(SkipLayers(search=ClosestLayers())), whose search uses one clock, or name the blocks to skip."
+            "SelfSpec.swift(), whose search uses one clock, or name the blocks to skip."
         )
     check_count("tune(max_new_tokens)", max_new_tokens)
     if max_prompt_tokens is not None:
@@ -109,7 +110,8 @@ def tune(
     prompts = checked_texts("tune", texts)
     rows = [encoded(tokenizer, prompt, inner.device, max_prompt_tokens)["input_ids"] for prompt in prompts]
     path = None if folder is None else path_of(folder) / PROGRESS_NAME
-    return _Tuning(inner, rows, search or OfflineSearch(), stop, tree, max_new_tokens, path).run()
+    rule = stop or AdaptiveThreshold(ConfidenceThreshold())
+    return _Tuning(inner, rows, search or OfflineSearch(), rule, tree, max_new_tokens, path).run()
 
 
 @dataclasses.dataclass
@@ -117,7 +119,7 @@ class _Tuning:
     model: PreTrainedModel
     rows: list[torch.Tensor]
     search: OfflineSearch
-    stop: StopRule | None
+    stop: StopRule
     tree: Tree | None
     max_new_tokens: int
     path: Path | None  # of the steps
@@ -132,12 +134,11 @@ class _Tuning:
             self._resume(self.path)
         self.seconds(None)
         plain = [self.seconds(None, [row]) for row in self.rows]
-        waiting = [plan for plan in self.first_sets() if plan.skipped_attention or plan.skipped_mlp]
         rng = np.random.default_rng([search.seed, len(speeds)])
         bar = logging.tqdm(total=search.max_steps, initial=len(speeds), desc="tuning", unit="set")
         repeated = 0
         while len(speeds) < search.max_steps and repeated < _ALL_TIMED:
-            plan = self._propose(waiting, rng)
+            plan = self._propose(rng)
             if plan in speeds:
                 repeated += 1
                 continue
@@ -145,7 +146,7 @@ class _Tuning:
             # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
             turn = len(speeds) % len(plain)
             now = self.seconds(None, [self.rows[turn]]) / plain[turn]
-            speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan, None))
+            speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan))
             if self.path is not None:
                 steps = [[plan.picture(), speed] for plan, speed in speeds.items()]
                 with reported(self.path):
@@ -155,49 +156,33 @@ class _Tuning:
         bar.close()
         return self._finish()
 
-    def _spec(self, plan: LayerPlan, stop: StopRule | None) -> SelfSpec:
+    def _spec(self, plan: LayerPlan) -> SelfSpec:
         draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
-        return SelfSpec(draft, stop or self.stop or ConfidenceThreshold(), self.tree)
+        return SelfSpec(draft, self.stop, self.tree)
 
     def seconds(self, spec: SelfSpec | None, rows: Sequence[torch.Tensor] | None = None) -> float:
         """Time per token over all texts, or some; with plain ``generate`` for ``None``."""
         texts, count = rows or self.rows, self.max_new_tokens
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "assistant": spec or False}
 
-        def generate() -> None:
-            for ids in texts:
-                self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        wait_for(texts[0].device)
+        begun = perf_counter()
+        for ids in texts:
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        wait_for(texts[0].device)
+        return (perf_counter() - begun) / (len(texts) * count)
 
-        return seconds_of(generate, texts[0].device) / (len(texts) * count)
-
-    def first_sets(self) -> list[LayerPlan]:
-        """Sets that a search on the fly tries on these texts, the best one first."""
-        spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
-        self.seconds(spec)
-        tried = spec._knowledge.latest(self.model)
-        return [] if tried is None else list(dict.fromkeys([tried.best, *(trial.plan for trial in tried.trials)]))
-
-    def _propose(self, waiting: list[LayerPlan], rng: np.random.Generator) -> LayerPlan:
-        while waiting:
-            plan = waiting.pop(0)
-            # At most every second proposal, so that there is time for others.
-            if plan not in self.speeds and len(self.speeds) < self.search.max_steps // 2:
-                return plan
-        drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
-        if drawn < self.search.random_steps or not self.speeds:
+    def _propose(self, rng: np.random.Generator) -> LayerPlan:
+        if len(self.speeds) < self.search.random_steps:
             return self.space.random(rng, float(rng.uniform(*_RATIOS)))
         from .bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
 
         return suggest(self.space, self.speeds, rng, resize=True)
 
     def _finish(self) -> SelfSpec:
-        """Times the best sets, each with its best rule, in turn with each other and with plain ``generate``."""
+        """Times the best sets in turn with each other and with plain ``generate``."""
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
-        stops: Sequence[StopRule | None] = [None]
-        if self.stop is None:
-            times = {rule: self.seconds(self._spec(best[0], rule)) for rule in rules_for(None, SelfSpec().max_draft)}
-            stops = sorted(times, key=lambda rule: times[rule])[:2]
-        specs = [self._spec(plan, stop) for plan in best for stop in stops]
+        specs = [self._spec(plan) for plan in best]
         rounds = [[self.seconds(spec) for spec in (None, *specs)] for _ in range(_REPEATS)]
         plain, *ours = np.median(rounds, axis=0).tolist()
         spec, speedup = specs[int(np.argmin(ours))], plain / min(ours)

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import causal_lm
 from ..model.encoding import checked_texts, token_ids
-from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import evaluating
+from ..train.exits import LOGIT_ELEMENTS, Exits
 from ..validation import StrPath, check_count
 from .plots import new_figure, saved
 from .tables import as_text

@@ -27,7 +27,7 @@ from ..model.plan import LayerPlan
 from ..modules.draft_module import CONFIG
 from ..modules.mtp import MtpHead
 from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
-from ..search.choice import Choice, choice_of_state
+from ..search.choice import ExitChoice, SkipChoice
 from ..validation import StrPath
 from .checkpoint import draft_model
 
@@ -35,7 +35,7 @@ from .checkpoint import draft_model
 USUAL_TOKENS = 5
 
 _NAME = "SelfSpec.export_draft"  # in messages
-_C = TypeVar("_C", bound=Choice)
+_C = TypeVar("_C", ExitChoice, SkipChoice)
 _README = "README.md"
 # Model types that ship without MTP layers, but for which speculators 0.9 makes them.
 _OF_SPECULATORS = ("qwen3",)
@@ -190,8 +190,7 @@ def _choice(knowledge: KnowledgeOfCall, choice_class: type[_C]) -> _C | None:
     if used is not None or (saved := knowledge.read()) is None:
         return used
     with saving.reading(saved.path):
-        depth = knowledge.model.config.num_hidden_layers
-        choices = [choice_of_state(state, depth) for state in saved.findings.values()]
+        choices = [SkipChoice.of_state(state) for state in saved.findings.values() if "set" in state]
     return next((choice for choice in choices if isinstance(choice, choice_class)), None)
 
 

@@ -19,7 +19,7 @@ from ..model.cache.window import Window
 from ..model.graphs.graph_runner import why_no_graphs
 from ..model.kernels.packing import has_widths, packed_bytes, why_not
 from ..model.view import ModelView
-from ..search.proposers import SkipSpace
+from ..search.skip_space import SkipSpace
 from .tables import as_text
 
 _MIB = 2**20

@@ -67,7 +67,7 @@ _WITH_PARTS = {
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
 _NAMES = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
-_PRESETS = ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))")
+_PRESETS = ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES))
 METHODS = {
     method.name: method
     for method in (

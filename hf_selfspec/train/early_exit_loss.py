@@ -10,9 +10,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import causal_lm
-from ..model.exits import Exits
 from ..validation import check_count, check_flag, check_share
 from .exit_training import ExitTraining
+from .exits import Exits
 from .trainer import ModelCallback
 
 Scale = Callable[[int, int, float], float]

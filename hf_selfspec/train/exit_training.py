@@ -11,8 +11,8 @@ from accelerate.utils import reduce
 from torch.autograd.function import once_differentiable
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
-from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import InstanceForwards
+from .exits import LOGIT_ELEMENTS, Exits
 from .trainer import TrainingRun
 
 # The weights of the layers in step t of T, for L layers.

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from ..learned.files import path_of, reported, written_whole
-from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.fingerprint import Fingerprint
 from ..model.patching import evaluating
 from ..validation import StrPath
+from .exits import LOGIT_ELEMENTS, Exits
 
 _SUFFIX = ".safetensors"
 # A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, Trainer
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
-from ..model.exits import BATCH_DIM
 from ..model.instance_forward import Forward
 from ..model.internals import CHECKPOINTING, attention_implementation
 from ..model.module_tools import is_tensor_parallel
 from ..model.patching import InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
+from .exits import BATCH_DIM
 from .trainer import ModelCallback, TrainingRun
 
 # Inputs of layers that have no row for each sample, although their first dimension (heads) can equal the batch size.

@@ -16,12 +16,10 @@ from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import (
     Cascade,
-    ClosestLayers,
     EarlyExit,
     Lookup,
     SelfSpec,
     Session,
-    SkipLayers,
 )
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import ArmStats, Controller, Measurements
@@ -162,19 +160,6 @@ def test_rounds_without_room_teach_nothing() -> None:
         world.controller.begin(rows=0, running=1, context=100)
         world.controller.record("one", 0, 1, 0.02)
     assert world.play(50)["one"] > 45
-
-
-@pytest.mark.parametrize(
-    "source", [SkipLayers(search=ClosestLayers(budget=1.0)), EarlyExit(None)], ids=["search", "probe"]
-)
-def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
-    """One cost curve decides what drafts: that of the rounds that were timed."""
-    curve = tuple(0.5 + 0.1 * size for size in range(SIZES[-1] + 1))
-    monkeypatch.setattr(Controller, "round_seconds", lambda self: curve)
-    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
-    llama.generate(**ROW, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
-    found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
-    assert found.timings.latest.further == pytest.approx([seconds - 0.5 for seconds in curve])
 
 
 def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
 from helpers.watched import watched
 from hf_selfspec import (
-    ClosestLayers,
     ConfidenceThreshold,
     Draft,
     FixedLength,
@@ -470,7 +469,7 @@ def test_a_stop_rule_learns_of_the_tokens_that_it_was_asked_about(kind: type[Aut
 
 def test_forced_tokens_are_as_many_as_pay() -> None:
     """By the costs of a CPU 31 in a round."""
-    for spec in (SelfSpec(SkipLayers(search=ClosestLayers())), SelfSpec(Phrase((9,)))):
+    for spec in (SelfSpec.swift(), SelfSpec(Phrase((9,)))):
         texts(spec, ROW, Own([[5], [6], [7], [8]]), max_new_tokens=60)
         assert max(size for size, _ in spec.stats.round_sizes) == 31
 

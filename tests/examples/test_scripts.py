@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fewer_bits": ("--width 64 --layers 2 --vocabulary 97 --repeats 1", ("| Quantized(",)),
     "forward": (f"{RANDOM} --repeats 1 --prompt 20", ("| width 64, float32, ours |",)),
     "host": ("--model {model} --data {tasks} --prompts 2 --tokens 12 --rows 1 2", ("| 2 |",)),
-    "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", ("| closest layers (CLaSp) | 3 |",)),
+    "known_answer": (f"{RANDOM} --layers 6 --steps 3 --plot {{folder}}/plot.png", ("| Bayesian | 3 |",)),
     "grammar": ("--model {model} --prompts 1 --max-new-tokens 24", ("| fresh |",)),
     "suites": (
         "humaneval {humaneval} spec-bench {spec_bench}",
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "suites, editing": ("editing {wiki}", ("change Paris to Arden", "Paris-on-Sea, had walls.")),
     "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
     "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
-    "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("The probe promised",)),
+    "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("| SelfSpec.layerskip(), E = ",)),
     "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
     "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
     "parts": (

@@ -14,14 +14,14 @@ from transformers import (
 from helpers.architectures import build
 from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW, VOCABULARY
-from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 
 Inputs = dict[str, torch.Tensor]
 
 EXIT = new_spec()
 SPECS = {
     "exit": EXIT,
-    "search": SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0), ratio=0.4), FixedLength(4)),
+    "search": SelfSpec(SkipLayers(search=OnTheFlySearch(8, budget=1.0), ratio=0.4), FixedLength(4)),
     "tree": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4), tree=TopKTree(((0.5, 3), (1.0, 1)))),
 }
 CASES = [("exit", ROW), ("tree", BATCH), ("search", BATCH)]

@@ -26,8 +26,6 @@ from helpers.fitted import adapter_of, heads_of, mtp_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from helpers.sources import Alternating, Recalled
 from hf_selfspec import (
-    ClosestLayers,
-    CostTree,
     OnTheFlySearch,
     Quantized,
     ReducedHead,
@@ -74,7 +72,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "exit": lambda model: SelfSpec(EarlyExit(2), FixedLength(3)),
     "tree": lambda model: SelfSpec(EarlyExit(2), FixedLength(3), _WIDE),
     "skip": lambda model: SelfSpec(random_skip_set(model.config.model_type, model), FixedLength(3)),
-    "closest": lambda model: SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0), ratio=0.4), FixedLength(4)),
+    "search": lambda model: SelfSpec(SkipLayers(search=OnTheFlySearch(8, budget=1.0), ratio=0.4), FixedLength(4)),
     "swift": lambda model: SelfSpec.swift(0.4, OnTheFlySearch(8, budget=1.0), tree=TopKTree()),
     "layerskip": lambda model: SelfSpec.layerskip(),
     "lookup": lambda model: SelfSpec.lookup(),
@@ -93,7 +91,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "mtp cascade": lambda model: SelfSpec(Cascade([Lookup(), MTP(mtp_of(model))]), FixedLength(3)),
     "probe": lambda model: SelfSpec.adaspeed(probe_of(model)),
     "adaptive": lambda model: SelfSpec.adaspeed(2),
-    "reduced head": lambda model: SelfSpec(EarlyExit(2, reduced(model)), FixedLength(3), CostTree()),
+    "reduced head": lambda model: SelfSpec(EarlyExit(2, reduced(model)), FixedLength(3), TopKTree()),
     "candidates": lambda model: SelfSpec(LastSeen()),
     "own source": lambda model: SelfSpec(Cascade([Lookup(max_nodes=2), Recalled()]), Alternating(3)),
     "own rule": lambda model: SelfSpec(EarlyExit(2), Alternating(2), max_draft=6),

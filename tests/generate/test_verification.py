@@ -15,10 +15,9 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 
 from helpers.models import character_tokenizer, ragged_batch
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
-from hf_selfspec import CostTree, NumericalError, SelfSpec, TopKTree
+from hf_selfspec import NumericalError, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts.scoring import Scorer, check_highest
-from hf_selfspec.drafts.siblings import Tree
 from hf_selfspec.generate.acceptance import accept_line, choose_sampled
 from hf_selfspec.generate.stopping import Stopper
 from hf_selfspec.model.logits import draw_without_replacement
@@ -79,14 +78,13 @@ def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
 
 @pytest.mark.parametrize(("confidence", "width"), [(0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.96, 1)])
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
-    assert TopKTree().width(torch.tensor([[confidence]]), torch.ones(1)) == width
-    assert TopKTree().width(torch.tensor([[1.0], [confidence]]), torch.ones(2)) == width
+    assert TopKTree().width(torch.tensor([confidence])) == width
+    assert TopKTree().width(torch.tensor([1.0, confidence])) == width
 
 
-@pytest.mark.parametrize("tree", [TopKTree(), CostTree()])
-def test_probabilities_that_are_no_numbers_get_one_candidate(tree: Tree) -> None:
+def test_probabilities_that_are_no_numbers_get_one_candidate() -> None:
     """Those of a user's drafter; the full model rejects what is wrong."""
-    assert tree.width(torch.full((2, 8), math.nan), torch.ones(2)) == 1
+    assert TopKTree().width(torch.full((2,), math.nan)) == 1
 
 
 VOCABULARY = 10

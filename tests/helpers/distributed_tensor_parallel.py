@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from helpers.models import ragged_batch
 from hf_selfspec import (
-    ClosestLayers,
     ConfidenceThreshold,
     FixedLength,
     OnTheFlySearch,
@@ -33,9 +32,7 @@ SPECS = {
     "skips": lambda: SelfSpec(SkipLayers([1], [2]), FixedLength(3)),
     "lookup": SelfSpec.lookup,
     "default": SelfSpec,
-    "layerskip": SelfSpec.layerskip,
     "swift": lambda: SelfSpec.swift(search=OnTheFlySearch(8, budget=1.0)),
-    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50))),
 }
 
 
@@ -72,13 +69,14 @@ def main(folder: Path) -> None:
     readings = []
     broadcast = torch.distributed.broadcast
     torch.distributed.broadcast = lambda *given, **named: readings.append(1) or broadcast(*given, **named)
-    spec = SPECS["closest"]()
+    spec = SPECS["swift"]()
     model.generate(**ragged_batch((9,)), **OPTIONS | {"max_new_tokens": 60}, assistant=spec)
     torch.distributed.broadcast = broadcast
     found["readings"] = [len(readings), model_forwards(spec)]
     head = ReducedHead.of(range(0, 97, 2), 97)
     for name, call in (
         ("head", lambda: model.generate(**ragged_batch((9,)), **OPTIONS, assistant=SelfSpec(EarlyExit(2, head)))),
+        ("layerskip", lambda: model.generate(**ragged_batch((9,)), **OPTIONS, assistant=SelfSpec.layerskip())),
         ("tune", lambda: tune(model, None, ["a text"])),
     ):
         try:

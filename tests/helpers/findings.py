@@ -9,16 +9,15 @@ import torch
 
 from helpers.searches import generated as generate
 from helpers.searches import prompt
-from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec import OnTheFlySearch, SelfSpec, SkipLayers
 
 FILE = "selfspec.json"
 LAYERS = 6
 
 SEARCHES = {
-    "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0))),
-    "clasp, over": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3, budget=1.0))),
-    "swift": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
-    "swift, ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
+    "begun": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
+    "over": SelfSpec.swift(search=OnTheFlySearch(8, max_steps=3, target_matchness=1.0, budget=1.0)),
+    "ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
 }
 
 

@@ -9,30 +9,20 @@ import torch
 from helpers.captured import Traced
 from hf_selfspec.drafts import controller
 from hf_selfspec.drafts.cost_curve import CostCurve
-from hf_selfspec.drafts.layers import probing
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.graphs.model_graphs import Graph
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
-from hf_selfspec.search import choice
-from hf_selfspec.search.exit_study import ExitStudy
-from hf_selfspec.search.forward_costs import ForwardCosts, Stopwatch
 
 
 class Machine:
     """Gives tests the costs that decide what drafts; users have no setting for what their machine is measured for.
 
-    The fixture ``machine`` calls the first three methods for every test, and those that ``pytest.mark.machine`` names.
+    The fixture ``machine`` calls the first two methods for every test, and those that ``pytest.mark.machine`` names.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._set = patch.setattr
-
-    def probes_have_time(self) -> None:
-        """Probes look at all exits, from the first round on."""
-        self._set(probing, "_BUDGET", 1.0)
-        self._set(probing, "_PROMISING", 1.0)
-        self._set(ExitStudy, "is_promising", True)
 
     def fits_are_timed_briefly(self) -> None:
         """On one text, as far as a test imports fits at all."""
@@ -48,15 +38,8 @@ class Machine:
         """Rounds of any batch cost nearly the same with any draft, as where memory bounds them; see above."""
         self._set(controller, "CostCurve", lambda *_, **given: CostCurve(on_cpu=False, is_frozen=True))
 
-    def forwards_cost(self, **costs: float) -> None:
-        """Costs of a large model by default: another token in a verification costs little."""
-        usual = {"fixed": 0.1, "attention": 1.0, "mlp": 1.0, "several": 0.0, "token": 0.01, "step": 0.0} | costs
-        self._set(Stopwatch, "costs", lambda watch: ForwardCosts(num_layers=watch.early.num_layers, **usual))
-
     def any_draft_pays(self) -> None:
-        """Sets of any size draft and are looked for, whatever they would bring."""
-        self.forwards_cost()
-        self._set(choice, "LEAST_SPEEDUP", 0.0)
+        """Sets of any size draft, whatever they bring."""
         self._set(controller, "LEAST_SPEEDUP", 0.0)
 
     def graphs_are_taken(self) -> None:

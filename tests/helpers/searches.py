@@ -1,23 +1,45 @@
-"""Calls whose searches are looked at, texts in the cache of a target, and searches on costs that tests give."""
+"""Calls whose searches are looked at, and texts in the cache of a target."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from hf_selfspec import FixedLength, SelfSpec, SkipLayers
 from hf_selfspec.batch import Text
+from hf_selfspec.generate import decoder
+from hf_selfspec.model import module_tools
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.search import trials
-from hf_selfspec.search.forward_costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.proposers import ClosestLayers, OnTheFlySearch, Search, SkipSpace
-from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.search.skip_space import OnTheFlySearch, SkipSpace
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def of(self, model: Any, patch: pytest.MonkeyPatch) -> Clock:
+        """The time of calls, in which a forward over ``n`` tokens takes ``1 + 0.1 n`` seconds, all layers the same."""
+        for place in (module_tools, decoder):
+            patch.setattr(place, "perf_counter", self)
+
+        def forward(_: Any, args: tuple[torch.Tensor]) -> None:
+            self.now += (1 + 0.1 * args[0].shape[1]) / len(model.model.layers)
+
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(forward)
+        return self
 
 
 def search_of(spec: SelfSpec, model: PreTrainedModel) -> SkipSearch:
@@ -49,13 +71,10 @@ def an_end(texts: torch.Tensor) -> tuple[int, list[int]]:
     return token, ends[token]
 
 
-SEARCHES = [
-    OnTheFlySearch(context_window=8, bayes_interval=4, budget=1.0),
-    ClosestLayers(context_window=8, target_matchness=1.0, budget=1.0),
-]
+SEARCH = OnTheFlySearch(context_window=8, bayes_interval=4, budget=1.0)
 
 
-def fixed_draft(search: Search, ratio: Any = "auto") -> SelfSpec:
+def fixed_draft(search: OnTheFlySearch, ratio: Any = "auto") -> SelfSpec:
     """Drafts of three tokens, some of which are rejected."""
     return SelfSpec(SkipLayers(search=search, ratio=ratio), FixedLength(3))
 
@@ -64,13 +83,6 @@ def lines_of(spec: SelfSpec) -> dict[str, str]:
     """The lines of the statistics, by what comes first in them."""
     assert spec.stats is not None
     return {line[:24].rstrip(): line[25:] for line in str(spec.stats).splitlines()}
-
-
-def after_prefill(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Target, Text]:
-    """Rows of these lengths, all tokens of which but the last are in the cache; prepare the target to use it."""
-    width = max(lengths)
-    ids = torch.randint(3, 90, (len(lengths), width), generator=torch.Generator().manual_seed(1))
-    return prefilled(model, ids, lengths)
 
 
 def prefilled(model: PreTrainedModel, ids: torch.Tensor, lengths: tuple[int, ...]) -> tuple[Target, Text]:
@@ -84,16 +96,6 @@ def prefilled(model: PreTrainedModel, ids: torch.Tensor, lengths: tuple[int, ...
     return target, text
 
 
-def keys_and_values(target: Target, text: Text) -> list[torch.Tensor]:
-    """Copies of what the cache holds of the text."""
-    return [
-        buffer[row, :, :root].clone()
-        for layer in target.cache.layers
-        for buffer in layer.buffers()
-        for row, root in enumerate(text.last_slots())
-    ]
-
-
 # Without a model, in a space of ten layers ---------------------------------------------------------------------------
 
 
@@ -101,61 +103,5 @@ def space(layers: int = 10) -> SkipSpace:
     return SkipSpace(layers, tuple((layer, name) for layer in range(1, layers - 1) for name in ("attention", "mlp")))
 
 
-COSTS = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.5, token=0.01, step=0.0, num_layers=10)
-
-
-def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
-    """What a stopwatch shows where forwards cost that."""
-    early, attention = space.timed_plans()
-    seconds = {
-        "early": costs.draft(early) - costs.step,
-        "attention": costs.draft(attention) - costs.step,
-        "full": costs.plain(),
-        "few": costs.plain() + costs.several + costs.num_layers * costs.token,
-        "many": costs.plain() + costs.several + costs.num_layers * costs.token * (MANY - 1),
-        "draft": costs.draft(early),
-    }
-    return Stopwatch(early, attention, {name: [time] for name, time in seconds.items()})
-
-
-def use_times(search: SkipSearch) -> None:
-    """Forwards were timed on a text."""
-    search.timings.seconds = timings(space(), COSTS).seconds
-    search.time()
-
-
-def predicted(share: float, tokens: int = 32) -> list[Trace]:
-    """Of a text of 32 tokens by default a set predicts this share, equally likely everywhere."""
-    return [Trace(np.full((1, tokens), share), np.full((1, tokens), 0.9))]
-
-
 def skipping(*places: int) -> LayerPlan:
     return space().plan(places)
-
-
-def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule) -> float:
-    runs = replays(traces, [rule], plan, COSTS, 25)
-    return COSTS.plain() / runs.seconds_per_token.item()
-
-
-def timed_search(settings: Search, start: LayerPlan, rules: Sequence[Rule] = (FixedLength(2),)) -> SkipSearch:
-    """A search for a ratio, too, where forwards have been timed."""
-    search = SkipSearch(settings, space(), 0.5, start, auto=True, rules=rules)
-    use_times(search)
-    search.begin_window()
-    return search
-
-
-CAREFUL, BOLD = skipping(0, 3, 8, 11), skipping(*range(1, 11))
-SHARES = ((CAREFUL, 0.9), (BOLD, 0.8))
-
-
-def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan = BOLD) -> None:
-    """One round, with the share of drafted tokens that is accepted."""
-    search.watch(plan, drafted, round(share * drafted), 1 + round(share * drafted))
-
-
-def draft_much(search: SkipSearch, share: float) -> None:
-    for _ in range(trials._WATCHED // 16):
-        draft(search, share)
-    search.begin_window()

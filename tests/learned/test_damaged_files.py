@@ -42,7 +42,7 @@ def written(folder: Path, **settings: Any) -> Path:
     [
         ({"cache_dir": "/elsewhere"}, "it sets cache_dir, which a file cannot set. It may set draft, "),
         (
-            {"draft": {"class": "SkipLayers", "search": {"class": "ClosestLayers", "folder": "/"}}},
+            {"draft": {"class": "SkipLayers", "search": {"class": "OnTheFlySearch", "folder": "/"}}},
             "it sets draft.search.folder, which a file cannot set. It may set context_window, max_steps",
         ),
         ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which is not"),

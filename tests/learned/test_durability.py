@@ -29,7 +29,7 @@ from hf_selfspec.learned.findings import locked
 from hf_selfspec.learned.knowledge import _write_rest
 from hf_selfspec.learned.saving import Key
 
-pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path) -> None:
 
 
 def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
+    spec = fresh(SEARCHES["begun"], cache_dir=tmp_path)
     generate(llama, prompt(), 20, assistant=spec)
     before, stats = spec._knowledge.latest(llama), spec.stats
     plans = [done.plan for done in before.trials]
@@ -123,10 +123,8 @@ def test_an_interruption_keeps_the_trials(llama: PreTrainedModel, tmp_path: Path
     assert_lossless(llama, spec)
 
 
-@pytest.mark.every_run("search")
-@pytest.mark.parametrize("spec", [SEARCHES["swift, ratio given"], SelfSpec.layerskip()], ids=["search", "probe"])
-def test_a_second_spec_starts_tuned(spec: SelfSpec, llama: PreTrainedModel, tmp_path: Path) -> None:
-    first, second = (fresh(spec, cache_dir=folder) for folder in (tmp_path, str(tmp_path)))
+def test_a_second_spec_starts_tuned(llama: PreTrainedModel, tmp_path: Path) -> None:
+    first, second = (fresh(SEARCHES["ratio given"], cache_dir=folder) for folder in (tmp_path, str(tmp_path)))
     generate(llama, prompt(), 24, assistant=first)
     assert begins_with(llama, second) == (first.choice(llama), first.stats.phase)
     assert second.stats.plan == first.choice(llama).plan.picture()
@@ -138,7 +136,7 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
         """How many sets two new ones begin with, the second after a long call of the first."""
         known = []
         for tokens in (20, 2):
-            spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path, **changes)
+            spec = fresh(SEARCHES["over"], cache_dir=tmp_path, **changes)
             generate(model, prompt(), 2, assistant=spec)
             known.append(len(spec._knowledge.latest(model).trials))
             generate(model, prompt(), tokens, assistant=spec)
@@ -155,7 +153,7 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
 
 def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
     """A process that makes one kind of call leaves what another finds for others, before or meanwhile."""
-    specs = [fresh(SEARCHES["clasp, over"], cache_dir=tmp_path) for _ in range(3)]
+    specs = [fresh(SEARCHES["over"], cache_dir=tmp_path) for _ in range(3)]
     for tokens in (2, 20):
         for spec, rows in zip(specs, (1, 2, 1), strict=True):
             generate(llama, prompt(rows), tokens, assistant=spec)
@@ -166,7 +164,7 @@ def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_cache_files_that_cannot_be_used(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Findings begin anew, those of searches and those of texts, with one warning for each file, and take its place."""
-    draft, expected = Cascade((Lookup(), SEARCHES["clasp, over"].draft)), generate(llama, prompt(), 20)
+    draft, expected = Cascade((Lookup(), SEARCHES["over"].draft)), generate(llama, prompt(), 20)
 
     def used() -> list[str]:
         spec = SelfSpec(draft, cache_dir=tmp_path)
@@ -205,14 +203,14 @@ def test_a_call_writes_a_file_once(llama: PreTrainedModel, tmp_path: Path, monke
     replace, sync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *paths: [written.append("replaced"), replace(*paths)])
     monkeypatch.setattr(os, "fsync", lambda file: [written.append("synced"), sync(file)])
-    generate(llama, prompt(), 20, assistant=fresh(SEARCHES["swift"], cache_dir=tmp_path))
+    generate(llama, prompt(), 20, assistant=fresh(SEARCHES["begun"], cache_dir=tmp_path))
     # What a power failure must not leave empty is on the disk before it takes the old one's place.
     assert written == ["synced", "replaced"]
 
 
 def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path / "file")
+    spec = fresh(SEARCHES["over"], cache_dir=tmp_path / "file")
     with pytest.warns(UserWarning, match="cannot be written"):
         found = generate(llama, prompt(), 20, assistant=spec)
     assert torch.equal(found, generate(llama, prompt(), 20))
@@ -309,7 +307,7 @@ def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warn
 
 
 @pytest.mark.usefixtures("no_warnings_yet")
-@pytest.mark.parametrize("draft", [Lookup(), SEARCHES["clasp"].draft], ids=["texts", "search"])
+@pytest.mark.parametrize("draft", [Lookup(), SEARCHES["begun"].draft], ids=["texts", "search"])
 def test_a_write_that_failed_is_tried_again_at_the_end(
     draft: Any, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +329,7 @@ def test_a_write_that_failed_is_tried_again_at_the_end(
 
 def test_a_call_leaves_a_write_to_another_thread(llama: PreTrainedModel, tmp_path: Path) -> None:
     """And what it has found to the next call, or the end."""
-    spec = fresh(SEARCHES["clasp"], cache_dir=tmp_path)
+    spec = fresh(SEARCHES["begun"], cache_dir=tmp_path)
     file = spec._knowledge_of(llama)._file(Key((False, False), ""))
     assert file is not None
     with locked(file.path, 0.0):

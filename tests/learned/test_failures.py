@@ -13,14 +13,11 @@ from transformers import PreTrainedModel
 from helpers.architectures import build
 from helpers.findings import LAYERS, SEARCHES, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import AdaptiveThreshold, Cascade, EarlyExit, Lookup, SelfSpec, SkipLayers
+from hf_selfspec import AdaptiveThreshold, Cascade, EarlyExit, Lookup, SelfSpec
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controlled import ControlledDrafter
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
-from hf_selfspec.drafts.free.looking import LastLogits
 from hf_selfspec.drafts.free.suffix import SuffixIndex
-from hf_selfspec.drafts.layers import searching
-from hf_selfspec.drafts.layers.probing import ProbingDraft
 from hf_selfspec.drafts.layers.searching import SearchingDraft
 from hf_selfspec.drafts.stop.adaptive import _Adapting
 from hf_selfspec.generate.decoder import Decoder
@@ -29,15 +26,12 @@ from hf_selfspec.learned.knowledge import Knowledge
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.fingerprint import Fingerprint
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.exit_study import ExitStudy
-from hf_selfspec.search.forward_costs import Stopwatch
 from hf_selfspec.search.skip_search import SkipSearch
 
-pytestmark = [pytest.mark.usefixtures("no_grad", "no_warnings_yet"), pytest.mark.machine("forwards_cost")]
+pytestmark = pytest.mark.usefixtures("no_grad", "no_warnings_yet")
 
 TOKENS = 46
-SKIPS = replace(SEARCHES["clasp"], draft=Cascade([Lookup(), SEARCHES["clasp"].draft]))
-PROBES = SelfSpec(Cascade([Lookup(), EarlyExit(None)]))
+SKIPS = replace(SEARCHES["begun"], draft=Cascade([Lookup(), SEARCHES["begun"].draft]))
 ADAPTS = SelfSpec(EarlyExit(3), AdaptiveThreshold())
 
 
@@ -86,8 +80,6 @@ OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 BROKEN = RuntimeError("broken")
 AFTER: dict[str, tuple[SelfSpec, Any, str, Exception]] = {
     "texts": (SKIPS, LookupFindings, "end", OUT),
-    "search": (SKIPS, SearchingDraft, "finish", BROKEN),
-    "probe": (PROBES, ProbingDraft, "finish", OUT),
     "report": (SKIPS, ControlledDrafter, "report", BROKEN),
     "state": (SKIPS, SkipSearch, "state", BROKEN),
     "state of texts": (SKIPS, LookupFindings, "state", OUT),
@@ -96,7 +88,7 @@ AFTER: dict[str, tuple[SelfSpec, Any, str, Exception]] = {
 }
 
 
-@pytest.mark.every_run("texts|probe|state of texts|file|statistics")
+@pytest.mark.every_run("texts|state of texts|file|statistics")
 @pytest.mark.parametrize("place", AFTER)
 def test_what_fails_after_the_last_token(
     place: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,23 +116,10 @@ def test_what_fails_once_the_text_is_whole(
     assert failing.calls
 
 
-def test_plain_texts_are_not_lost_for_their_statistics(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SelfSpec(EarlyExit(None))
-    monkeypatch.setattr(ExitStudy, "is_idle", True)
-    told(model, spec)
-    Failing(monkeypatch, ExitStudy, "report", BROKEN)
-    (told_once,) = told(model, spec)
-    assert "broken" in told_once
-
-
-SAMPLED = {"do_sample": True}
 WITHIN: dict[str, tuple[SelfSpec, Any, str, dict[str, Any]]] = {
     "trial": (SKIPS, SkipSearch, "register", {}),
-    "forward of a trial": (SKIPS, SearchingDraft, "_traces", {}),
-    "closest layers": (SKIPS, searching, "closest_layers", {}),
-    "timings": (SKIPS, Stopwatch, "measure", {}),
-    "look": (PROBES, ProbingDraft, "_probe", {}),
-    "logits": (SKIPS, LastLogits, "add", SAMPLED),
+    "forward of a trial": (SKIPS, SearchingDraft, "_matchness", {}),
+    "sampled": (SKIPS, SkipSearch, "propose", {"do_sample": True}),
     "read along": (SKIPS, controlled, "Tops", {}),
     "text": (SKIPS, SuffixIndex, "extend", {}),
     "draft": (SKIPS, ControlledDrafter, "propose", {}),
@@ -148,7 +127,7 @@ WITHIN: dict[str, tuple[SelfSpec, Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every_run("trial|look|text")
+@pytest.mark.every_run("trial|text")
 @pytest.mark.parametrize("place", WITHIN)
 def test_memory_that_runs_out_in_a_round_ends_learning(
     place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
@@ -212,35 +191,22 @@ def hooked(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, li
     hook.remove()
 
 
-@pytest.mark.every_run("falcon_h1-search-3")
+@pytest.mark.every_run("falcon_h1-3")
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    ("draft", "looks"),
-    [
-        (SkipLayers(search=SEARCHES["clasp"].draft.search), (SearchingDraft, "_traces")),
-        (EarlyExit(None), (ProbingDraft, "_traces")),
-    ],
-    ids=["search", "probe"],
-)
 def test_a_forward_that_ends_half_way_leaves_the_text_as_it_was(
-    hooked: tuple[PreTrainedModel, list[bool]],
-    draft: Any,
-    looks: tuple[Any, str],
-    rows: int,
-    monkeypatch: pytest.MonkeyPatch,
+    hooked: tuple[PreTrainedModel, list[bool]], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values, and recurrent states, of some layers are those of a look that was not finished."""
     model, full = hooked
-    owner, name = looks
-    original = getattr(owner, name)
+    original = SearchingDraft._matchness
 
     def look(*args: Any, **kwargs: Any) -> Any:
         full.append(len(full) < 2)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, look)
+    monkeypatch.setattr(SearchingDraft, "_matchness", look)
     inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
-    spec = SelfSpec(Cascade([Lookup(), draft]))
+    spec = replace(SKIPS)
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(**inputs, **options)
     with pytest.warns(UserWarning, match="went on without drafts"):

@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
-from hf_selfspec import ClosestLayers, CostTree, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec import OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.drafts import Cascade, EarlyExit, Lookup, SkipLayers
 from hf_selfspec.drafts.stop.adaptive import AdaptiveThreshold
 from hf_selfspec.drafts.stop.calibrated import CalibratedEntropy
@@ -25,7 +25,7 @@ from hf_selfspec.drafts.stop.rules import ConfidenceThreshold, FixedLength, Prod
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.fingerprint import Fingerprint, samples
 
-pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.machine("forwards_cost")]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def llama() -> PreTrainedModel:
         SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
         SelfSpec.layerskip(stop=AdaptiveThreshold(ProductThreshold(0.6), 0.7)),
         SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
-        SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
-        SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
+        SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=TopKTree()),
+        SelfSpec(SkipLayers((3,), (4,), OnTheFlySearch(8, 9, 3)), tree=TopKTree()),
         SelfSpec(Cascade([Lookup(9), EarlyExit(2)]), CalibratedEntropy(0.3)),
     ],
-    ids=["default", "exit", "probe", "skip", "swift", "clasp", "cascade"],
+    ids=["default", "exit", "probe", "skip", "swift", "search from a set", "cascade"],
 )
 def test_settings_come_back(spec: SelfSpec, tmp_path: Path) -> None:
     spec.save_pretrained(tmp_path / "a" / "b")
@@ -54,45 +54,25 @@ def test_settings_come_back(spec: SelfSpec, tmp_path: Path) -> None:
     assert repr(loaded) == repr(spec)
 
 
-@pytest.mark.every_run("clasp-1")
-@pytest.mark.parametrize(("name", "rows"), [("clasp", 1), ("swift, ratio given", 2)])
+@pytest.mark.every_run("begun-1")
+@pytest.mark.parametrize(("name", "rows"), [("begun", 1), ("ratio given", 2)])
 def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name])
     generate(llama, prompt(rows), 24, assistant=spec)
     choice, phase, found = spec.choice(llama), spec.stats.phase, spec._knowledge.latest(llama)
     assert phase == ("acceleration" if "given" in name else "optimization")
-    assert (choice.stop is None) == ("given" in name)
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert begins_with(llama, loaded, rows)[0] == choice
     assert_lossless(llama, loaded, rows=rows)
     again = loaded._knowledge.latest(llama)
     assert len(found.trials) >= 3
-    kept = list(again.trials)[: len(found.trials)]
-    assert sorted(trial.matchness for trial in kept) == pytest.approx(sorted(found.history), abs=1e-4)
-    assert again.timings.latest == found.timings.latest
+    assert list(again.trials)[: len(found.trials)] == list(found.trials)
     assert again.generated > found.generated
 
 
-def test_a_probes_choice_comes_back(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """It stands until there is as much new text as it was chosen by."""
-    spec = SelfSpec.layerskip()
-    generate(llama, prompt(2), 24, assistant=spec)
-    choice = spec.choice(llama)
-    assert choice.layer is not None
-    spec.save_pretrained(tmp_path, llama)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    assert loaded.choice(llama) is None
-    for seed, tokens in enumerate((4, 8)):
-        generate(llama, prompt(2, seed=seed), tokens, assistant=loaded)
-        assert loaded.choice(llama) == choice
-        assert loaded.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
-    generate(llama, prompt(2, seed=8), 32, assistant=loaded)
-    assert loaded.choice(llama).tokens > choice.tokens
-
-
 def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = fresh(SEARCHES["clasp, over"])
+    spec = fresh(SEARCHES["over"])
     choices = []
     for options in ({}, {"do_sample": True}):
         torch.manual_seed(0)
@@ -121,7 +101,7 @@ def saved_in(folder: Path, spec: SelfSpec, model: PreTrainedModel) -> Path:
 @pytest.fixture(scope="module")
 def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished search of the Llama; its file is small."""
-    return saved_in(tmp_path_factory.mktemp("saved"), fresh(SEARCHES["clasp, over"], tree=CostTree()), llama)
+    return saved_in(tmp_path_factory.mktemp("saved"), fresh(SEARCHES["over"], tree=TopKTree()), llama)
 
 
 def test_pickles_begin_with_what_the_file_holds(llama: PreTrainedModel, saved: Path) -> None:
@@ -157,7 +137,7 @@ def test_findings_are_not_saved_for_another_model(saved: Path, tmp_path: Path) -
 
 
 def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -> None:
-    other, spec = tiny_llama(4), fresh(SEARCHES["clasp, over"])
+    other, spec = tiny_llama(4), fresh(SEARCHES["over"])
     for model in (llama, other):
         generate(model, prompt(), 20, assistant=spec)
     with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):
@@ -180,7 +160,7 @@ def test_a_peft_model(tmp_path: Path) -> None:
         settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
         return peft.get_peft_model(base, settings).eval()
 
-    model, spec = adapted(0), fresh(SEARCHES["clasp, over"])
+    model, spec = adapted(0), fresh(SEARCHES["over"])
     generate(model, prompt(), 24, assistant=spec)
     spec.save_pretrained(tmp_path, model)
     loaded, same = SelfSpec.from_pretrained(tmp_path), adapted(0)
@@ -280,18 +260,9 @@ def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
             yield from places(content[index], (*keys, index))
 
 
-@pytest.fixture(scope="module")
-def saved_probe(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_in(tmp_path_factory.mktemp("probe"), SelfSpec.layerskip(), llama)
-
-
 @pytest.mark.parametrize("value", [None, -1, [[0.5]]], ids=repr)
-@pytest.mark.parametrize("kind", ["saved", "saved_probe"])
-def test_findings_that_do_not_fit(
-    kind: str, value: Any, llama: PreTrainedModel, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_findings_that_do_not_fit(value: Any, saved: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
     """Whatever was changed: the output is that of the model, or one error names the file before any forward."""
-    saved = request.getfixturevalue(kind)
     content, plain, refused = json.loads((saved / FILE).read_text()), generate(llama, prompt(), 3), 0
     forwards: list[int] = []
     handle = llama.register_forward_pre_hook(lambda *_: forwards.append(1))

@@ -14,8 +14,8 @@ import torch
 import hf_selfspec
 from helpers.fitted import arguments, heads_of, rows
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_llama
-from hf_selfspec import ClosestLayers, CostTree, FixedLength, SelfSpec, TopKTree, audit
-from hf_selfspec.drafts import EarlyExit, SkipLayers
+from hf_selfspec import FixedLength, OnTheFlySearch, SelfSpec, TopKTree, audit
+from hf_selfspec.drafts import EarlyExit
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.reduced_head import ReducedHead
@@ -31,8 +31,10 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "tree": lambda: SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((1.0, 2),))),
     "layerskip": SelfSpec.layerskip,
     "swift": lambda: SelfSpec.swift(0.4, tree=TopKTree()),
-    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
-    "cost tree": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), FixedLength(3), CostTree()),
+    "search": lambda: SelfSpec.swift(search=OnTheFlySearch(8, 50, 5, budget=1.0)),
+    "reduced head": lambda: SelfSpec(
+        EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), FixedLength(3), TopKTree()
+    ),
     "kangaroo": lambda: SelfSpec.kangaroo(Adapter(2, 64, 4)),
     "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
     "heads": lambda: SelfSpec.dssd(heads_of(MODEL, 0.5, (1, 3))),

@@ -20,7 +20,7 @@ from helpers.architectures import build as build_text
 from helpers.calls import PAST, calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import IMAGE, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
-from hf_selfspec import ClosestLayers, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec import FixedLength, OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.drafts import EarlyExit, EarlyExitAdapter, SkipLayers
 from hf_selfspec.drafts.heads.adapter import AdapterDraft
 from hf_selfspec.errors import UnsupportedModelError, UnsupportedOptionError
@@ -102,7 +102,6 @@ DRAFTS: dict[str, Callable[[], SelfSpec]] = {
     "lookup": SelfSpec.lookup,
     "layerskip": SelfSpec.layerskip,
     "swift": lambda: SelfSpec(SkipLayers(search=OnTheFlySearch(8, target_matchness=1.0, budget=1.0))),
-    "clasp": lambda: SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0))),
     "prompt lookup": lambda: SelfSpec(PromptLookupCandidateGenerator(max_matching_ngram_size=2, max_length=200)),
 }
 

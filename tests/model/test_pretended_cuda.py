@@ -39,14 +39,14 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
 FEW = [(spec, "greedy", 3, "two devices") for spec in ("tree", "skips", "adapter")] + [
     ("layerskip", "greedy", 3),
     ("cascade", "drawn", 3),
-    ("closest", "greedy", 1),
+    ("search", "greedy", 1),
     ("rule", "penalty", 3),
     ("block", "greedy", 3, "two devices"),
     ("window", "eos", 3),
     ("block beside", "greedy", 3),
 ]
 DRAFTS = (
-    "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "closest", "adapter", "lora", "probe",
+    "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "search", "adapter", "lora", "probe",
     "heads", "reduced", "cascade", "block", "window", "block beside",
 )  # fmt: skip
 

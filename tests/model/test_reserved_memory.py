@@ -15,12 +15,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 from helpers.calls import PAST
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import (
-    ClosestLayers,
-    CostTree,
     EarlyExit,
     FixedLength,
+    OnTheFlySearch,
     SelfSpec,
-    SkipLayers,
     TopKTree,
 )
 
@@ -50,8 +48,7 @@ SPECS: dict[str, tuple[SelfSpec, int]] = {
     "line": (SelfSpec(EarlyExit(3), FixedLength(1024), max_draft=1024), NEW + 1),
     "rule": (SelfSpec(EarlyExit(3), max_draft=1024), NEW + 1),
     "tree": (SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(((1.0, 256),))), 4 * VOCABULARY),
-    "priced tree": (SelfSpec(EarlyExit(3), FixedLength(4), CostTree(1.0, most=256)), 4 + VOCABULARY),
-    "window": (SelfSpec(SkipLayers(search=ClosestLayers(context_window=400))), 25 + 1),
+    "window": (SelfSpec.swift(search=OnTheFlySearch(context_window=400)), 25 + 1),
 }
 
 

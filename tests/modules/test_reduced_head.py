@@ -82,23 +82,6 @@ def test_drawn_tokens_have_the_models_distribution() -> None:
     check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))
 
 
-@pytest.mark.machine("forwards_cost")
-def test_a_probe_knows_of_it() -> None:
-    """Exits are compared by what they would draft: nothing pays where tokens are never right."""
-    llama = tiny_llama(factor=0.01)
-    greedy = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    inputs = ragged_batch((9,))
-    text = llama.generate(**inputs, **greedy)
-    wrong = sorted(set(range(VOCABULARY)) - set(text[0, 9:].tolist()))
-    spec = SelfSpec(EarlyExit(head=head_of(wrong)))
-    assert torch.equal(llama.generate(**inputs, **greedy, assistant=spec), text)
-    assert spec.stats.accepted == 0
-    usual = SelfSpec(EarlyExit())
-    for each in (spec, usual, usual):
-        llama.generate(**inputs, **greedy, assistant=each)
-    assert spec.stats.drafted == 0 < usual.stats.accepted
-
-
 def test_models_that_do_not_tell_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
 

@@ -11,21 +11,24 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from helpers.architectures import build
 from helpers.models import tiny_llama
 from hf_selfspec import (
+    AdaptiveThreshold,
     ConfidenceThreshold,
-    CostTree,
     FixedLength,
     OfflineSearch,
     OnTheFlySearch,
     SelfSpec,
+    TopKTree,
     tune,
 )
 from hf_selfspec.drafts import SkipLayers
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search import bayes
+from hf_selfspec.search.skip_space import SkipSpace
 from hf_selfspec.search.tuning import PROGRESS_NAME, _Tuning
 
 TEXTS = ["def add(a, b):", "Once upon a time", "1 + 1 ="]
@@ -74,8 +77,7 @@ class Timings:
         assert len(self.asked) < 200, "this has no end"
         if len(self.asked) == self.interrupt_at:
             raise KeyboardInterrupt
-        best = spec.stop == FixedLength(4)
-        return SPEED * self.drift * self.of(plan) * (0.9 if best else 1.0)
+        return SPEED * self.drift * self.of(plan)
 
 
 @pytest.fixture
@@ -85,7 +87,6 @@ def fake(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     def begin(known: set[int] | None = None, **settings: Any) -> Timings:
         times = Timings(llama, known or {0, 3, 4}, **settings)
         monkeypatch.setattr(_Tuning, "seconds", lambda self, spec, rows=None: times.seconds(spec))
-        monkeypatch.setattr(_Tuning, "first_sets", lambda self: [])
         return times
 
     return begin
@@ -103,12 +104,12 @@ def test_tuning_with_real_timings(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "tune: no set of blocks", UserWarning)
         spec = tune(
-            llama, tokenizer, TEXTS[:1], search=OfflineSearch(3, 1), max_new_tokens=3, tree=CostTree(), folder="~"
+            llama, tokenizer, TEXTS[:1], search=OfflineSearch(3, 1), max_new_tokens=3, tree=TopKTree(), folder="~"
         )
     assert isinstance(spec.draft, SkipLayers)
     assert spec.draft.attention or spec.draft.mlp
-    assert spec.stop is not None
-    assert spec.tree == CostTree()
+    assert spec.stop == AdaptiveThreshold(ConfidenceThreshold())
+    assert spec.tree == TopKTree()
     ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(5))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(llama.generate(ids, assistant=spec, **options), llama.generate(ids, **options))
@@ -130,12 +131,20 @@ def test_a_known_best_set_of_another_size_is_found(
     assert set(times.rules) == {FixedLength(3)}
 
 
-def test_the_fastest_rule_is_found(tuned: Callable[..., SelfSpec], fake: Callable[..., Timings]) -> None:
-    times = fake()
-    spec = tuned(search=OfflineSearch(6, 6))
-    assert spec.stop == FixedLength(4)
-    assert set(times.rules[:6]) == {ConfidenceThreshold()}
-    assert times.places(spec) == times.space.places(min(times.asked[:6], key=times.of))
+def test_whole_layers_are_proposed_by_what_others_took(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a layer is skipped as a whole or not at all, as in Mamba."""
+    model, asked = build("mamba2"), list[int]()
+    monkeypatch.setattr(_Tuning, "seconds", lambda self, spec, rows=None: SPEED * (1.0 if spec is None else 0.5))
+
+    def suggest(space: SkipSpace, speeds: dict[LayerPlan, float], *_: Any, **__: Any) -> LayerPlan:
+        asked.append(len(speeds))
+        return space.plan(range(len(space.blocks)))
+
+    monkeypatch.setattr(bayes, "suggest", suggest)
+    tune(model, tokenizer, TEXTS, search=OfflineSearch(3, 2))
+    assert asked[0] == 2
 
 
 def test_nothing_is_faster(tuned: Callable[..., SelfSpec], fake: Callable[..., Timings]) -> None:
@@ -180,7 +189,7 @@ def test_steps_that_cannot_be_gone_on_with(
 ) -> None:
     """Those of another search, and a broken file: each is named, and stays as it is, and nothing is timed."""
     again = partial(tune, tokenizer=tokenizer, search=OfflineSearch(3, 3), folder=tmp_path)
-    fake()
+    fake(set(range(12)))
     again(llama, texts=TEXTS)
     path = tmp_path / PROGRESS_NAME
     content = path.read_text()
@@ -218,7 +227,7 @@ def test_an_own_rule_cannot_be_saved(
     def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(logits), dtype=torch.bool)
 
-    times = fake()
+    times = fake(set(range(12)))
     with pytest.raises(SettingError, match=r"tune\(stop\) is <function .*never.*cannot be saved"):
         tuned(search=OfflineSearch(2, 2), stop=never, folder=tmp_path)
     assert not times.asked

@@ -113,7 +113,7 @@ def test_tune(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["tune", "--model", model, "--data", str(data), "--max-prompt-tokens", "3", *words]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({str(tmp_path / 'tuned')!r}))"
-    assert SelfSpec.from_pretrained(tmp_path / "tuned").draft.attention
+    assert SelfSpec.from_pretrained(tmp_path / "tuned").draft.search is None
 
 
 def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

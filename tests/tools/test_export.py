@@ -5,6 +5,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from helpers.multimodal import build as build_multimodal
 from helpers.processes import peft_calls_old_name, python
 from hf_selfspec import (
     Cascade,
-    ClosestLayers,
     DraftSource,
     DynamicExit,
     EarlyExit,
     EarlyExitAdapter,
     FixedLength,
     Lookup,
+    OnTheFlySearch,
     SelfSpec,
     SelfSpecError,
     SettingError,
@@ -248,21 +249,19 @@ def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path:
 
 
 def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    spec = SelfSpec(cache_dir=tmp_path / "cache")
+    spec = SelfSpec.swift(search=OnTheFlySearch(8, budget=1.0))
+    spec = replace(spec, cache_dir=tmp_path / "cache")
     with pytest.raises(SettingError, match=r"has chosen no part of LlamaForCausalLM yet.*Generate"):
         spec.export_draft(tmp_path / "draft", llama)
     llama.generate(**TEXT, max_new_tokens=40, do_sample=False, assistant=spec)
     search = spec._knowledge.latest(llama, lambda findings: isinstance(getattr(findings, "choice", None), SkipChoice))
     plan = LayerPlan(6, frozenset({2, 3}), frozenset({3}))
-    search.choice = SkipChoice(plan, False, None, 1.0, 0.5, 0.5)
-    with pytest.raises(SettingError, match=r"found no part of LlamaForCausalLM that pays on this machine"):
-        spec.export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
-    search.choice = SkipChoice(plan, True, None, 1.5, 0.9, 0.9)
+    search.choice = SkipChoice(plan, 0.9)
     search.changed()
     spec._knowledge_of(llama).write()
     spec.save_pretrained(tmp_path / "spec", llama)
-    others = SelfSpec(cache_dir=tmp_path / "cache"), SelfSpec.from_pretrained(tmp_path / "spec")
+    others = replace(spec), SelfSpec.from_pretrained(tmp_path / "spec")
     for each in (spec, *others):  # also of another process
         each.export_draft(tmp_path / "draft", llama)
         assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
@@ -282,7 +281,7 @@ def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
     "lookup": (lambda model: Lookup(), UnsupportedOptionError, "layers of the model alone"),
     "two sources": (
-        lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=ClosestLayers())]),
+        lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=OnTheFlySearch())]),
         SettingError,
         "has 2 sources besides its free drafts",
     ),

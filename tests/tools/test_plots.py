@@ -3,18 +3,16 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
 
 from helpers.models import tiny_llama
-from hf_selfspec import ClosestLayers, GenerationStats, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec import GenerationStats, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.proposers import SkipSpace
-from hf_selfspec.search.replay import Trace
 from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.search.skip_space import SkipSpace
 from hf_selfspec.tools import plots as pictures
 
 LAYERS = 8
@@ -43,8 +41,7 @@ def test_sets_are_drawn_at_their_steps() -> None:
     better = LayerPlan(LAYERS, frozenset([3]), frozenset([2]))
     search = SkipSearch(OnTheFlySearch(), space, 0.2, start)
     for plan, matchness in ((start, 0.3), (start, 0.3), (better, 0.9), (start, 0.2), (better, 0.8)):
-        accept = (np.arange(10) < round(10 * matchness))[None].astype(float)
-        search.register(plan, [Trace(accept, np.full((1, 10), 0.5))])
+        search.register(plan, matchness)
     assert list(search.best_sets) == [(0, start), (3, better)]
     figure = pictures.plot([GenerationStats(tokens=5, total_seconds=1.0, timeline=[(5, 1.0)])], search)
     axes = figure.axes[0]
@@ -59,7 +56,7 @@ def test_sets_are_drawn_at_their_steps() -> None:
 
 
 def test_a_search_is_drawn(tmp_path: Path) -> None:
-    model, spec = tiny_llama(6, factor=0.6), SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0), ratio=0.4))
+    model, spec = tiny_llama(6, factor=0.6), SelfSpec(SkipLayers(search=OnTheFlySearch(8, budget=1.0), ratio=0.4))
     model.generate(torch.tensor([[3, 5, 2]]), max_new_tokens=40, do_sample=False, pad_token_id=0, assistant=spec)
     figure = spec.plot(tmp_path / "search.png")
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")

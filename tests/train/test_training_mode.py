@@ -14,9 +14,9 @@ from helpers.architectures import build
 from helpers.machine import Machine
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import (
-    ClosestLayers,
     EarlyExit,
     FixedLength,
+    OnTheFlySearch,
     SelfSpec,
     SkipLayers,
     TopKTree,
@@ -31,7 +31,7 @@ SPECS = {
     "exit": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3)),
     "skip": SelfSpec(draft=SkipLayers(attention=[1], mlp=[2]), stop=FixedLength(3)),
     "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
-    "search": SelfSpec(draft=SkipLayers(search=ClosestLayers())),
+    "search": SelfSpec(draft=SkipLayers(search=OnTheFlySearch())),
 }
 
 

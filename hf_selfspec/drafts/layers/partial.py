@@ -61,7 +61,6 @@ class PartialDraft(BaseDrafter):
         bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
         grown = GrowingDraft(text, max_new, is_read=bound is None)
         feed = text.last_tokens()
-        reach: torch.Tensor | None = None
         while grown.depth < limit and any(grown.drafting):
             step = self._step(text, feed, roots.ahead(grown.depth), grown.drafting)
             self.steps += 1
@@ -77,13 +76,11 @@ class PartialDraft(BaseDrafter):
                 break
             width = 1
             if self.session.tree is not None:
-                top = logits.softmax(-1).topk(min(self.session.tree.most, logits.shape[-1])).values
-                reach = torch.ones_like(top[:, 0]) if reach is None else reach
-                width = min(self.session.tree.width(*_of_rows(grown.drafting, top, reach)), top.shape[-1])
+                top = _of_rows(grown.drafting, logits.softmax(-1).amax(-1))
+                width = min(self.session.tree.width(top), logits.shape[-1])
                 # The rest of the line has to fit, too.
                 room = self.session.affordable(limit * width) - grown.size - (limit - grown.depth - 1)
                 width = max(1, min(width, room))
-                reach = reach * top[:, 0]
             picks, q = self._pick(scores, width)
             grown.add(picks, q, step.prefix_state if prefix else None)
             feed = picks[:, :1]
@@ -207,8 +204,7 @@ def _check_probe(session: Session, plan: LayerPlan) -> None:
         )
 
 
-def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:
+def _of_rows(wanted: list[bool], values: torch.Tensor) -> torch.Tensor:
     if all(wanted):
-        return list(values)
-    rows = upload([row for row, wants in enumerate(wanted) if wants], values[0].device)
-    return [value.index_select(0, rows) for value in values]
+        return values
+    return values.index_select(0, upload([row for row, wants in enumerate(wanted) if wants], values.device))

@@ -9,7 +9,7 @@ from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.plan import LayerPlan, check_plan
 from ...search.choice import SkipChoice
-from ...search.proposers import OnTheFlySearch, Search
+from ...search.skip_space import OnTheFlySearch
 from ...validation import MOST_LAYERS, check_count, check_share
 from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 from .partial import PartialDraft
@@ -25,10 +25,8 @@ class SkipLayers(DraftSource):
         attention: layers whose attention block is skipped.
         mlp: layers whose MLP block is skipped.
         search: looks for a better set while text is generated, starting from this one; ``None`` keeps this one.
-        ratio: share of the blocks of all layers but the first and the last that the sets of the search skip. With
-            ``"auto"`` it starts at 0.4, at 0.45 from 10 and 0.5 from 30 billion parameters on (SWIFT's settings for 7,
-            13 and 70), and then follows the most expected tokens per second, by measured costs; no draft is made where
-            none would be faster than one-token steps.
+        ratio: share of the blocks of all layers but the first and the last that the sets of the search skip;
+            ``"auto"`` for SWIFT's: 0.4, 0.45 from 10 and 0.5 from 30 billion parameters on.
 
     If no blocks are given, both blocks of every second layer from 1 to ``L-2`` are skipped. The first and the last
     layer cannot be skipped (SWIFT always keeps them).
@@ -39,14 +37,12 @@ class SkipLayers(DraftSource):
 
     attention: tuple[int, ...] | None = None
     mlp: tuple[int, ...] | None = None
-    search: Search | None = None
+    search: OnTheFlySearch | None = None
     ratio: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.search is not None and not isinstance(self.search, Search):
-            raise SettingTypeError(
-                f"SkipLayers(search) must be OnTheFlySearch(), ClosestLayers() or None, got {self.search!r}."
-            )
+        if self.search is not None and not isinstance(self.search, OnTheFlySearch):
+            raise SettingTypeError(f"SkipLayers(search) must be OnTheFlySearch() or None, got {self.search!r}.")
         if self.ratio != "auto":
             check_share("SkipLayers(ratio)", self.ratio, zero=False, one=False)
             if self.search is None:
@@ -111,13 +107,13 @@ class SkipLayers(DraftSource):
         if self.search is None:
             return
         window = self.search.context_window
-        name = f"{type(self.search).__name__}(context_window={window})"
+        name = f"OnTheFlySearch(context_window={window})"
         if anatomy.max_positions is not None and window >= anatomy.max_positions:
             raise SettingError(
                 f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
                 "Give a shorter window; 32 is usual."
             )
-        if isinstance(self.search, OnTheFlySearch) and max_new is not None and max_new <= window:
+        if max_new is not None and max_new <= window:
             warn_once(
                 f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
                 "more, or give a shorter window.",

@@ -14,7 +14,7 @@ returns what is called while one generation runs (:class:`RunningRule`).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from ...validation import MOST_DRAFT, check_count, check_share
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-_Values = TypeVar("_Values", torch.Tensor, np.ndarray)
 
 
 class RunningRule(Protocol):
@@ -98,20 +97,9 @@ class BoundedRule:
             )
         return sure.float()
 
-    def value(self, before: _Values | None, sure: _Values) -> _Values:
+    def value(self, before: torch.Tensor | None, sure: torch.Tensor) -> torch.Tensor:
         """What is compared with the threshold, given a token's confidence and this value for the token before it."""
         return sure
-
-    def lengths(self, sure: np.ndarray, max_draft: int) -> np.ndarray:
-        """The lengths ``[b, n]`` of drafts from each token on, in texts with these confidences that wrap around."""
-        n, most = sure.shape[1], longest_draft(self, max_draft)
-        ahead = np.tile(sure, most // n + 2)
-        values, value = list[np.ndarray](), None
-        for depth in range(most):
-            value = self.value(value, ahead[:, depth : depth + n])
-            values.append(value)
-        is_low = np.stack(values) < self.threshold
-        return np.where(is_low.any(0), is_low.argmax(0) + 1, most)
 
 
 class RunningBound(RunningRule):
@@ -240,7 +228,7 @@ class ProductThreshold(BoundedRule):
     threshold: float = 0.4
     confidence: Confidence | None = None
 
-    def value(self, before: _Values | None, sure: _Values) -> _Values:
+    def value(self, before: torch.Tensor | None, sure: torch.Tensor) -> torch.Tensor:
         return sure if before is None else before * sure
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:

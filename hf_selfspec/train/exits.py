@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
-from .anatomy import Anatomy
-from .internals import CHECKPOINTING
-from .patching import (
+from ..model.anatomy import Anatomy
+from ..model.internals import CHECKPOINTING
+from ..model.patching import (
     Autocast,
     InstanceForwards,
     PerThread,
