@@ -20,6 +20,7 @@ from .drafts import SkipLayers as SkipLayers
 from .drafts.attached import load_head as load_head
 from .drafts.grammar import Grammar as Grammar
 from .drafts.grammar import register_grammar as register_grammar
+from .drafts.layers.choice import ExitChoice as ExitChoice
 from .drafts.siblings import TopKTree as TopKTree
 from .drafts.stateless import register_stateless as register_stateless
 from .drafts.stop.adaptive import AdaptiveThreshold as AdaptiveThreshold
@@ -51,11 +52,8 @@ from .modules.reduced_head import ReducedHead as ReducedHead
 from .modules.shipped import MtpFormat as MtpFormat
 from .modules.shipped import load_mtp as load_mtp
 from .modules.shipped import register_mtp_format as register_mtp_format
-from .search.choice import ExitChoice as ExitChoice
-from .search.choice import SkipChoice as SkipChoice
+from .search.skip_search import SkipChoice as SkipChoice
 from .search.skip_space import OnTheFlySearch as OnTheFlySearch
-from .search.tuning import OfflineSearch as OfflineSearch
-from .search.tuning import tune as tune
 from .selfspec import SelfSpec as SelfSpec
 from .stats import GenerationStats as GenerationStats
 from .tools.audits import Audit as Audit
@@ -70,6 +68,8 @@ from .tools.exit_report import exit_report as exit_report
 from .tools.inspection import Inspection as Inspection
 from .tools.inspection import Share as Share
 from .tools.inspection import inspect_model as inspect_model
+from .tools.tuning import OfflineSearch as OfflineSearch
+from .tools.tuning import tune as tune
 from .train.adapter import fit_adapter as fit_adapter
 from .train.early_exit_loss import EarlyExitLoss as EarlyExitLoss
 from .train.early_exit_loss import Gradual as Gradual

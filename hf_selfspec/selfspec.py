@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from .drafts.cascade import Cascade
 from .drafts.free.lookup import Lookup
 from .drafts.free.observing import observe
+from .drafts.layers.choice import ExitChoice
 from .errors import SettingError
 from .generate.call import Call, serve
 from .generate.refusals import check_options
@@ -27,8 +28,7 @@ from .learned import saving
 from .learned.files import path_of, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.encoding import checked_texts, token_ids
-from .search.choice import ExitChoice, SkipChoice
-from .search.skip_search import SkipSearch
+from .search.skip_search import SkipChoice, SkipSearch
 from .settings import Settings
 from .stats import GenerationStats
 from .validation import StrPath, check_count

@@ -20,9 +20,10 @@ from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.mtp import MtpHead
-from ..search.choice import ExitChoice, SkipChoice
+from ..search.skip_search import SkipChoice
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
+from .layers.choice import ExitChoice
 from .scoring import Scorer
 from .siblings import Tree
 from .stop.rules import Memory, StopRule, longest_draft

@@ -26,12 +26,7 @@ from ..drafts.scoring import Scorer
 from ..drafts.siblings import Tree
 from ..drafts.source import Session
 from ..drafts.stateless import stateful
-from ..errors import (
-    UnsupportedModelError,
-    left_to_plain,
-    only_warned,
-    warn_once,
-)
+from ..errors import UnsupportedModelError, left_to_plain, only_warned, warn_once
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.attention.exact import reduced_precision

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -31,9 +31,6 @@ from .plan import LayerPlan, Substitutes
 from .prompt import cache_name
 from .transfer import RowNumbers
 
-if TYPE_CHECKING:
-    from .graphs.graph_runner import GraphRunner
-
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
 # these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).
 _KEPT_ROUNDS = 3
@@ -57,7 +54,7 @@ class Target:
     forward_seconds: float = field(init=False, default=0.0)
     active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
     autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
-    graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
+    graphs: Any = field(init=False, default=None)  # the `GraphRunner` of forwards over a few tokens, None for none
     waited_seconds: float = field(init=False, default=0.0)  # for graphs to be made
     # Forwards so far that were not run as later ones like them will be.
     unrepresentative_forwards: int = field(init=False, default=0)

@@ -1,6 +1,9 @@
 """The search for blocks to skip: what it tries, the best set so far, and when it ends or begins again (SWIFT §4.1)."""
 
+from __future__ import annotations
+
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +13,6 @@ from ..learned.findings import Findings
 from ..model.forks import new_lock
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
-from .choice import SkipChoice
 from .skip_space import OnTheFlySearch, SkipSpace
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
@@ -28,6 +30,27 @@ class Trial(NamedTuple):
     plan: LayerPlan
     matchness: float
     generated: int
+
+
+@dataclass(frozen=True)
+class SkipChoice:
+    """The set of skipped blocks that a search has chosen so far.
+
+    Attributes:
+        plan: the blocks that run in a draft.
+        matchness: share of the last tokens that the set predicted when it was tried, 0 before that.
+    """
+
+    plan: LayerPlan
+    matchness: float
+
+    def state(self) -> dict[str, Any]:
+        return {"set": self.plan.picture(), "matchness": self.matchness}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> SkipChoice:
+        """The inverse of :meth:`state`; raises KeyError, TypeError or ValueError for anything else."""
+        return cls(LayerPlan.of_picture(state["set"]), as_number(state["matchness"]))
 
 
 class SkipSearch(Findings):

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter, process_time
@@ -32,7 +31,7 @@ from ..model.patching import evaluating
 from ..model.transfer import wait_for
 from ..train.prompts import read_rows
 from ..validation import StrPath, check_count
-from .comparison import Comparison, measures
+from .comparison import Call, Comparison, measures
 from .differences import first_differences
 from .methods import LAYERS, PLAIN, Method, Methods, fitting, methods_of
 
@@ -62,21 +61,6 @@ class Batch(NamedTuple):
         ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         return cls(prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}", ids, mask)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One timed call of ``generate``; ``ids`` are the new ones of each row, up to the end of its text."""
-
-    kind: str
-    ids: list[list[int]]
-    seconds: float
-    rounds: tuple[int, int, int] | None = None  # rounds, drafted and accepted tokens of a ``SelfSpec``
-    left_to_generate: str = ""
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.ids))
 
 
 def compare(

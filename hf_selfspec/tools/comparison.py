@@ -26,8 +26,6 @@ from .tables import as_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .compare import Call
-
 # The fewest prompts for an interval. With few prompts the bootstrap's intervals are too narrow: for means of lognormal
 # speeds (σ = 0.3) they cover the true mean in 79 % of cases with 4 prompts, in 88 % with 10, in 93 % with 20 (1,500
 # simulated cases).
@@ -48,6 +46,21 @@ _NOTE = (
     "Drafts alone: over plain generate with the same linear layers. Tokens a round: with the bonus token."
 )
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One timed call of ``generate``; ``ids`` are the new ones of each row, up to the end of its text."""
+
+    kind: str
+    ids: list[list[int]]
+    seconds: float
+    rounds: tuple[int, int, int] | None = None  # rounds, drafted and accepted tokens of a ``SelfSpec``
+    left_to_generate: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
 
 
 def measures(

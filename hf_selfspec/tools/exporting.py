@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ..drafts.layers.choice import ExitChoice
 from ..drafts.source import DraftSource
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
@@ -27,7 +28,7 @@ from ..model.plan import LayerPlan
 from ..modules.draft_module import CONFIG
 from ..modules.mtp import MtpHead
 from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
-from ..search.choice import ExitChoice, SkipChoice
+from ..search.skip_search import SkipChoice
 from ..validation import StrPath
 from .checkpoint import draft_model
 

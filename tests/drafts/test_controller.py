@@ -14,13 +14,7 @@ from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.models import ragged_batch
-from hf_selfspec import (
-    Cascade,
-    EarlyExit,
-    Lookup,
-    SelfSpec,
-    Session,
-)
+from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, Session
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import ArmStats, Controller, Measurements
 from hf_selfspec.drafts.cost_curve import SIZES, CostCurve

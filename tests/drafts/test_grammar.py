@@ -25,14 +25,7 @@ from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
 from helpers.watched import watched
-from hf_selfspec import (
-    ConfidenceThreshold,
-    Draft,
-    FixedLength,
-    SelfSpec,
-    Text,
-    TopKTree,
-)
+from hf_selfspec import ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree
 from hf_selfspec.drafts import BaseDrafter, DraftSource, EarlyExit, SkipLayers
 from hf_selfspec.drafts.grammar import XGrammar
 from hf_selfspec.drafts.grammar.rows import GrammarMask, with_grammars

@@ -15,7 +15,14 @@ from helpers.calls import unchanged
 from helpers.models import damp, ragged_batch, tiny_llama
 from helpers.sampling import peak
 from helpers.searches import Clock, generated, prompt
-from hf_selfspec import AdaptiveThreshold, Cascade, EarlyExit, Lookup, SelfSpec, SettingTypeError
+from hf_selfspec import (
+    AdaptiveThreshold,
+    Cascade,
+    EarlyExit,
+    Lookup,
+    SelfSpec,
+    SettingTypeError,
+)
 from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.drafts.stop.rules import Memory
 from hf_selfspec.model.anatomy import Anatomy

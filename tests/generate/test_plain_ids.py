@@ -25,13 +25,7 @@ from helpers.calls import PAST, Recorder, random_skip_set
 from helpers.fitted import adapter_of, heads_of, mtp_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from helpers.sources import Alternating, Recalled
-from hf_selfspec import (
-    OnTheFlySearch,
-    Quantized,
-    ReducedHead,
-    SelfSpec,
-    TopKTree,
-)
+from hf_selfspec import OnTheFlySearch, Quantized, ReducedHead, SelfSpec, TopKTree
 from hf_selfspec.drafts import (
     MTP,
     Cascade,

@@ -26,10 +26,7 @@ from helpers.sampling import check_exact, exact_joint, llama, sample
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.drafts import stateless
 from hf_selfspec.drafts.stateless import is_stateless
-from hf_selfspec.errors import (
-    SettingTypeError,
-    UnsupportedModelError,
-)
+from hf_selfspec.errors import SettingTypeError, UnsupportedModelError
 
 MODEL = tiny_llama(4, factor=0.5)
 END = 50

@@ -35,14 +35,7 @@ from hf_selfspec import (
     TopKTree,
     errors,
 )
-from hf_selfspec.drafts import (
-    Cascade,
-    EarlyExit,
-    EarlyExitAdapter,
-    Lookup,
-    SkipLayers,
-    controller,
-)
+from hf_selfspec.drafts import Cascade, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers, controller
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.drafts.layers.partial import PartialDraft
 from hf_selfspec.generate.decoder import Decoder

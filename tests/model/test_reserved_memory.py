@@ -14,13 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from helpers.calls import PAST
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    TopKTree,
-)
+from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 

@@ -8,13 +8,7 @@ from helpers.findings import generate
 from helpers.models import tiny_llama
 from helpers.sampling import VOCABULARY, does_not_take_siblings_out_of_q, peaked
 from helpers.watched import drafts_into
-from hf_selfspec import (
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft
 from hf_selfspec.generate import walk
 

@@ -11,9 +11,16 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MambaConfig, MambaForC
 
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
-from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, compare
-from hf_selfspec.tools.compare import Call
-from hf_selfspec.tools.comparison import measures, speedup
+from hf_selfspec import (
+    Comparison,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    compare,
+)
+from hf_selfspec.tools.comparison import Call, measures, speedup
 from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, Method, methods_of
 
 TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]

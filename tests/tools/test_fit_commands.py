@@ -21,14 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from helpers.calls import check_lossless
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.processes import told_in_one_line
-from hf_selfspec import (
-    Adapter,
-    EarlyExit,
-    ExitHeads,
-    ReducedHead,
-    SelfSpec,
-    fit_reduced_head,
-)
+from hf_selfspec import Adapter, EarlyExit, ExitHeads, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.tools.cli import main
 from hf_selfspec.train.prompts import texts
 

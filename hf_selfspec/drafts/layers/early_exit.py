@@ -16,12 +16,12 @@ from ...model.head import HeadRows
 from ...model.plan import LayerPlan
 from ...modules.draft_module import DraftModule, module_of
 from ...modules.reduced_head import ReducedHead
-from ...search.choice import ExitChoice, MeasuredExits
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
 from ..controlled import among
 from ..controller import Measurements
 from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 from ..stop.rules import FixedLength
+from .choice import ExitChoice, MeasuredExits
 from .partial import PartialDraft
 
 _M = TypeVar("_M", bound=DraftModule)

@@ -8,7 +8,7 @@ from ...errors import SettingError, SettingTypeError, UnsupportedModelError, war
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.plan import LayerPlan, check_plan
-from ...search.choice import SkipChoice
+from ...search.skip_search import SkipChoice
 from ...search.skip_space import OnTheFlySearch
 from ...validation import MOST_LAYERS, check_count, check_share
 from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session

@@ -26,9 +26,9 @@ from ..model.fingerprint import Fingerprint
 from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
+from ..search.skip_space import SkipSpace
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count
-from .skip_space import SkipSpace
 
 # The file of steps, and how many sets are timed again at the end, and how often, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
@@ -175,7 +175,7 @@ class _Tuning:
     def _propose(self, rng: np.random.Generator) -> LayerPlan:
         if len(self.speeds) < self.search.random_steps:
             return self.space.random(rng, float(rng.uniform(*_RATIOS)))
-        from .bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
+        from ..search.bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
 
         return suggest(self.space, self.speeds, rng, resize=True)
 

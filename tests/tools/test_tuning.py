@@ -29,7 +29,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import bayes
 from hf_selfspec.search.skip_space import SkipSpace
-from hf_selfspec.search.tuning import PROGRESS_NAME, _Tuning
+from hf_selfspec.tools.tuning import PROGRESS_NAME, _Tuning
 
 TEXTS = ["def add(a, b):", "Once upon a time", "1 + 1 ="]
 SPEED = 0.01
