@@ -56,11 +56,6 @@ class Text:
         """Whether a token was chosen, which a streamer may have shown."""
         return max(self.lengths) > self.prompt_width
 
-    def first_slots(self) -> list[int]:
-        """For each row the first slot whose token can go through the model again; embedded prompts have no ids."""
-        fixed = self.fixed or [0] * self.batch_size
-        return [max(0, base, count) for base, count in zip(self.base, fixed, strict=True)]
-
     def last_slots(self) -> RowNumbers:
         """Cache slot of each row's last token, the one that has not been through the whole model yet."""
         return self._last_slots
@@ -78,21 +73,6 @@ class Text:
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """The indices ``[b, count]`` of the columns that start ``first`` columns after each row's end."""
         return self._ends.ahead(first).onwards(count, self.ids.device).expand(self.batch_size, count)
-
-    def tokens_before(self, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-        """For each row the ``n`` tokens before ``slots``: the slot of the first one, and the tokens ``[b, n]``.
-
-        Rows with fewer tokens start at ``first``; what follows their tokens is junk.
-
-        Args:
-            slots: for each row the slot after the tokens.
-            n: number of tokens.
-            first: for each row the first slot at which a forward can begin.
-        """
-        starts = [max(slot - n, *least) for slot, *least in zip(slots, self.first_slots(), first, strict=True)]
-        first_columns = RowNumbers([start - base for start, base in zip(starts, self.base, strict=True)])
-        columns = first_columns.onwards(n, self.ids.device).clamp(max=self.ids.shape[1] - 1)
-        return starts, self.ids.gather(1, columns.expand(self.batch_size, n))
 
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
         """One row's tokens and ``ahead`` scratch columns, ``[1, s]``."""

@@ -10,7 +10,7 @@ from hf_selfspec import (
     ProductThreshold,
     SelfSpec,
 )
-from hf_selfspec.drafts import SkipLayers
+from hf_selfspec.drafts import Cascade, Lookup, SkipLayers
 from hf_selfspec.search.skip_space import OnTheFlySearch
 
 
@@ -18,5 +18,6 @@ from hf_selfspec.search.skip_space import OnTheFlySearch
 def test_a_preset_returns_the_class_that_it_was_called_on(preset: type[SelfSpec]) -> None:
     adaptive = AdaptiveThreshold(ProductThreshold(0.8))
     assert preset.layerskip(3, 14) == preset(EarlyExit(3), FixedLength(14), max_draft=14)
+    assert preset().draft == Cascade((Lookup(),))
     assert preset.swift(0.4) == preset(SkipLayers(search=OnTheFlySearch(), ratio=0.4), ConfidenceThreshold())
     assert preset.adaspeed(3) == preset(EarlyExit(3), adaptive, max_draft=12)

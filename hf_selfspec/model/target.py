@@ -175,11 +175,6 @@ class Target:
         self._is_installed = False
         self._installed.close()
 
-    def first_slots(self) -> list[int]:
-        """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
-        slot_of = dict(zip(self.rows, self.cache.first_slots(), strict=True))
-        return [slot_of.get(row, 0) for row in range(len(self.roots))]
-
     # Forwards ------------------------------------------------------------------------------------------------------
 
     def needs_no_mask(self, cursors: Sequence[int], lengths: Sequence[int]) -> bool:

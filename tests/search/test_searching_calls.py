@@ -1,6 +1,7 @@
 """Calls that search while they generate: their tokens, what their trials see, what drafts meanwhile and afterwards."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,12 +77,14 @@ def test_matchness_is_the_share_of_the_text_that_the_set_predicts(
     search = OnTheFlySearch(context_window=window, budget=1.0, target_matchness=1.0)
     spec = SelfSpec(SkipLayers(search=search, ratio=0.2), FixedLength(1))
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0}
+    torch.manual_seed(0)
+    prompts = generated(model, prompt(rows, 2), first - 2, **options)  # of which sets predict some, but it is not new
     if not do_sample:
-        end, ends = an_end(generated(model, prompt(rows, first), 30)[:, first:])
+        end, ends = an_end(generated(model, prompts, 30)[:, first:])
         assert min(ends) < 10
         options = {"eos_token_id": end}
     torch.manual_seed(0)
-    generated(model, prompt(rows, first), 30, assistant=spec, **options)
+    generated(model, prompts, 30, assistant=spec, **options)
     assert len({plan for plan, _ in tried}) > 5
     assert any(len({row.shape[1] for row in texts}) > 1 for _, texts in tried)
     matched = []
@@ -185,14 +188,19 @@ def test_rounds_of_an_earlier_set_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert len(anew) == changes > 0
 
 
-def test_two_searches_in_one_cascade_learn_apart() -> None:
+def test_two_searches_in_one_cascade_learn_apart(tmp_path: Path) -> None:
     """Each tries and keeps sets of its own size, also in a file."""
     sources = [SkipLayers(search=OnTheFlySearch(8, 6, budget=1.0), ratio=ratio) for ratio in (0.2, 0.6)]
     model, spec = tiny_llama(8), SelfSpec(Cascade([Lookup(), *sources]))
     generated(model, prompt(), 40, assistant=spec)
-    searches = [found for found in spec._knowledge_of(model).all_findings() if isinstance(found, SkipSearch)]
-    sizes = [{len(found.space.places(trial.plan)) for trial in list(found.trials)[1:]} for found in searches]
-    assert sizes == [{2}, {7}]
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    generated(model, prompt(), 10, assistant=loaded)
+    for each in (spec, loaded):
+        searches = [found for found in each._knowledge_of(model).all_findings() if isinstance(found, SkipSearch)]
+        sizes = [{len(found.space.places(trial.plan)) for trial in list(found.trials)[1:]} for found in searches]
+        assert sizes == [{2}, {7}]
+        assert {found.phase for found in searches} == {"acceleration"}
 
 
 def test_kinds_of_calls_search_for_themselves() -> None:

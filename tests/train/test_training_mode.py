@@ -31,7 +31,7 @@ SPECS = {
     "exit": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3)),
     "skip": SelfSpec(draft=SkipLayers(attention=[1], mlp=[2]), stop=FixedLength(3)),
     "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
-    "search": SelfSpec(draft=SkipLayers(search=OnTheFlySearch())),
+    "search": SelfSpec(draft=SkipLayers(search=OnTheFlySearch(8, budget=1.0))),
 }
 
 

@@ -42,7 +42,7 @@ class SearchingDraft(PartialDraft):
         self._budget = Budget(search.budget, self.target.clock)
         self._generated = 0
         self.target.cache.reserve(min(self._window, session.new_tokens))
-        self.target.cache.look_back(self._window, writes=False)
+        self.target.cache.look_back(self._window)
         self._use_best()
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

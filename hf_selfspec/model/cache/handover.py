@@ -25,8 +25,7 @@ def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, 
     for recurrent in cache.recurrent:
         recurrent.take_states(past.layers[recurrent.index], slots)
     if cache.window is not None:
-        held = [source.keys.shape[2] for source in past.layers if window_of(source) and source.is_initialized]
-        cache.window.begin(slots, min(held, default=length), cache.capacity)
+        cache.window.begin(slots, cache.capacity)
     cache.was_given = True
     for index, source in enumerate(past.layers):
         if getattr(source, "keys", None) is None:

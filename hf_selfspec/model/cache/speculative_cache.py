@@ -68,18 +68,9 @@ class SpeculativeCache(Cache, WriteRange):
     def _logs(self) -> list[StateLog]:
         return [log for layer in self.recurrent for log in layer.logs()]
 
-    def look_back(self, slots: int, writes: bool = True) -> None:
-        """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens, and what
-        their windows see if forwards over them write there (in scratch slots they can do with less)."""
+    def look_back(self, slots: int) -> None:
+        """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
         self._history = max(self._history, slots)
-        if self.window is not None and writes:
-            self.window.history = max(self.window.history, slots)
-
-    def first_slots(self) -> list[int]:
-        """For each row the first slot at which a forward can begin; 0 unless what it needs was dropped."""
-        firsts = {log.timeline.floor for log in self._logs}
-        window = [] if self.window is None else [self.window.first_slots()]
-        return [max(slots) for slots in zip([0] * len(self.cursors), *firsts, *window, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
         """Moves the checkpoint of recurrent states, and the end of windows, to these slots, one for each row."""

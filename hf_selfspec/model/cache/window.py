@@ -47,21 +47,15 @@ class Window(WriteRange):
 
     def __init__(self, size: int, rows: int) -> None:
         self.size = size  # how many tokens see each other
-        self.history = 0  # slots before the last token at which forwards may begin
         self.grain = 1  # of which capacities are multiples
         none = RowNumbers([0] * rows)
         # For each row the slot of the text that is the buffers' first (negative where other rows are longer), in this
-        # forward and after it, that of its last token, and the first that has keys and values.
-        self.bases = self.next_bases = self.roots = self._floors = none
+        # forward and after it, and that of its last token.
+        self.bases = self.next_bases = self.roots = none
         self.firsts, self.length, self.offset = none, 0, 0  # for each row the first slot that is read, and how many
         # Slots that are there before and after a prompt that does not fit into the buffers, None for other forwards.
         self.overflow: tuple[int, int] | None = None
         self.write_at(none)
-
-    @property
-    def kept(self) -> int:
-        """Slots before the last token that stay."""
-        return self.size + self.history
 
     def seek(self, cursors: RowNumbers, new: int, counts: Sequence[int] | None, before: int, limit: int) -> None:
         """Makes room for ``new`` tokens from ``cursors`` on, in a prefill ``counts`` real ones in each row. In the text
@@ -74,7 +68,7 @@ class Window(WriteRange):
         if (needed := max(cursors.minus(self.bases)) + new) > self.capacity:
             self.reserve(limit)
         if needed > self.capacity:
-            reach = min(self.kept, max(self.roots))
+            reach = min(self.size, max(self.roots))
             self.bases = self.roots.ahead(-reach)
             needed = max(cursors.minus(self.bases)) + new
             self.capacity = 0  # what a long draft needed is no longer held
@@ -82,7 +76,7 @@ class Window(WriteRange):
             if counts is None:
                 self.capacity = max(self.capacity, -(-needed // self.grain) * self.grain)
             elif needed > self.capacity:
-                self.overflow = reach, min(self.kept, max(ends))
+                self.overflow = reach, min(self.size, max(ends))
         self.next_bases, self.roots, origin = self.bases, ends, self.bases
         if self.overflow is not None:
             self.next_bases = self.roots.ahead(-self.overflow[1])
@@ -96,26 +90,19 @@ class Window(WriteRange):
         end = max(cursors) + new
         self.offset = self.firsts[0] if self.firsts.are_equal else max(end - self.length, 0) + 1
 
-    def begin(self, roots: Sequence[int], kept: int, limit: int) -> None:
-        """Begins with a text before these slots, of which the last ``kept`` have keys and values."""
+    def begin(self, roots: Sequence[int], limit: int) -> None:
+        """Begins with a text before these slots."""
         self.roots = RowNumbers.of(roots)
         self.reserve(limit)
-        self.bases = self.next_bases = self.roots.ahead(-min(self.kept, max(roots)))
-        self._floors = RowNumbers([max(root - kept, 0) for root in roots])
+        self.bases = self.next_bases = self.roots.ahead(-min(self.size, max(roots)))
 
     def reserve(self, limit: int) -> None:
         """Makes the capacity that of a window and some tokens, at most ``limit`` slots."""
         room = max(self.size // _SHARE, _LEAST, self.grain)
-        self.capacity = max(self.capacity, min(-(-(self.kept + room) // self.grain) * self.grain, limit))
-
-    def first_slots(self) -> list[int]:
-        """For each row the first slot at which a forward can begin."""
-        least = [floor + self.size - 1 if floor else 0 for floor in self._floors]
-        behind = [root - self.history if root > self.kept else 0 for root in self.roots]
-        return list(map(max, least, behind))
+        self.capacity = max(self.capacity, min(-(-(self.size + room) // self.grain) * self.grain, limit))
 
     def keep_rows(self, kept: Sequence[int]) -> None:
-        for name in ("bases", "next_bases", "roots", "_floors"):
+        for name in ("bases", "next_bases", "roots"):
             setattr(self, name, rows_of(getattr(self, name), kept))
 
 
