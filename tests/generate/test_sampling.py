@@ -97,7 +97,7 @@ def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch
     given, processors = OPTIONS[options]
     check_exact(sample(replace(NAMED[name]), rows=400, calls=3, **given), exact_joint(llama(), processors))
     drawn = {"named": 0, "drawn tree and named": 2}.get(name, 1)
-    assert sum(one == drawn and named >= 1 for one, named in mixed) > 30
+    assert sum(one == drawn and named >= 1 for one, named in mixed) > 10
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ SPECS: dict[str, tuple[SelfSpec, int]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:OnTheFlySearch:UserWarning")  # its window is longer than the text
 @pytest.mark.parametrize("name", SPECS)
 def test_room_is_for_what_a_call_can_use(name: str, llama: LlamaForCausalLM) -> None:
     spec, ahead = SPECS[name]
