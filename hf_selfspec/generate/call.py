@@ -295,7 +295,7 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     names = [field.name for field in fields(call) if field.name not in ("anatomy", "model_kwargs", "default_of")]
     options = {name: getattr(call, name) for name in names} | call.model_kwargs
     begun = perf_counter()
-    with without_checkpointing(call.model):
+    with without_checkpointing(call.model, call.anatomy.view.modules):
         output = sample(**options)
     seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):

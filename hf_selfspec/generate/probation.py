@@ -262,7 +262,7 @@ def _by_plain(short: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits.append(scores.clone())
         return scores
 
-    with without_checkpointing(short.model):
+    with without_checkpointing(short.model, short.anatomy.view.modules):
         ids = sample(
             short.model,
             short.input_ids,

@@ -124,10 +124,10 @@ class Unseen:
             if not (is_quantized and library in _PARTS and _treats_rows_alone(model, module)):
                 holder = () if library in _PARTS else (module,)  # those keep nothing
                 note(f"modules of class {type(module).__name__}", library in libraries, *holder)
+        methods_of = {each: _methods_of(each) for each in classes}
         for module in modules:  # thousands, so each is looked at once and briefly
-            attributes = module.__dict__
-            type_: Any = type(module)
-            if not attributes.keys().isdisjoint(methods := _methods_of(type_)):
+            attributes, type_ = module.__dict__, type(module)
+            if not attributes.keys().isdisjoint(methods := methods_of[type_]):
                 for name in methods & attributes.keys():
                     method = forward_of_others(module) if name == "forward" else attributes[name]
                     of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}

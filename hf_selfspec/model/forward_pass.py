@@ -22,7 +22,6 @@ from .attention.exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
 from .instance_forward import Forward
 from .kernels.linear import few_token_linears
-from .module_tools import all_modules
 from .patching import (
     Autocast,
     InstanceForwards,
@@ -285,9 +284,10 @@ def partial_forwards(
         for module in (module for of_plan in substitutes for module in of_plan.of):
             forwards.wrap(module, _substituted_forward)
         blocks = {*anatomy.layers, *anatomy.attention}
-        for module in all_modules(model) if is_exact else ():
+        for module in anatomy.view.modules if is_exact else ():
             if has_matrices(module) and module not in blocks:
                 forwards.wrap(module, _exactly)
 
-    with few_token_linears(model, is_speculating), _installations.of(model, partial(_install, anatomy, model), add):
+    faster = few_token_linears(model, is_speculating, anatomy.view.modules)
+    with faster, _installations.of(model, partial(_install, anatomy, model), add):
         yield

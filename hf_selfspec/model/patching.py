@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -13,7 +13,6 @@ import torch.nn as nn
 from ..errors import warn_once
 from .forks import in_children, new_lock
 from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, end_leaving_out, leave_out_of_copies
-from .module_tools import all_modules
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -200,9 +199,10 @@ def does_checkpoint(module: nn.Module) -> bool:
 
 
 @shared_change
-def without_checkpointing(forwards: InstanceForwards, model: nn.Module) -> None:
-    """Suspends gradient checkpointing, with which layers drop the KV cache, and warns of it; training mode stays."""
-    checkpointing = [module for module in all_modules(model) if does_checkpoint(module)]
+def without_checkpointing(forwards: InstanceForwards, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Suspends gradient checkpointing in a model's ``modules``, with which layers drop the KV cache, and warns of it;
+    training mode stays."""
+    checkpointing = [module for module in modules if does_checkpoint(module)]
     if checkpointing:
         warn_once(
             f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "

@@ -77,14 +77,15 @@ class Target:
     @contextmanager
     def prepared(self) -> Iterator[Target]:
         """Prepares the model for speculation, and restores it afterwards."""
+        view = self.anatomy.view
         with as_before(), ExitStack() as stack:
-            stack.enter_context(few_token_linears(self.model, is_speculating))
+            stack.enter_context(few_token_linears(self.model, is_speculating, view.modules))
             stack.callback(self.uninstall)
-            stack.enter_context(without_checkpointing(self.model))
+            stack.enter_context(without_checkpointing(self.model, view.modules))
             stack.enter_context(speculative_attention())
             if self.anatomy.kernels is not None:
                 stack.enter_context(self.anatomy.kernels.served())
-            if self.anatomy.view.is_compiled:
+            if view.is_compiled:
                 stack.enter_context(eagerly())
             if self.graphs is not None:
                 stack.enter_context(self.graphs.running())

@@ -140,11 +140,14 @@ def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
 
 
 @shared_change
-def few_token_linears(forwards: InstanceForwards, model: nn.Module, is_active: Callable[[], bool]) -> None:
+def few_token_linears(
+    forwards: InstanceForwards, model: nn.Module, is_active: Callable[[], bool], modules: Sequence[nn.Module] = ()
+) -> None:
     """Makes the linear layers of ``model`` that are served faster for up to 32 tokens while ``is_active``."""
     first = next(model.parameters())
-    # Others need no look at each layer.
-    modules = all_modules(model) if first.is_cpu and first.dtype is not torch.bfloat16 else []
+    if not first.is_cpu or first.dtype is torch.bfloat16:
+        return  # without a look at each layer
+    modules = modules or all_modules(model)
     parameters = (parameter for module in modules for parameter in module._parameters.values())
     if any(type(parameter) is not nn.Parameter and hasattr(parameter, "device_mesh") for parameter in parameters):
         return  # whole weights exist only during a forward
