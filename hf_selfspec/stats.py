@@ -31,7 +31,6 @@ class GenerationStats:
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
         phase: phase of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
         matchness: matchness of the sets that such a search tried, in order, including those of earlier calls.
-        drafts: whether it was worth drafting with part of the model at the end of the call.
         promise: how far ids are plain ``generate``'s: ``bit for bit`` (see :attr:`SelfSpec.exact`), ``token for token``
             (float32), others where logits are ``near-ties`` (16 bits, or float32 that may be multiplied in TF32 or
             bfloat16 by torch's flags), or the ``distribution`` alone of drawn ones.
@@ -63,7 +62,6 @@ class GenerationStats:
     plan: str = ""
     phase: str = ""
     matchness: list[float] = field(default_factory=list, repr=False)
-    drafts: bool = True
     promise: str = ""
     left_to_generate: str = ""
     checked: str = ""
@@ -76,7 +74,7 @@ class GenerationStats:
     def of_plain(cls, counts: list[int], seconds: float, why: str, plan: str) -> GenerationStats:
         """Statistics of a call that plain ``generate`` has served, from the number of tokens of each row."""
         tokens, rounds = sum(counts), sum(counts) - len(counts)
-        stats = cls(tokens, rounds, total_seconds=seconds, drafts=False, left_to_generate=why, promise="bit for bit")
+        stats = cls(tokens, rounds, total_seconds=seconds, left_to_generate=why, promise="bit for bit")
         stats.accepted_lengths[0] = rounds
         stats.from_draft = [[False] * count for count in counts]
         stats.plan, stats.timeline = plan, [(tokens, seconds)]

@@ -36,8 +36,7 @@ from ..model.forks import cached_property
 from ..model.graphs.graph_runner import GraphRunner
 from ..model.inputs import Inputs
 from ..model.internals import is_cast_by_accelerate, is_of_user, pad_token, sample
-from ..model.kernels.linear import are_faster
-from ..model.module_tools import is_tensor_parallel, others_are_unfinished
+from ..model.module_tools import others_are_unfinished
 from ..model.patching import without_checkpointing
 from ..model.plan import LayerPlan
 from ..model.prompt import Prompt, cache_name, given_cache
@@ -120,7 +119,7 @@ def serve(prepared: Call, spec: Settings) -> Any:
     try:
         unseen = Unseen.of(call.anatomy.view)
         _check(call, spec, knowledge)
-        call, why = _choose(call, spec, knowledge, unseen)
+        call, why = _choose(call, spec, unseen)
         if not why:
             decoder = _build(call, spec, knowledge, unseen)
             return _run(prepared, decoder, knowledge)
@@ -143,16 +142,12 @@ def _check(call: Call, spec: Settings, knowledge: KnowledgeOfCall) -> None:
     check_length(call.model, call.inputs, call.generation_config.max_length)
 
 
-def _choose(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> tuple[Call, str]:
-    """Returns why transformers' own loop serves the call as well or better, for example since no draft pays; else an
-    empty string, and the call with what a comparison has left of what its model supports."""
-    name, findings = call.anatomy.model_name, knowledge.all_findings()
+def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
+    """Returns the call, with what a comparison has left of what its model supports, and why transformers' own loop
+    serves it; empty where we do."""
+    name = call.anatomy.model_name
     if why := why_plain(call.model) or ("" if spec.trust else unseen.why_plain):
         return call, left_to_plain(name, "", UnsupportedModelError(why))
-    is_idle = bool(findings) and all(finding.is_idle for finding in findings)
-    # Tensor-parallel processes each have their own timings of linear layers.
-    if is_idle and (is_tensor_parallel(call.model) or not are_faster(call.anatomy.view.modules, len(call.input_ids))):
-        return call, "no draft pays"
     if call.inputs.prompt.has_gaps:
         warn_once(f"{_GAPS} This call is left to transformers' own loop, in which nothing is drafted.")
         return call, "its prompts have masked columns after their first tokens"
@@ -304,8 +299,5 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
         padding = pad_token(call.generation_config) if eos_tokens else None
         counts = [generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
         stats = GenerationStats.of_plain(counts, seconds, why, LayerPlan(call.anatomy.num_layers).picture())
-        for findings in knowledge.all_findings():
-            if findings.is_idle:
-                findings.report(stats)
         knowledge.knowledge.add_call(stats)
     return output

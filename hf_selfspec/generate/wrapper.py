@@ -61,7 +61,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
             output = original(self, *args, **kwargs)
             seconds = perf_counter() - begun
-            spec._knowledge.add_call(GenerationStats(total_seconds=seconds, drafts=False, left_to_generate=why))
+            spec._knowledge.add_call(GenerationStats(total_seconds=seconds, left_to_generate=why))
             return output
         return original(self, **served)
 

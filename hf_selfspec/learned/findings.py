@@ -25,11 +25,6 @@ class Findings:
 
     changed: Callable[[], object] = staticmethod(lambda: None)  # called when there is something new to save
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the next call can skip drafting and does not need to look at its text."""
-        return False
-
     def report(self, stats: GenerationStats) -> None:
         """Adds what was learned to the statistics of a call."""
 

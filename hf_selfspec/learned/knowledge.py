@@ -185,11 +185,6 @@ class KnowledgeOfCall:
         """As :meth:`of`, for findings that all kinds of calls share, in a file of their own."""
         return self._used(Key(None, name), make)
 
-    def all_findings(self) -> list[Findings]:
-        """All findings for this kind of call, none before the first such call."""
-        with self.knowledge.lock:
-            return [of_key for key, of_key in self._record.findings.items() if key.call_kind in (self.call_kind, None)]
-
     def in_process(self, name: str, make: Callable[[Any], _T]) -> _T:
         """What each process finds out anew for this kind of call; ``make`` begins it, given that of another kind."""
         with self.knowledge.lock:

@@ -197,7 +197,7 @@ def test_two_searches_in_one_cascade_learn_apart(tmp_path: Path) -> None:
     loaded = SelfSpec.from_pretrained(tmp_path)
     generated(model, prompt(), 10, assistant=loaded)
     for each in (spec, loaded):
-        searches = [found for found in each._knowledge_of(model).all_findings() if isinstance(found, SkipSearch)]
+        searches = [found for found in each._knowledge.record(model).findings.values() if isinstance(found, SkipSearch)]
         sizes = [{len(found.space.places(trial.plan)) for trial in list(found.trials)[1:]} for found in searches]
         assert sizes == [{2}, {7}]
         assert {found.phase for found in searches} == {"acceleration"}

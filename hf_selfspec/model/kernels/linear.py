@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TypeGuard
@@ -129,14 +129,6 @@ def linear_layers(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Mod
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Returns whether ``module`` is a large enough float32 linear layer in CPU memory, unchanged by other code."""
     return type(module) is nn.Linear and "forward" not in module.__dict__ and _has_ways(module.weight)
-
-
-def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
-    """Returns whether some of ``modules`` have a faster way than their own forward for ``count`` tokens."""
-    if not 0 < count <= _COUNTS[-1]:
-        return False
-    served = filter(is_served, modules)
-    return any(_fastest.chosen(module.weight).get(_rounded(count), blas) is not blas for module in served)
 
 
 @shared_change
