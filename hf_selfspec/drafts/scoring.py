@@ -132,6 +132,8 @@ def _before_nodes(text: Text, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]
 
 def _penalized(scores: torch.Tensor, processor: Any, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Scores ``[b, t + 1, v]`` with a repetition penalty, by the processor's own arithmetic."""
+    if not tokens.shape[-1]:  # embedded prompts have no ids
+        return scores
     ignored, vocabulary = processor.prompt_ignore_length, scores.shape[-1]
     ignored = ignored.to(scores.device)[:, None, None] if isinstance(ignored, torch.Tensor) else ignored or 0
     counts = (tokens >= 0) & (tokens < vocabulary) & (columns >= ignored)

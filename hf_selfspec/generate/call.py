@@ -139,7 +139,6 @@ def _check(call: Call, spec: Settings, knowledge: KnowledgeOfCall) -> None:
     if call.synced_gpus:
         source.check_synced()
     source.check(call.anatomy, call.max_new)
-    check_length(call.model, call.inputs, call.generation_config.max_length)
 
 
 def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
@@ -151,6 +150,8 @@ def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
     if call.inputs.prompt.has_gaps:
         warn_once(f"{_GAPS} This call is left to transformers' own loop, in which nothing is drafted.")
         return call, "its prompts have masked columns after their first tokens"
+    check_length(call.model, call.inputs, call.generation_config.max_length)
+    _is_exact(call, spec)  # raises where results cannot be
     if not unseen:
         return call, ""
     if call.synced_gpus or (call.max_new is not None and call.max_new < TOKENS):

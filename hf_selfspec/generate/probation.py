@@ -14,6 +14,7 @@ import math
 import random
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ from ..model.anatomy import Anatomy
 from ..model.forks import new_lock
 from ..model.inputs import has_tensors
 from ..model.internals import attention_implementation, sample
-from ..model.module_tools import all_modules
 from ..model.patching import InstanceForwards, without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
 from ..model.transfer import is_out_of_memory
@@ -52,8 +52,8 @@ TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 _TIMES, _TIMES_16 = 16.0, 4.0
 # Never more than this, in standard deviations of the logits; and how much further single logits may be apart.
 _MOST, _MOST_16, _PEAK = 1e-3, 0.5, 10.0
-# How many outcomes are kept for a model.
-_KEPT = 64
+# How many outcomes are kept for a model, and how often a call is compared whose comparison decides nothing.
+_KEPT, _TRIES = 64, 3
 # How far where the embeddings cannot be changed: in standard deviations of the logits and rounding errors of the dtype.
 _ROUNDINGS = 16.0
 
@@ -75,9 +75,15 @@ class Outcome:
         return replace(anatomy, tree=False, ragged=False, replay=False) if self.lines_in_step else anatomy
 
 
-# Of each model, by what was compared, or by the reasons to compare where they decide.
-_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Outcome]] = weakref.WeakKeyDictionary()
-_lock = new_lock()
+class _Outcomes(dict[Hashable, Outcome]):
+    """Of one model, by what was compared, or by the reasons to compare where they decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.unsettled = new_lock(), Counter[Hashable]()
+
+
+_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, _Outcomes] = weakref.WeakKeyDictionary()
 
 # Decodes a call with the drafts of a source, and returns its logits, for each new token ``[b, v]``.
 Decode = Callable[[Any, DraftSource], tuple[torch.Tensor, ...]]
@@ -90,10 +96,10 @@ def outcomes_of(model: PreTrainedModel) -> list[Outcome]:
 
 def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     """Returns whether a call of a model that was not seen can be drafted, and compares what was not compared before."""
-    dropouts = (module for module in all_modules(call.model) if isinstance(module, nn.modules.dropout._DropoutNd))
+    dropouts = (module for module in call.anatomy.view.modules if isinstance(module, nn.modules.dropout._DropoutNd))
     if any(module.training and module.p for module in dropouts):
         return Outcome()  # with dropout, plain generate has other logits each time
-    outcomes = _outcomes.setdefault(call.model, {})
+    outcomes = _outcomes.setdefault(call.model, _Outcomes())
     if outcome := outcomes.get(reasons := (unseen.own, unseen.attached)):
         return outcome
     arguments = {name: value for name, value in call.model_kwargs.items() if name not in CACHE_NAMES}
@@ -114,13 +120,16 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     )
     if outcome := outcomes.get(key):
         return outcome
-    with _lock:
+    with outcomes.lock:
         if outcome := outcomes.get(reasons) or outcomes.get(key):  # by now
             return outcome
         try:
             outcome = _compared(call, unseen, decode)
         except _UnsettledError as unsettled:
-            return Outcome(str(unsettled))
+            outcome = Outcome(str(unsettled))
+            outcomes.unsettled[key] += 1
+            if outcomes.unsettled[key] < _TRIES:
+                return outcome
         if len(outcomes) >= _KEPT:  # the oldest goes
             del outcomes[next(iter(outcomes))]
         outcomes[reasons if outcome is _KEEPS else key] = outcome
@@ -130,7 +139,7 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
 def _compared(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     """Compares a call, and leaves everything as it was before."""
     # Code of others may also write to modules that were seen.
-    before, device = Contents([*unseen.holders, *all_modules(call.model)]), call.input_ids.device
+    before, device = Contents([*unseen.holders, *call.anatomy.view.modules]), call.input_ids.device
     if before.why_opaque:
         return Outcome(before.why_opaque)
     states = random.getstate(), np.random.get_state()

@@ -81,22 +81,21 @@ class Prompt:
             )
         tokens = source[:, -fresh:]
         mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
-        has_positions = _are_unusual(position_ids, mask)
-        stays_padded = not ragged and b > 1
+        valid, stays_padded = mask.bool(), not ragged and b > 1
         padding = mask.long().expand(b, -1) if stays_padded else None
-        if attention_mask is None:
-            base = [width - columns] * b
-            return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions)
-        valid = mask.bool()
-        lengths, has_gaps = valid[:, past_tokens:].sum(1).tolist(), bool((valid[:, :-1] & ~valid[:, 1:]).any())
-        if 0 in lengths and not has_gaps:
+        has_gaps = attention_mask is not None and bool((valid[:, :-1] & ~valid[:, 1:]).any())
+        has_positions = not has_gaps and _are_unusual(position_ids, mask)
+        as_it_is = tokens, [past_tokens] * b, [fresh] * b, [width - columns] * b, width, None, padding
+        if attention_mask is None or has_gaps:
+            return cls(*as_it_is, has_positions, has_gaps)
+        lengths = valid[:, past_tokens:].sum(1).tolist()
+        if 0 in lengths:
             raise SettingError(
                 f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
                 "columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
             )
         if stays_padded:
-            base = [width - columns] * b
-            return cls(tokens, [past_tokens] * b, [fresh] * b, base, width, None, padding, has_positions, has_gaps)
+            return cls(*as_it_is, has_positions)
         total = valid.sum(1).tolist()
         order = _front(valid[:, past_tokens:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
@@ -109,7 +108,6 @@ class Prompt:
             valid=valid,
             padding=None,
             has_positions=has_positions,
-            has_gaps=has_gaps,
         )
 
     def past_columns(self, past_tokens: int) -> torch.Tensor | None:

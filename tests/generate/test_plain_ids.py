@@ -210,10 +210,13 @@ def streamed(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
 
 
 def embedded(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
-    """Embeddings in place of ids, then beside them."""
+    """Embeddings in place of ids, then beside them; with what looks back at the text, which is empty then."""
     embeds = model.get_input_embeddings()(BATCH["input_ids"]).flip(1)
     inputs = {"attention_mask": BATCH["attention_mask"], "inputs_embeds": embeds}
-    return ids(model, assistant, inputs), ids(model, assistant, BATCH | inputs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Passing `repetition_penalty`")  # which leaves the prompt as it is
+        penalized = ids(model, assistant, inputs, repetition_penalty=1.3)
+    return ids(model, assistant, inputs), penalized, ids(model, assistant, BATCH | inputs)
 
 
 def chat(model: PreTrainedModel, first: SelfSpec | None, second: SelfSpec | None, rows_end: bool = False) -> Any:

@@ -862,6 +862,15 @@ def test_what_ran_out_of_memory_is_tried_again(quiet: None) -> None:
     assert not why_plain(model, spec)
 
 
+def test_what_decides_nothing_is_compared_three_times(quiet: None) -> None:
+    model, spec = of_class(Unchanged), SelfSpec.lookup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scripted, "start", started := Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+        for _ in range(5):
+            assert "out of memory" in why_plain(model, spec)
+    assert started.call_count == 3
+
+
 class PassesOn(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
