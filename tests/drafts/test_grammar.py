@@ -224,7 +224,8 @@ def test_forced_text_may_end_within_a_character() -> None:
     info = xgrammar.TokenizerInfo([b"\xc3", b"\xa9", b"\xa8", b"</s>"], stop_token_ids=[3])
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex("(é|è)"))
     bitmask = xgrammar.allocate_token_bitmask(1, 4)
-    assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
+    expected = XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected()
+    assert expected in (0, None)  # since xgrammar 0.2.9 such text ends before the character
 
 
 TABLE = [list(range(2, VOCABULARY, 2)), list(range(3, VOCABULARY, 3)), [7], list(range(2, 30))]
