@@ -47,8 +47,8 @@ class LayerBuffers:
         self.of: tuple[torch.Tensor, ...] = buffer.unbind(0)
 
     def fits(self, states: torch.Tensor) -> bool:
-        like, is_same_type = self.of[0], (states.dtype, states.device) == (self._buffer.dtype, self._buffer.device)
-        return is_same_type and states[:, :, :0].shape == like[:, :, :0].shape
+        (b, k, _, h), (_, *rows, _, width) = states.shape, self._buffer.shape
+        return ([b, k], h, states.dtype, states.device) == (rows, width, self._buffer.dtype, self._buffer.device)
 
     def write(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """Writes ``[b, k, s, h]`` at the cursors, and returns all that attention reads, up to the furthest one."""
