@@ -4,7 +4,6 @@ from .batch import Draft as Draft
 from .batch import Text as Text
 from .batch import Verdict as Verdict
 from .drafts import MTP as MTP
-from .drafts import BaseDrafter as BaseDrafter
 from .drafts import Block as Block
 from .drafts import Cascade as Cascade
 from .drafts import Drafter as Drafter
@@ -12,7 +11,6 @@ from .drafts import DraftSource as DraftSource
 from .drafts import DynamicExit as DynamicExit
 from .drafts import EarlyExit as EarlyExit
 from .drafts import EarlyExitAdapter as EarlyExitAdapter
-from .drafts import FixedDrafter as FixedDrafter
 from .drafts import Lookup as Lookup
 from .drafts import Quantized as Quantized
 from .drafts import Session as Session

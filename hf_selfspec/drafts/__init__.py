@@ -9,9 +9,6 @@ from .heads.mtp import MTP as MTP
 from .layers.early_exit import EarlyExit as EarlyExit
 from .layers.quantized import Quantized as Quantized
 from .layers.skip_layers import SkipLayers as SkipLayers
-from .source import BaseDrafter as BaseDrafter
 from .source import Drafter as Drafter
 from .source import DraftSource as DraftSource
 from .source import Session as Session
-
-FixedDrafter = BaseDrafter  # its former name

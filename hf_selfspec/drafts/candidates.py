@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Prom
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
-from .source import BaseDrafter, Drafter, DraftSource, Session
+from .source import Drafter, DraftSource, Session
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[Candidate
         ) from error
 
 
-class CandidateDraft(BaseDrafter):
+class CandidateDraft(Drafter):
     """Drafts each row's tokens with a ``CandidateGenerator`` of its own, called with ids ``[1, s]`` without padding;
     logits that it returns, ``[1, t, v]``, are used only where tokens were sampled."""
 
@@ -60,7 +60,7 @@ class CandidateDraft(BaseDrafter):
         self.generators = generators
         self.first_slots = [0] * session.num_rows if padding is None else padding.argmax(1).tolist()
         self.vocabulary = session.vocabulary
-        self.longest = session.affordable(session.max_draft)
+        self.longest = session.cap_by_logit_memory(session.max_draft)
         self.scorer = session.scorer
         # For each row that took part the column at which its text begins, its length, and how many tokens were drafted.
         self._requests: list[tuple[int, int, int] | None] = [None] * len(generators)

@@ -14,7 +14,7 @@ from ..modules.shipped import attached_head
 from .attached import source_of
 from .controlled import ControlledDrafter
 from .free.lookup import Lookup
-from .source import BaseDrafter, DraftBlocks, Drafter, DraftSource, FindChoice, Session, completed
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
 @register("draft")
@@ -82,7 +82,7 @@ class Cascade(DraftSource):
         lookup = next(source for source in self.sources if isinstance(source, Lookup))
         free = lookup.free_drafts(session)
         within = replace(session, in_cascade=True)
-        others: dict[str, BaseDrafter] = {}
+        others: dict[str, Drafter] = {}
         for source in chain(self.sources, self._attached(session)):
             if source is lookup:
                 continue
@@ -91,7 +91,7 @@ class Cascade(DraftSource):
                     source.check_synced()
                 source.check(session.anatomy, session.max_new)
                 for arm in source.arms(session.anatomy):
-                    others[repr(arm)] = completed(arm.start(replace(within, name=repr(arm))))
+                    others[repr(arm)] = arm.start(replace(within, name=repr(arm)))
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")

@@ -18,7 +18,7 @@ from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
 from .free.free import FreeDrafts, Seed, parents_of
 from .free.tree import TokenTree
 from .grammar.constrained import allowed
-from .source import BaseDrafter, Drafter, DraftSource, Session, completed
+from .source import Drafter, DraftSource, Session
 
 
 def controller_of(session: Session) -> Controller:
@@ -30,9 +30,8 @@ def controller_of(session: Session) -> Controller:
     )
 
 
-def controlled(drafter: Drafter, session: Session, name: str) -> BaseDrafter:
+def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
     """The drafter of the source ``name`` under a controller if it makes estimates, or where there are grammars."""
-    drafter = completed(drafter)
     always = drafter.expected_speedup == math.inf or session.is_tensor_parallel
     if isinstance(drafter, ControlledDrafter) or (always and not session.constraint):
         return drafter
@@ -42,14 +41,14 @@ def controlled(drafter: Drafter, session: Session, name: str) -> BaseDrafter:
 def among(sources: Iterable[DraftSource], session: Session) -> ControlledDrafter:
     """Drafts with the fastest of some sources, without free drafts."""
     within, arms = replace(session, in_cascade=True), {repr(source): source for source in sources}
-    drafters = {name: completed(arm.start(replace(within, name=name))) for name, arm in arms.items()}
+    drafters = {name: arm.start(replace(within, name=name)) for name, arm in arms.items()}
     return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), drafters)
 
 
-class ControlledDrafter(BaseDrafter):
+class ControlledDrafter(Drafter):
     """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
-    def __init__(self, session: Session, free: FreeDrafts, others: dict[str, BaseDrafter]) -> None:
+    def __init__(self, session: Session, free: FreeDrafts, others: dict[str, Drafter]) -> None:
         self.controller, self.free, self.others, self._session = free.controller, free, others, session
         # Without free drafts, what makes no estimates always drafts.
         always = (session.is_tensor_parallel or other.expected_speedup == math.inf for other in others.values())

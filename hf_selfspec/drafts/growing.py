@@ -20,14 +20,14 @@ class DraftStep:
 
 class GrowingDraft:
     """What was drafted so far: for each row whether its draft is continued (``drafting``) and how many tokens count
-    (``lengths``). ``is_read`` where processors or rules read the draft in the text."""
+    (``lengths``). ``write_to_text`` where processors or rules read the draft in the text."""
 
-    def __init__(self, text: Text, max_new: list[int], is_read: bool = True) -> None:
+    def __init__(self, text: Text, max_new: list[int], write_to_text: bool = True) -> None:
         self.drafting = [count > 0 for count in max_new]
         self.lengths = [0] * text.batch_size
         self._text = text
         self._max_new = max_new
-        self._is_read = is_read
+        self._write_to_text = write_to_text
         self._picks: list[torch.Tensor] = []  # [b, width] for each depth, the token of the line first
         self._qs: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
@@ -45,7 +45,7 @@ class GrowingDraft:
     def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
         """Adds the next depth: tokens ``[b, width]``, the one to extend first, what they were drawn from, and states
         ``[b, n, d]`` of the tokens that were fed, from which verification can start."""
-        if self._is_read:
+        if self._write_to_text:
             self._text.write_draft(picks[:, 0], self.depth)
         self._picks.append(picks)
         if q is not None:
@@ -53,11 +53,11 @@ class GrowingDraft:
         if state is not None:
             self._states.append(state)
 
-    def only(self, rows: list[bool]) -> None:
+    def keep_rows(self, rows: list[bool]) -> None:
         """Ends the draft of the other rows, before its next token."""
         self.drafting = [on and stays for on, stays in zip(self.drafting, rows, strict=True)]
 
-    def end(self, ends: list[bool]) -> None:
+    def close_rows(self, ends: list[bool]) -> None:
         """Counts the last token in the rows that are still drafting, and ends the drafts that stop with it."""
         self.lengths = [length + on for length, on in zip(self.lengths, self.drafting, strict=True)]
         self.drafting = [

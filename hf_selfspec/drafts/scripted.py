@@ -9,7 +9,7 @@ import torch
 from ..batch import Draft, Text
 from ..errors import UnsupportedModelError
 from ..model.forward_pass import ForwardPass
-from .source import BaseDrafter, DraftSource, Session
+from .source import Drafter, DraftSource, Session
 
 # Right tokens of the first draft, and all of its nodes, as many as free drafts have at most: the others are wrong.
 # Tokens of the second draft, all of them wrong.
@@ -30,19 +30,19 @@ class Scripted(DraftSource):
 
     takes_forwards = False
 
-    def start(self, session: Session) -> BaseDrafter:
+    def start(self, session: Session) -> Drafter:
         session.target.cache.reserve(_NODES + 1)
         return _ScriptedDrafter(self, session)
 
 
-class _ScriptedDrafter(BaseDrafter):
+class _ScriptedDrafter(Drafter):
     reads_logits = False
 
     def __init__(self, script: Scripted, session: Session) -> None:
         self._script, self._target, self._vocabulary = script, session.target, session.vocabulary
         self._is_tree = session.takes_trees and not script.lines_in_step
         self._rounds = 0
-        self._nodes = max(2 * _DRAFTED, session.affordable(_NODES))
+        self._nodes = max(2 * _DRAFTED, session.cap_by_logit_memory(_NODES))
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._rounds += 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -31,52 +31,15 @@ from .stop.rules import Memory, StopRule, longest_draft
 # Returns what was chosen for a model, given the kind of choice; ``None`` where there is none yet.
 FindChoice = Callable[[type[Any]], Any]
 
-# See :meth:`Session.affordable`.
+# See :meth:`Session.cap_by_logit_memory`.
 _LOGITS = 2**26
 
 
-class Drafter(Protocol):
-    """Proposes tokens while one generation runs.
-
-    A drafter may also have the attributes of :class:`BaseDrafter`; where it lacks one, the default there counts.
-    """
-
-    @property
-    def steps(self) -> int:
-        """Number of the draft's forwards so far, each counted once for the whole batch."""
-
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """Drafts after each row's last token.
-
-        Args:
-            text: the batch; the model's cache holds everything before each row's last token.
-            max_new: for each row the maximum number of tokens; a row with 0 takes no part.
-        """
-
-    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
-        """Learns which of the draft's tokens were accepted.
-
-        Args:
-            text: the batch with the new tokens.
-            verdicts: for each row what verification decided.
-            logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one.
-        """
-        return None
-
-    def finish(self, text: Text) -> None:
-        """Learns from the whole text, after the generation."""
-        return None
-
-    def report(self, stats: GenerationStats) -> None:
-        """Adds what only the drafter knows to the statistics of the call."""
-        return None
-
-
-class BaseDrafter(Drafter):
-    """Base class of drafters, which drafts and learns nothing and has nothing to report.
+class Drafter:
+    """Base class of drafters, which propose tokens while one generation runs; by itself it drafts and learns nothing.
 
     Attributes:
-        steps: see :class:`Drafter`.
+        steps: number of the draft's forwards so far, each counted once for the whole batch.
         needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
             text; a cascade does not wait for them.
         variant: what it drafts with at present, where that changes; results of another variant do not count.
@@ -98,24 +61,28 @@ class BaseDrafter(Drafter):
     reads_logits: bool = True
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """Drafts nothing."""
+        """Drafts after each row's last token.
+
+        Args:
+            text: the batch; the model's cache holds everything before each row's last token.
+            max_new: for each row the maximum number of tokens; a row with 0 takes no part.
+        """
         return Draft.none(text)
 
+    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
+        """Learns which of the draft's tokens were accepted.
 
-class _Completed(BaseDrafter):
-    """A drafter of a class that does not derive from ours, with the defaults for what it lacks."""
+        Args:
+            text: the batch with the new tokens.
+            verdicts: for each row what verification decided.
+            logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one.
+        """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def finish(self, text: Text) -> None:
+        """Learns from the whole text, after the generation."""
 
-    def __getattribute__(self, name: str) -> Any:
-        drafter = object.__getattribute__(self, "_drafter")
-        return getattr(drafter, name) if hasattr(drafter, name) else object.__getattribute__(self, name)
-
-
-def completed(drafter: Drafter) -> BaseDrafter:
-    """Returns a drafter with the defaults for what it lacks."""
-    return drafter if isinstance(drafter, BaseDrafter) else _Completed(drafter)
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what only the drafter knows to the statistics of the call."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +147,9 @@ class Session:
     @cached_property
     def longest(self) -> int:
         """Maximum number of tokens in a draft, or on the line of a tree."""
-        return self.affordable(longest_draft(self.stop, self.max_draft))
+        return self.cap_by_logit_memory(longest_draft(self.stop, self.max_draft))
 
-    def affordable(self, tokens: int) -> int:
+    def cap_by_logit_memory(self, tokens: int) -> int:
         """``tokens``, or fewer where with so many drafted tokens of a row a verification's float32 logits would not be
         small (below 64 MiB, or 1/64 of the model), or exact results not possible."""
         model, size = self.target.model, 4 * self.num_rows * self.vocabulary

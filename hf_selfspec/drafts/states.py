@@ -13,8 +13,9 @@ adapter       state of token ``e`` after layer E   entries up to ``n`` and that 
                                                    of its own token, from layer E  drafted ones are made anew
 ============  ===================================  ==============================  ==================================
 
-States come with each verification, whoever drafted. They wait in ``_waiting``, of which ``_places`` tells the columns
-that count in each row, until a draft begins, or too many wait: then the head takes them in, and ``_taken`` grows.
+States come with each verification, whoever drafted. They wait in ``_waiting``, of which ``_columns`` tells the columns
+that count in each row, until a draft begins, or too many wait: then the head takes them in, and ``_entered_count``
+grows.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,14 @@ from ..errors import UnsupportedModelError
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, upload
-from .layers.partial import PartialDraft
+from .layers.partial import PlanDrafter
 from .source import Session
 
 # So many states of the model wait at most until the head takes them in, where others draft.
 _WAITING = 512
 
 
-class StatesDraft(PartialDraft):
+class StatesDraft(PlanDrafter):
     """Drafts with a head of its own caches. The states of verified tokens, whoever drafted these, wait until the head
     takes them in."""
 
@@ -51,26 +52,28 @@ class StatesDraft(PartialDraft):
         # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
         # count; the slot of the token after each row's first state, and its states that were taken in and stay.
         self._waiting: list[torch.Tensor] = []
-        self._places: list[list[int]] = [[] for _ in range(rows)]
-        self._first = [0] * rows
-        self._taken = [0] * rows
+        self._columns: list[list[int]] = [[] for _ in range(rows)]
+        self._first_slot = [0] * rows
+        self._entered_count = [0] * rows
         target.observe_prefill(layers, self._see_prompt, keeps_verified=True)
 
     def take_in(self, text: Text) -> None:
         """Takes in the states that wait, all that are known of ``text``."""
         if self._waiting:
-            self._enter(picked(torch.cat(self._waiting, dim=1), self._places), RowNumbers(self._taken))
-            self._taken = [taken + len(places) for taken, places in zip(self._taken, self._places, strict=True)]
-            self._waiting, self._places = [], [[] for _ in self._taken]
+            self._enter(picked(torch.cat(self._waiting, dim=1), self._columns), RowNumbers(self._entered_count))
+            self._entered_count = [
+                taken + len(places) for taken, places in zip(self._entered_count, self._columns, strict=True)
+            ]
+            self._waiting, self._columns = [], [[] for _ in self._entered_count]
 
     def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
         """Makes entries of the head's cache, in each row from ``entries`` on, of states ``[b, s, n d]``: of the first
-        ``len(self._places[row])`` of a row, behind which there is junk that later entries write over."""
+        ``len(self._columns[row])`` of a row, behind which there is junk that later entries write over."""
         raise NotImplementedError
 
     def _positions(self, entries: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """The positions in the text of entries ``[b, s]``, each made with the token so far ``ahead`` of its state."""
-        shifts = [first - 1 - padded + ahead for first, padded in zip(self._first, self._padded, strict=True)]
+        shifts = [first - 1 - padded + ahead for first, padded in zip(self._first_slot, self._padded, strict=True)]
         return entries + RowNumbers(shifts).on(entries.device)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
@@ -79,7 +82,7 @@ class StatesDraft(PartialDraft):
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:  # type: ignore[override]  # None by default
         """Keeps the states of the tokens before the new ones."""
-        states, rows = self.target.verified, zip(self._first, self._taken, self._places, strict=True)
+        states, rows = self.target.verified, zip(self._first_slot, self._entered_count, self._columns, strict=True)
         assert states is not None
         begun = [first - 1 + taken + len(places) for first, taken, places in rows]
         ends = zip(verdicts, text.last_slots(), begun, strict=True)
@@ -93,9 +96,9 @@ class StatesDraft(PartialDraft):
                 f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which no head can take."
             )
         if not self._waiting:
-            self._first = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
+            self._first_slot = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
         new = []
-        for cursor, length, first, places in zip(cursors, lengths, self._first, self._places, strict=True):
+        for cursor, length, first, places in zip(cursors, lengths, self._first_slot, self._columns, strict=True):
             # Rows whose prompt ended in an earlier piece get junk.
             next_slot = first - 1 + len(places)
             new.append(list(range(next_slot - cursor, length)) if next_slot >= cursor else [])
@@ -104,7 +107,7 @@ class StatesDraft(PartialDraft):
     def _keep(self, states: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
         width = sum(piece.shape[1] for piece in self._waiting)
         self._waiting.append(picked(states, columns))
-        for places, new in zip(self._places, columns, strict=True):
+        for places, new in zip(self._columns, columns, strict=True):
             places += range(width, width + len(new))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..batch import Draft, Verdict
 from ..drafts.scoring import Scorer, check_highest
-from ..drafts.source import BaseDrafter
+from ..drafts.source import Drafter
 from ..errors import UnsupportedOptionError, brief, warn_once
 from ..model.attention.exact import MOST_TOKENS
 from ..model.cache.handover import hand_back, run_out
@@ -34,7 +34,7 @@ class Decoder:
     target: Target  # the model, prepared
     inputs: Inputs  # the laid-out prompts
     output: Output  # what was generated, which grows
-    draft: BaseDrafter  # proposes tokens
+    draft: Drafter  # proposes tokens
     scorer: Scorer  # logits processors
     vocabulary: int  # number of tokens that the model knows; logits may cover fewer
     checks_logits: bool = True  # NaN and infinite logits are an error; otherwise they are treated as in plain generate
@@ -114,7 +114,7 @@ class Decoder:
             self.target.cache.stay()
 
     def _draft_no_more(self) -> None:
-        self.draft = BaseDrafter()
+        self.draft = Drafter()
         self.draft.reads_logits = False
 
     def _is_model_as_before(self) -> bool:

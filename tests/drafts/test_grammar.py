@@ -26,7 +26,7 @@ from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
 from helpers.watched import watched
 from hf_selfspec import ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree
-from hf_selfspec.drafts import BaseDrafter, DraftSource, EarlyExit, SkipLayers
+from hf_selfspec.drafts import Drafter, DraftSource, EarlyExit, SkipLayers
 from hf_selfspec.drafts.grammar import XGrammar
 from hf_selfspec.drafts.grammar.rows import GrammarMask, with_grammars
 from hf_selfspec.drafts.stop.calibrated import CalibratedEntropy
@@ -477,7 +477,7 @@ class Phrase(DraftSource):
         return PhraseDrafter(self)
 
 
-class PhraseDrafter(BaseDrafter):
+class PhraseDrafter(Drafter):
     def __init__(self, settings: Phrase) -> None:
         self.settings = settings
 
@@ -519,7 +519,7 @@ class Dice(DraftSource):
         return DiceDrafter()
 
 
-class DiceDrafter(BaseDrafter):
+class DiceDrafter(Drafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         size = min(3, max(max_new))
         q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)

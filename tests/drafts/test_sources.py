@@ -19,7 +19,7 @@ from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled, Table
 from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec
-from hf_selfspec.drafts import BaseDrafter, Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
+from hf_selfspec.drafts import Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
 from hf_selfspec.drafts.stop.rules import Memory
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
@@ -157,7 +157,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_selfspec import Draft, DraftSource, BaseDrafter, register
+from hf_selfspec import Draft, Drafter, DraftSource, register
 
 
 @register("draft")
@@ -170,7 +170,7 @@ class Echo(DraftSource):
         return EchoDrafter(min(self.length, session.max_draft))
 
 
-class EchoDrafter(BaseDrafter):
+class EchoDrafter(Drafter):
     def __init__(self, length):
         self.length = length
 
@@ -203,7 +203,7 @@ class Fixed(DraftSource):
         self.parts, self.others = parts, others
 
     def start(self, session: Session) -> Drafter:
-        drafter: Any = BaseDrafter()
+        drafter: Any = Drafter()
         drafter.propose = lambda text, max_new: Draft(*self.parts, **self.others)
         return drafter
 
@@ -264,7 +264,7 @@ class Picky(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         self._refuse("start", session.anatomy)
-        return BaseDrafter()
+        return Drafter()
 
     def _refuse(self, when: str, anatomy: Anatomy) -> None:
         if when == self.when:

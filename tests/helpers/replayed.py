@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_selfspec.batch import Draft, Verdict
-from hf_selfspec.drafts import BaseDrafter, controlled
+from hf_selfspec.drafts import Drafter, controlled
 from hf_selfspec.drafts.controlled import ControlledDrafter
 from hf_selfspec.drafts.controller import Controller, Measurements
 from hf_selfspec.drafts.free.free import FreeDrafts
@@ -50,7 +50,7 @@ class Stream:
     tops: list[tuple[list[int], list[float]]] = field(repr=False)
 
 
-class _Source(BaseDrafter):
+class _Source(Drafter):
     """Another source: right with a fixed probability for each token, at a price in plain rounds."""
 
     def __init__(self, replay: Replay, length: int, rate: Callable[[int], float], price: float, promised: float | None):
@@ -142,7 +142,7 @@ class Replay:
             takes_trees=True,
             is_tensor_parallel=False,
             max_draft=25,
-            affordable=lambda tokens: tokens,
+            cap_by_logit_memory=lambda tokens: tokens,
             vocabulary=1 << 16,
             num_rows=1,
         )

@@ -37,7 +37,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.drafts import Cascade, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers, controller
 from hf_selfspec.drafts.cost_curve import CostCurve
-from hf_selfspec.drafts.layers.partial import PartialDraft
+from hf_selfspec.drafts.layers.partial import PlanDrafter
 from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
@@ -130,7 +130,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         return options if kind is None else options | {"logits_processor": [kind(_TABLE)]}
 
     plain = model.generate(**inputs, **made())
-    original_round, original_propose = Decoder._round, PartialDraft.propose
+    original_round, original_propose = Decoder._round, PlanDrafter.propose
     steps: list[int] = []
 
     def counted(decoder: Decoder) -> None:
@@ -142,7 +142,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
             counts.is_on = False
         steps.append(decoder.draft.steps - before)
 
-    def proposed(draft: PartialDraft, *given: Any) -> Any:
+    def proposed(draft: PlanDrafter, *given: Any) -> Any:
         counts.phase = "draft"
         try:
             return original_propose(draft, *given)
@@ -152,7 +152,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     counts.reset("round")
     with (
         patch.object(Decoder, "_round", counted),
-        patch.object(PartialDraft, "propose", proposed),
+        patch.object(PlanDrafter, "propose", proposed),
         pretended(),
     ):
         place(model)

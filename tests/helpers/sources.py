@@ -39,7 +39,7 @@ class Recalled(DraftSource):
         return Recalling(self, session)
 
 
-class Recalling:
+class Recalling(Drafter):
     def __init__(self, settings: Recalled, session: Session) -> None:
         self.flatness = settings.flatness
         self.steps = 0

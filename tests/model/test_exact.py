@@ -18,7 +18,7 @@ from helpers.calls import PAST
 from helpers.models import BATCH, ROW, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.drafts.source import BaseDrafter, DraftSource, Session
+from hf_selfspec.drafts.source import Drafter, DraftSource, Session
 from hf_selfspec.errors import UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.exact import ExactForward, reduced_precision
@@ -43,11 +43,11 @@ NAMES = (
 
 @dataclass(frozen=True)
 class TooLong(DraftSource):
-    def start(self, session: Session) -> BaseDrafter:
+    def start(self, session: Session) -> Drafter:
         return _TooLong()
 
 
-class _TooLong(BaseDrafter):
+class _TooLong(Drafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         return Draft(text.ids.new_ones(1, 40), [40])
 

@@ -65,7 +65,7 @@ class FreeDrafts:
         self.findings, self.controller = findings, controller
         self._lock = nullcontext() if findings is None else findings.lock
         self.trees: list[TokenTree] = []
-        self._session, self._max_nodes = session, session.affordable(max_nodes)
+        self._session, self._max_nodes = session, session.cap_by_logit_memory(max_nodes)
         self._rows: list[LookupRow] = []
         self._lengths: list[int] = []
         self._nodes: list[list[int]] = []

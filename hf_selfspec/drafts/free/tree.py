@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from ..grammar.rows import Spot
+from ..grammar.rows import DraftCursor
 from .rates import Offer, Rates, store_key, successor_keys, text_key, view_of
 from .successors import Likeliest, Successors
 from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
@@ -88,7 +88,7 @@ def grow(
     deepest: int,
     branching: bool = True,
     seed: TokenTree | None = None,
-    guide: Spot | None = None,
+    guide: DraftCursor | None = None,
 ) -> TokenTree:
     """Grows the tree that is expected to bring the most tokens for its time.
 
@@ -141,7 +141,9 @@ def _corners(costs: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
 class _Growth:
     """A growing tree, and a heap of possible nodes: minus their probability, a running number, parent, token."""
 
-    def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Spot | None) -> None:
+    def __init__(
+        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: DraftCursor | None
+    ) -> None:
         self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
         self.text_tail = sources.text.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []

@@ -6,7 +6,7 @@ import torch
 
 from ...batch import Draft, Text
 from ..free.free import parents_of
-from .rows import Constraint, Spot
+from .rows import Constraint, DraftCursor
 
 
 def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
@@ -25,7 +25,7 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
     return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q, listed=listed)
 
 
-def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:
+def _allowed_paths(spot: DraftCursor, tokens: list[int], parents: list[int]) -> list[list[int] | None]:
     """The tokens down to each node, ``None`` for nodes that are forbidden or below a forbidden one."""
     paths: list[list[int] | None] = [[]]
     for token, parent in zip(tokens, parents, strict=True):
@@ -35,7 +35,7 @@ def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[li
 
 
 def _drawn_as_allowed(
-    draft: Draft, spots: list[Spot], paths: list[list[list[int] | None]], parents: list[list[int]]
+    draft: Draft, spots: list[DraftCursor], paths: list[list[list[int] | None]], parents: list[list[int]]
 ) -> torch.Tensor | None:
     """The distributions of a draft, corrected for its forbidden tokens, as if only allowed ones had been drawn."""
     q = draft.q

@@ -144,7 +144,7 @@ class GrammarMask:
 
 
 @dataclass(frozen=True)
-class Spot:
+class DraftCursor:
     """The end of a row's text, its new tokens, from which drafts begin; ``ends`` are tokens that end a row."""
 
     masks: Sequence[GrammarMask]
@@ -190,8 +190,8 @@ class Constraint:
     def __bool__(self) -> bool:
         return bool(self.masks)
 
-    def at(self, text: Text, row: int) -> Spot:
-        return Spot(self.masks, row, list(text.new[row]), self.ends)
+    def at(self, text: Text, row: int) -> DraftCursor:
+        return DraftCursor(self.masks, row, list(text.new[row]), self.ends)
 
 
 def with_grammars(processors: lp.LogitsProcessorList) -> lp.LogitsProcessorList:

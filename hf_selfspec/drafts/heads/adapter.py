@@ -64,14 +64,14 @@ class AdapterDraft(StatesDraft):
     def __init__(self, session: Session, plan: LayerPlan, adapter: Adapter, head: HeadRows | None) -> None:
         super().__init__(session, (adapter.exit_layer,), plan, head)
         self._adapter = adapter
-        self._cache = SpeculativeCache(1, len(self._taken), session.target.cache.capacity)
+        self._cache = SpeculativeCache(1, len(self._entered_count), session.target.cache.capacity)
 
     def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
         self._adapted(states, entries)
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         self.take_in(text)
-        entries = cursors.minus(RowNumbers([first - 1 for first in self._first]))
+        entries = cursors.minus(RowNumbers([first - 1 for first in self._first_slot]))
         if self._adapter.head is None:
             run = ForwardPass(
                 self.plan,

@@ -84,7 +84,7 @@ class BlockDraft(StatesDraft):
         target = session.target
         super().__init__(session, head.read_layers(target.model))
         self._block = head
-        self._cache = SpeculativeCache(len(head.layers), len(self._taken), target.cache.capacity)
+        self._cache = SpeculativeCache(len(head.layers), len(self._entered_count), target.cache.capacity)
         self._cache.owner = "block"
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
@@ -134,7 +134,7 @@ class BlockDraft(StatesDraft):
         """Runs the block behind the tokens ``[b, 1]``: states and logits of the slots that are drafted."""
         self.take_in(text)
         device, graphs, cache = self._like.device, self.target.graphs, self._cache
-        head, ends, b = self._block.on(device, self._like.dtype), RowNumbers(self._taken), len(feed)
+        head, ends, b = self._block.on(device, self._like.dtype), RowNumbers(self._entered_count), len(feed)
         self._tokens = head.tokens if self._tokens is None else self._tokens
         cache.seek(ends, head.block_size)
         slots = ends.onwards(head.block_size, device).expand(b, -1)

@@ -21,7 +21,7 @@ from ...stats import GenerationStats
 from ...validation import StrPath, check_share
 from ..growing import DraftStep
 from ..layers.early_exit import ExitSource
-from ..layers.partial import PartialDraft
+from ..layers.partial import PlanDrafter
 from ..source import Drafter, Session
 from ..stop.rules import ConfidenceThreshold
 
@@ -77,7 +77,7 @@ class DynamicExit(ExitSource[ExitHeads]):
         return HeadsDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self)
 
 
-class HeadsDraft(PartialDraft):
+class HeadsDraft(PlanDrafter):
     """Drafts with exit heads: a token goes through layers until a head is sure, together with the tokens before it that
     have not been as deep."""
 
@@ -96,7 +96,7 @@ class HeadsDraft(PartialDraft):
         self.exits: Counter[int] = Counter()
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`PartialDraft.propose`; verification starts at the layer of the deepest token."""
+        """See :meth:`PlanDrafter.propose`; verification starts at the layer of the deepest token."""
         self._fed, self._states, self._levels = [], [], []
         draft = super().propose(text, max_new)
         if not self._states:

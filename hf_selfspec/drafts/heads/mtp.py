@@ -101,10 +101,10 @@ class MtpDraft(StatesDraft):
         target = session.target
         super().__init__(session, head.read_layers(target.model), head_rows=head_rows)
         self._mtp, self._last = head, len(head.layers) - 1
-        self._caches = [SpeculativeCache(1, len(self._taken), target.cache.capacity) for _ in head.layers]
+        self._caches = [SpeculativeCache(1, len(self._entered_count), target.cache.capacity) for _ in head.layers]
         # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
         self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
-        self._counts = [0] * len(self._taken)
+        self._counts = [0] * len(self._entered_count)
         self._depth = 0
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
@@ -152,17 +152,17 @@ class MtpDraft(StatesDraft):
     def _begin(self, text: Text) -> None:
         """Takes in the tokens since the last draft, with the model's states before them."""
         for row, base in enumerate(text.base):  # embedded prompts have no tokens
-            if (late := base - self._first[row]) > 0:
-                del self._places[row][:late]
-                self._first[row] = base
-        self._counts = [len(places) for places in self._places]
-        self._waiting = [picked(torch.cat(self._waiting, dim=1), self._places)]
-        rows = zip(self._first, self._taken, text.base, strict=True)
+            if (late := base - self._first_slot[row]) > 0:
+                del self._columns[row][:late]
+                self._first_slot[row] = base
+        self._counts = [len(places) for places in self._columns]
+        self._waiting = [picked(torch.cat(self._waiting, dim=1), self._columns)]
+        rows = zip(self._first_slot, self._entered_count, text.base, strict=True)
         begins = RowNumbers([first + taken - base for first, taken, base in rows])
         states = self._waiting[0]
         columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
         self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.session.vocabulary - 1)
-        self._run(states, self._taken)
+        self._run(states, self._entered_count)
 
     def _follow(self, feed: torch.Tensor) -> None:
         """Runs the next layer with the tokens ``[b, 1]`` that were drafted, or the last one on its own state."""
@@ -170,9 +170,9 @@ class MtpDraft(StatesDraft):
         if self._depth <= self._last:
             places = ends.on(feed.device).expand(len(feed), 1)
             self._tokens = self._tokens.roll(-1, 1).scatter(1, places, feed)
-            self._run(self._states, self._taken)
+            self._run(self._states, self._entered_count)
         else:
-            states, starts = at_places(self._states, ends), zip(self._taken, self._entered, strict=True)
+            states, starts = at_places(self._states, ends), zip(self._entered_count, self._entered, strict=True)
             self._tokens, self._counts = feed, [1] * len(feed)
             self._run(states, [taken + count + self._depth - 1 - self._last for taken, count in starts])
 
@@ -205,7 +205,7 @@ class MtpDraft(StatesDraft):
         self._counts = self._entered
         kept = max(self._last, least)
         late = [list(range(max(count - kept, 0), count)) for count in self._counts]
-        ends = zip(self._taken, self._counts, late, strict=True)
-        self._taken = [taken + count - len(columns) for taken, count, columns in ends]
-        self._places = [list(range(len(columns))) for columns in late]
+        ends = zip(self._entered_count, self._counts, late, strict=True)
+        self._entered_count = [taken + count - len(columns) for taken, count, columns in ends]
+        self._columns = [list(range(len(columns))) for columns in late]
         self._waiting = [picked(self._waiting[0], late)] if kept else []

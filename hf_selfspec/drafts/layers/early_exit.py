@@ -22,7 +22,7 @@ from ..controller import Measurements
 from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 from ..stop.rules import FixedLength
 from .choice import ExitChoice, MeasuredExits
-from .partial import PartialDraft
+from .partial import PlanDrafter
 
 _M = TypeVar("_M", bound=DraftModule)
 
@@ -135,7 +135,7 @@ class EarlyExit(ExitSource[DraftModule]):
         plan = self.plan(session.anatomy)
         if plan is None:
             return self._compared(session)
-        draft = PartialDraft(session.with_usual_stop(_USUAL_STOP), plan, self.head_rows(session.target.model))
+        draft = PlanDrafter(session.with_usual_stop(_USUAL_STOP), plan, self.head_rows(session.target.model))
         if session.in_cascade:
             exits: MeasuredExits = session.knowledge.of("exits", lambda _: MeasuredExits())
             exits.plans[session.name] = plan

@@ -14,12 +14,12 @@ from ...model.transfer import RowNumbers, read, upload
 from ...modules.linear_probe import LinearProbe
 from ...stats import GenerationStats
 from ..growing import DraftStep, GrowingDraft
-from ..source import BaseDrafter, Session
+from ..source import Drafter, Session
 from ..stop.adaptive import AdaptiveThreshold
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
 
 
-class PartialDraft(BaseDrafter):
+class PlanDrafter(Drafter):
     """Runs the blocks of a plan, and ``head`` in place of the model's own if given. From ``reuse_from`` tokens on
     verification starts from their states. Where a draft is made ``in_one_forward``, its end saves nothing."""
 
@@ -59,13 +59,13 @@ class PartialDraft(BaseDrafter):
         # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
         is_line = self.session.tree is None and self.scorer.prefix_free
         bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
-        grown = GrowingDraft(text, max_new, is_read=bound is None)
+        grown = GrowingDraft(text, max_new, write_to_text=bound is None)
         feed = text.last_tokens()
         while grown.depth < limit and any(grown.drafting):
             step = self._step(text, feed, roots.ahead(grown.depth), grown.drafting)
             self.steps += 1
             if step.is_sure is not None:
-                grown.only(step.is_sure)
+                grown.keep_rows(step.is_sure)
             logits = step.logits.to(text.ids.device, torch.float32)
             if bound is not None:
                 feed = self._add(grown, step, logits, bound)
@@ -79,20 +79,20 @@ class PartialDraft(BaseDrafter):
                 top = _of_rows(grown.drafting, logits.softmax(-1).amax(-1))
                 width = min(self.session.tree.width(top), logits.shape[-1])
                 # The rest of the line has to fit, too.
-                room = self.session.affordable(limit * width) - grown.size - (limit - grown.depth - 1)
+                room = self.session.cap_by_logit_memory(limit * width) - grown.size - (limit - grown.depth - 1)
                 width = max(1, min(width, room))
             picks, q = self._pick(scores, width)
             grown.add(picks, q, step.prefix_state if prefix else None)
             feed = picks[:, :1]
             ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), grown.depth)
             if ended is None:
-                grown.end([False] * text.batch_size)
+                grown.close_rows([False] * text.batch_size)
             elif sound is None:
-                grown.end(ended.tolist())
+                grown.close_rows(ended.tolist())
             else:
                 counts, ends = read(sound, ended)
-                grown.only(counts)
-                grown.end(ends)
+                grown.keep_rows(counts)
+                grown.close_rows(ends)
         return grown.draft(prefix, self.reuse_from)
 
     def _add(self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, bound: RunningBound) -> torch.Tensor:
@@ -102,13 +102,13 @@ class PartialDraft(BaseDrafter):
         eos = self.session.eos_tokens
         if self._length_is_fixed and logits.device.type != "cpu":
             # A read would have to wait; the full model rejects junk.
-            grown.end([False] * len(picks))
+            grown.close_rows([False] * len(picks))
             return picks
         values, *listed = read(bound.values(logits, step.state), *([picks[:, 0]] if eos else []))
         has_ended = [token in eos for token in listed[0]] if eos else [False] * len(values)
         are_low = [value < least for value, least in zip(values, bound.thresholds, strict=True)]
-        grown.only([math.isfinite(value) for value in values])  # NaN logits predict nothing
-        grown.end([is_low or ends for is_low, ends in zip(are_low, has_ended, strict=True)])
+        grown.keep_rows([math.isfinite(value) for value in values])  # NaN logits predict nothing
+        grown.close_rows([is_low or ends for is_low, ends in zip(are_low, has_ended, strict=True)])
         return picks
 
     def _sound(
@@ -121,7 +121,7 @@ class PartialDraft(BaseDrafter):
             return None, logits, scores
         highest = scores.amax(-1)
         if on_cpu:
-            grown.only(finite := torch.isfinite(highest).tolist())
+            grown.keep_rows(finite := torch.isfinite(highest).tolist())
             if all(finite):
                 return None, logits, scores
         else:

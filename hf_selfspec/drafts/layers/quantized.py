@@ -26,7 +26,7 @@ from ...model.plan import LayerPlan
 from ..source import Drafter, DraftSource, Session
 from ..stop.rules import ProductThreshold
 from .early_exit import EarlyExit
-from .partial import PartialDraft
+from .partial import PlanDrafter
 from .skip_layers import SkipLayers
 
 
@@ -75,7 +75,7 @@ class Quantized(DraftSource):
         session.target.substitutes.append(substitutes)
         head = self.layers.head_rows(model) if isinstance(self.layers, EarlyExit) else None
         plan = replace(self._plan(anatomy), substitutes=substitutes)
-        return PartialDraft(session.with_usual_stop(ProductThreshold()), plan, head)
+        return PlanDrafter(session.with_usual_stop(ProductThreshold()), plan, head)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
         tensors = {}

@@ -13,7 +13,7 @@ from ...search.skip_space import OnTheFlySearch, SkipSpace, usual_ratio
 from ...stats import GenerationStats
 from ..source import Session
 from ..stop.rules import ConfidenceThreshold
-from .partial import PartialDraft
+from .partial import PlanDrafter
 
 # Where the call has no stop rule (SWIFT §4.2).
 USUAL_STOP = ConfidenceThreshold()
@@ -24,7 +24,7 @@ _FIRST_TRIAL = 4
 _LEAST = 8
 
 
-class SearchingDraft(PartialDraft):
+class SearchingDraft(PlanDrafter):
     """Drafts with the best set of skipped blocks so far, and tries another one after each round, by a forward over the
     last generated tokens in slots beyond the text."""
 

@@ -12,7 +12,7 @@ from ...search.skip_search import SkipChoice
 from ...search.skip_space import OnTheFlySearch
 from ...validation import MOST_LAYERS, check_count, check_share
 from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
-from .partial import PartialDraft
+from .partial import PlanDrafter
 from .searching import USUAL_STOP, SearchingDraft
 
 
@@ -135,4 +135,4 @@ class SkipLayers(DraftSource):
             if session.in_cascade:
                 raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
             warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-        return PartialDraft(session.with_usual_stop(USUAL_STOP), plan)
+        return PlanDrafter(session.with_usual_stop(USUAL_STOP), plan)
