@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from ..train.fit import Fit
 
 # Shorter names of options, by what they set.
-_SHORT = {"cache_dir": "--cache", "do_sample": "--sample", "num_heads": "--heads"}
+_SHORT = {"do_sample": "--sample", "num_heads": "--heads"}
 _OF_TRAINING = {"--batch": ("per_device_train_batch_size", int), "--epochs": ("num_train_epochs", float)}
 # What the config of every causal LM has, by these names or by those that it maps to them.
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -29,7 +28,7 @@ def parser_of(name: str, settings_class: type[Fit[Any]]) -> Any:
 
     from .. import SettingError
     from ..train.adapter import AdapterFit
-    from ..train.fit_trainer import usual_arguments
+    from ..train.fit import usual_arguments
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -49,8 +48,6 @@ def parser_of(name: str, settings_class: type[Fit[Any]]) -> Any:
             names = {f"--{setting.name.replace('_', '-')}", _SHORT.get(setting.name, f"--{setting.name}")}
             options.add_argument(*sorted(names), dest=setting.name, help="see above", **how)
     is_training = "args" in hints
-    if is_training:
-        options.add_argument("--cache-gib", dest="cache_bytes", type=_gib, help="cache_bytes in GiB")
     about, shared = str(settings_class.__doc__).partition("    Returns:")[0], str(AdapterFit.__doc__)
     if is_training and settings_class is not AdapterFit:  # whose documentation the others refer to
         about += shared[shared.index("        block_size:") : shared.index("        output_dir:")]
@@ -62,7 +59,7 @@ def parser_of(name: str, settings_class: type[Fit[Any]]) -> Any:
     for short, (sets, read) in _OF_TRAINING.items():
         parser.add_argument(short, dest=sets, type=read, default=argparse.SUPPRESS, help=sets)
     has_none = torch.accelerator.current_accelerator() is None
-    parser.set_defaults(output_dir="", use_cpu=has_none, **usual_arguments(is_kept=True))
+    parser.set_defaults(output_dir="", use_cpu=has_none, **usual_arguments())
     return parser
 
 
@@ -86,12 +83,6 @@ def _list_of(item_type: type) -> Callable[[str], list[Any]]:
 
     read.__name__ = f"list of {item_type.__name__}, separated by commas,"  # which messages name
     return read
-
-
-def _gib(text: str) -> int:
-    if not 0 < (size := float(text)) < math.inf:
-        raise ValueError
-    return max(1, round(size * 2**30))
 
 
 def fit(context: typer.Context) -> None:
@@ -127,7 +118,6 @@ def _fit(name: str, settings_class: type[Fit[Any]], words: list[str]) -> None:
     from .. import SettingError
     from ..learned.files import check_folder
     from ..modules.draft_module import FILES
-    from ..train.fit_trainer import checkpoints_of
     from ..train.loading import NamedModel
     from ..train.mtp import read_prompts_file
     from ..train.prompts import texts
@@ -140,7 +130,7 @@ def _fit(name: str, settings_class: type[Fit[Any]], words: list[str]) -> None:
     except (ValueError, ImportError) as error:  # of TrainingArguments
         raise SettingError(str(error)) from error
     for args in training:
-        args.output_dir = args.output_dir or checkpoints_of(options.out)
+        args.output_dir = args.output_dir or options.out
     names = [setting.name for setting in fields(settings_class) if hasattr(options, setting.name)]
     chosen = {name: getattr(options, name) for name in names} | dict(zip(["args"], training, strict=False))
     if chosen.get("prompts") is not None:
@@ -148,8 +138,6 @@ def _fit(name: str, settings_class: type[Fit[Any]], words: list[str]) -> None:
     settings: Any = settings_class(**chosen, output_dir=options.out)
     settings.check()
     check_folder("--out", options.out, FILES)
-    if chosen.get("cache_dir") is not None:
-        check_folder("--cache", options.cache_dir)
     dataset = [] if options.data is None else texts(options.data, options.field)
     device = next((args.device for args in training), torch.device("cpu"))
     weights = {"dtype": options.dtype, "attn_implementation": options.attn_implementation}

@@ -29,19 +29,12 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         own_head: whether the adapter has a head of its own, which starts with the weights of the model's (without its
             bias, scale or soft-cap).
         block_size: tokens of a row.
-        args: arguments of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by
-            default. With a ``save_strategy``, a fit that was stopped resumes from its last checkpoint in their
-            ``output_dir``. With an ``eval_strategy``, the loss and the agreement with the whole model on the held-out
-            rows are logged.
-        cache_dir: folder that keeps the model's states for further epochs, and fits at the same exit layers, which then
-            run no layer.
-        cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
-            epoch.
-        patience: ends the fit when the agreement with the whole model on held-out text has not risen in so many
-            evaluations in a row, and keeps the best weights. They come every 100 steps (every tenth of a shorter fit,
-            or every ``args.eval_steps``). ``None`` for all steps.
-        output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are kept
-            beside it while the fit runs, and after it was stopped, the same call resumes from them.
+        args: arguments of the Trainer (learning rate, epochs, precision, devices, logging, checkpoints); one epoch at
+            1e-3 without checkpoints by default. ``resume_from_checkpoint`` continues a fit of the same settings from
+            one; with an ``eval_strategy``, the loss and the agreement with the whole model on the held-out rows are
+            logged, for ``metric_for_best_model``.
+        callbacks: of the Trainer, such as ``EarlyStoppingCallback``.
+        output_dir: folder in which the adapter is saved, with a model card.
 
     Returns:
         The adapter, for ``SelfSpec.kangaroo(adapter)``.

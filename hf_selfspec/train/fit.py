@@ -3,43 +3,53 @@
 import copy
 import inspect
 import tempfile
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, cast, get_type_hints
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
 import numpy as np
 import torch
 import torch.nn as nn
 from accelerate import PartialState
-from accelerate.utils import broadcast
 from torch.utils.data import StackDataset
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, default_data_collator
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
+from ..drafts.cascade import Cascade
+from ..drafts.free.lookup import Lookup
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
-from ..model.fingerprint import Fingerprint
 from ..model.internals import use_one_device
 from ..modules.draft_module import DraftModule, about, not_finite
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count, check_positive
-from .fit_trainer import (
-    AGREEMENT,
-    M,
-    checkpoints_of,
-    forget,
-    last_checkpoint,
-    seeded,
-    speed_figures,
-    stopping_early,
-    usual_arguments,
-)
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .texts import HELD_OUT, Tokenizer, divided, packed
+from .texts import HELD_OUT, Tokenizer, divided, one_text_each, packed
 
 P = ParamSpec("P")
+M = TypeVar("M", bound=DraftModule)
+
+# How speeds are measured: the number of prompts, the most new tokens after each, and those of a call that warms up.
+_ROWS, _TOKENS, _FEW = 4, 32, 8
+
+
+def usual_arguments() -> dict[str, Any]:
+    """One epoch of AdamW at 1e-3 with 8 rows a batch, without checkpoints."""
+    return {
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3,
+        "num_train_epochs": 1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 20,
+        "logging_steps": 50,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +111,9 @@ def as_function(settings: Callable[P, Fit[M]]) -> Callable[Concatenate[Any, Toke
 class TrainedFit(Fit[M]):
     """A fit that trains; the settings are described at :func:`fit_adapter`."""
 
-    # Metrics that do not depend on the module, by which ``patience`` does not go.
-    references: ClassVar[tuple[str, ...]] = ()
-
     block_size: int = 256
     args: TrainingArguments | None = None
-    cache_dir: StrPath | None = None
-    cache_bytes: int | None = None
-    patience: int | None = None
+    callbacks: Sequence[TrainerCallback] = ()
 
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
@@ -146,24 +151,17 @@ class TrainedFit(Fit[M]):
         """Does what is to be done between the training and its figures."""
 
     def check(self) -> None:
-        name = self.function
+        name, args = self.function, self.args
         if torch.is_inference_mode_enabled():
             raise SettingError(f"{name} trains, which torch.inference_mode does not allow: call it outside of that.")
         check_count(f"{name}(block_size)", self.block_size)
-        if self.patience is not None:
-            check_count(f"{name}(patience)", self.patience)
-        if (args := self.args) is not None:
-            if not isinstance(args, TrainingArguments):
-                raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-            check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
-            if not args.learning_rate >= 0:
-                raise SettingError(f"{name}(args): learning_rate must be at least 0, got {args.learning_rate!r}.")
-            if args.max_steps <= 0:
-                check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
-        if self.cache_bytes is not None:
-            check_count(f"{name}(cache_bytes)", self.cache_bytes)
-            if self.cache_dir is None:
-                raise SettingError(f"{name}(cache_bytes={self.cache_bytes}) has no effect without cache_dir.")
+        if args is None:
+            return
+        if not isinstance(args, TrainingArguments):
+            raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
+        check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
+        if args.max_steps <= 0:
+            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
@@ -172,43 +170,34 @@ class TrainedFit(Fit[M]):
             self.made(config, config.hidden_size)
 
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
-        name = self.function
-        text = packed(tokenizer, dataset, self.block_size, name)
-        evaluates = self.args is not None and self.args.eval_strategy != "no"
-        if len(text) < HELD_OUT and (evaluates or self.patience is not None):
-            setting = "args): eval_strategy" if self.patience is None else "patience)"
+        text = packed(tokenizer, dataset, self.block_size, self.function)
+        if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
             raise SettingError(
-                f"{name}({setting} needs held-out rows, and of {len(text)} rows none is held out. Give at least "
-                f"{HELD_OUT} rows, or leave it out."
+                f"{self.function}(args): eval_strategy needs held-out rows, and of {len(text)} rows none is held out. "
+                f"Give at least {HELD_OUT} rows, or leave it out."
             )
         return text
 
     @torch.enable_grad()
     def fit(self, model: Any, text: torch.Tensor) -> M:
         rows, held_out = divided(text)
-        layers = self.exit_layers(model.config.get_text_config(decoder=True))
-        frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
-        with seeded(self.args), frozen.frozen():
+        frozen = FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True)))
+        with seeded(self.args), frozen.frozen(), tempfile.TemporaryDirectory() as folder:
             module = self.module(frozen).to(frozen.device, torch.float32)
-        # The Trainer shuffles on the default device, which is to be the CPU.
-        with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args, recipe = self._arguments(frozen.device, folder), self.recipe(module)
             trained = FitModule(module, frozen, self)
             trainer = Trainer(
                 trained,
-                args if self.patience is None else stopping_early(args, len(rows), folder),
+                args,
                 default_data_collator,
                 *[StackDataset(input_ids=cast(Any, part)) for part in (rows, held_out)],
                 compute_metrics=trained.means,
-                callbacks=[] if self.patience is None else [EarlyStoppingCallback(self.patience)],
+                callbacks=list(self.callbacks),
             )
-            what_is_fitted = f"{module.kind} {recipe} of {Fingerprint.of_decoder(model)}"
-            checkpoint, begun = last_checkpoint(args, what_is_fitted, rows), perf_counter()
-            trainer.train(resume_from_checkpoint=checkpoint)
+            begun = perf_counter()
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
             seconds = perf_counter() - begun
-            broadcast(module.eval().state_dict())  # the best weights, which the first process has kept
-            if key := not_finite(module.state_dict()):
-                forget(args, self.output_dir)
+            if key := not_finite(module.eval().state_dict()):
                 raise SettingError(
                     f"the fit has diverged: {key} is not finite, so nothing was saved. Give a smaller learning rate, "
                     "or text and a model whose states are finite."
@@ -216,24 +205,19 @@ class TrainedFit(Fit[M]):
             recipe |= {"tokens": rows.numel(), "steps": trainer.state.global_step}
             module.about = about(model, recipe, {})
             self.finish(module, frozen, held_out)
-            with seeded(args):
-                evaluated = trainer.evaluate() if len(held_out) else {}
-                speeds = speed_figures(module, model, held_out, self.spec)
+            evaluated = trainer.evaluate() if len(held_out) else {}
+            speeds = speed_figures(module, model, held_out, self.spec)
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
         figures |= {name.replace("_", " "): evaluated[f"eval_{name}"] for name in trained.names}
         figures |= {"seconds of training": round(seconds, 1)} | module.about["figures"] | speeds
-        saved(module, module.about | {"figures": figures}, self.output_dir)
-        forget(args, self.output_dir)
-        return module
+        return saved(module, module.about | {"figures": figures}, self.output_dir)
 
     def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
-        """The user's arguments, or the usual ones, which keep checkpoints beside the module's folder."""
-        args, out = copy.copy(self.args), self.output_dir
+        """The user's arguments, or the usual ones."""
+        args = copy.copy(self.args)
         if args is None:
-            folder = folder if out is None else checkpoints_of(out)
-            usual = usual_arguments(is_kept=out is not None)
-            args = TrainingArguments(folder, use_cpu=device.type == "cpu", **usual)
+            args = TrainingArguments(folder, use_cpu=device.type == "cpu", **usual_arguments())
         if args.n_gpu > 1:
             use_one_device(args)  # torchrun serves several
         return args
@@ -260,9 +244,17 @@ class FitModule(nn.Module):
         return output
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
-        means = dict(zip(self.names, np.nanmean(evaluated.predictions, (0, 1)), strict=True))
-        means[AGREEMENT] = np.mean([mean for name, mean in means.items() if name not in self._fit.references])
-        return {name: round(float(mean), 4) for name, mean in means.items()}
+        means = np.nanmean(evaluated.predictions, (0, 1))
+        return {name: round(float(mean), 4) for name, mean in zip(self.names, means, strict=True)}
+
+
+@contextmanager
+def seeded(args: TrainingArguments | None) -> Iterator[None]:
+    """Random numbers come from the Trainer's seed, and those of the caller go on afterwards. Tensors go to the CPU by
+    default, where the Trainer shuffles."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(42 if args is None else args.seed)
+        yield
 
 
 def check_length(name: str, block_size: object, config: Any) -> None:
@@ -280,3 +272,60 @@ def saved(module: M, about: dict[str, Any], folder: StrPath | None) -> M:
             module.save_pretrained(folder)
         PartialState().wait_for_everyone()
     return module.eval()
+
+
+def speed_figures(
+    module: M, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[M], SelfSpec | None]
+) -> dict[str, float]:
+    """Speeds with a module in times of plain ``generate``'s, on the first few of held-out rows ``[n, s]``.
+
+    There are none if it does not draft greedily or there is too little text. Warns if the module does not pay.
+    """
+    prompts = rows[:_ROWS, : rows.shape[1] // 2]
+    new_tokens = min(_TOKENS, rows.shape[1] - prompts.shape[1])
+    spec = spec_of(module)
+    if spec is None or not prompts.numel() or new_tokens < 2:
+        return {}
+    try:
+        cascade = replace(spec, draft=Cascade((Lookup(), spec.draft)))
+        alone, free, together = speeds(model, prompts, new_tokens, [spec, SelfSpec.lookup(), cascade])
+    except Exception as error:  # whatever it is, hours of fitting are not lost to it
+        warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
+        return {}
+    finally:
+        module.forget_copies()  # which do not follow the weights
+    if max(alone, together) < max(1.0, free) and PartialState().is_main_process:
+        warnings.warn(
+            f"this {module.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "
+            f"plain generate with it, at {together:.2f} with it and free drafts, and at {free:.2f} with "
+            "SelfSpec.lookup(), which needs no fit. Fit for longer, on more text or on text like that which will be "
+            "generated, or choose another exit layer.",
+            stacklevel=2,
+        )
+    return {
+        "speed over plain generate": round(alone, 2),
+        "speed with free drafts": round(together, 2),
+        "speed of free drafts alone": round(free, 2),
+    }
+
+
+@torch.no_grad()
+def speeds(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int, specs: list[SelfSpec]) -> list[float]:
+    """How many times as fast as plain ``generate`` each is."""
+
+    def seconds(prompt: torch.Tensor, assistant: SelfSpec | bool, count: int = new_tokens) -> float:
+        """Seconds per token."""
+        prompt = prompt.to(model.get_input_embeddings().weight.device)
+        begun = perf_counter()
+        options: dict[str, Any] = {"generation_config": one_text_each(count), "assistant": assistant}
+        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        ids.tolist()  # a GPU has them now
+        return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])
+
+    assistants: list[SelfSpec | bool] = [False, *specs]
+    for assistant in assistants:
+        # A text in reverse, since free drafts would know the beginning of one that is measured.
+        seconds(prompts[:1].flip(1), assistant, min(_FEW, new_tokens))
+    # In turn, and the median, since machines are not always equally fast.
+    table = [[seconds(prompt, assistant) for assistant in assistants] for prompt in prompts.split(1)]
+    return [median(plain / times[place] for plain, *times in table) for place in range(len(specs))]

@@ -1,29 +1,18 @@
 """A frozen model, and the hidden states that are read from it to fit a small module."""
 
-import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from accelerate import PartialState
-from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..errors import SettingError, UnsupportedModelError
-from ..learned.files import path_of, reported, written_whole
-from ..model.fingerprint import Fingerprint
+from ..errors import UnsupportedModelError
 from ..model.patching import evaluating
-from ..validation import StrPath
 from .exits import LOGIT_ELEMENTS, Exits
 
-_SUFFIX = ".safetensors"
 # A batch of text: its "ids" [b, s], and hidden states [b, s, d] of the model. For each wanted layer E, "states_E" is
 # the output of layer E - 1, and "exits_E" the same after the model's own final norm; "final" goes into the head.
 HiddenStates = dict[str, torch.Tensor]
@@ -33,29 +22,15 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FrozenModel:
-    """A model whose states at some exit layers are a fit's data, kept in ``cache_dir`` up to ``cache_bytes``."""
+    """A model whose states at some exit layers are a fit's data."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[int],
-        cache_dir: StrPath | None = None,
-        cache_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self.model = model
         self.layers = tuple(layers)
         self.exits = Exits(model)
         self.exits.check("fit", layers)
         self.anatomy = self.exits.anatomy
         self.own_head = self.exits.head
-        self._folder: Path | None = None
-        if cache_dir is not None:
-            self._folder = path_of(cache_dir) / _name(model)
-            with reported(self._folder):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                held = sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
-            # Each of several processes writes its share of the rows.
-            self._room = math.inf if cache_bytes is None else (cache_bytes - held) // PartialState().num_processes
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +44,7 @@ class FrozenModel:
     @property
     def width(self) -> int:
         """``d`` of the states; raises if the head takes states of another width."""
-        states = self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        states = self.hidden_states(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         width, final = states[f"states_{self.layers[0]}"].shape[-1], states["final"].shape[-1]
         if width != final:
             raise UnsupportedModelError(
@@ -92,28 +67,6 @@ class FrozenModel:
                 self.exits.detach()
                 for parameter in learning:
                     parameter.requires_grad_(True)
-
-    @torch.no_grad()
-    def hidden_states(self, ids: torch.Tensor) -> HiddenStates:
-        if self._folder is None:
-            return self.run(ids)
-        rows = [_read(self._file(row)) for row in ids]
-        missing = [index for index, row in enumerate(rows) if not row]
-        if missing:
-            new = self.run(ids[missing])
-            for place, index in enumerate(missing):
-                rows[index] = {name: states[place] for name, states in new.items()}
-                if sum(state.nbytes for state in rows[index].values()) > self._room:
-                    continue  # a copy to the host would be for nothing
-                content = save({name: state.cpu().contiguous() for name, state in rows[index].items()})
-                if len(content) <= self._room:
-                    self._room -= len(content)
-                    file = self._file(ids[index])
-                    with reported(file), written_whole(file) as beside:
-                        beside.write_bytes(content)
-        elif self.exits.final is None:  # the head has to see a forward
-            self.run(ids[:1, :1])
-        return {name: torch.stack([row[name].to(self.device) for row in rows]) for name in rows[0]}
 
     def per_token(
         self,
@@ -140,7 +93,7 @@ class FrozenModel:
         return torch.cat([checkpoint(of, *pair, use_reentrant=False) for pair in pairs])
 
     @torch.no_grad()
-    def run(self, ids: torch.Tensor) -> HiddenStates:
+    def hidden_states(self, ids: torch.Tensor) -> HiddenStates:
         exits, ids = self.exits, ids.to(self.device)
         exits.chosen, exits.is_watching = self.layers, True
         try:
@@ -176,33 +129,6 @@ class FrozenModel:
                 "copied: leave copied=True or own_head=True out."
             )
         linear.weight.copy_(weight)
-
-    def _file(self, row: torch.Tensor) -> Path:
-        device = self.device.type
-        precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        name = hashlib.sha256(repr((row.tolist(), self.layers, precision)).encode()).hexdigest()[:32]
-        return cast(Path, self._folder) / f"{name}{_SUFFIX}"
-
-
-def _name(model: PreTrainedModel) -> str:
-    fingerprint = Fingerprint.of_decoder(model)
-    if fingerprint.weights is None:
-        raise SettingError(
-            "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "
-            "distinguished from another model's. Leave cache_dir out."
-        )
-    tuned = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    active = [(module.active_adapters, module.disable_adapters) for module in tuned]
-    state = hashlib.sha256(repr((model.dtype, active)).encode()).hexdigest()[:8]
-    return f"{fingerprint.name}-{state}"
-
-
-def _read(file: Path) -> HiddenStates:
-    """The saved states of a row, none if the file is missing or was cut short."""
-    try:
-        return dict(load_file(file))
-    except (OSError, SafetensorError):
-        return {}
 
 
 def cross_entropy(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,9 @@ from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
-from .fit import TrainedFit, as_function, check_length, saved
-from .fit_trainer import speed_figures
+from .fit import TrainedFit, as_function, check_length, saved, speed_figures
 from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
-from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, greedily, packed
+from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, one_text_each, packed
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
@@ -40,8 +39,7 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
     writes after the first quarter of each held-out row, as by :func:`calibrate_exit_heads`.
 
     Args:
-        model, tokenizer, dataset, block_size, args, cache_dir, cache_bytes, patience, output_dir: see
-            :func:`fit_adapter`.
+        model, tokenizer, dataset, block_size, args, callbacks, output_dir: see :func:`fit_adapter`.
         layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
         num_heads: ``K``, where no layers are given (4 in the paper).
         rank: rank of the heads' linear layers: ``rank (d + v)`` parameters a head; ``None`` for full ones, ``d v``.
@@ -240,12 +238,11 @@ def _predictions(frozen: FrozenModel, heads: ExitHeads, rows: torch.Tensor) -> l
         return torch.stack([agreement(drafted, teacher), *(metric(drafted) for metric in METRICS.values())], -1)
 
     length = max(1, rows.shape[1] // _PARTS)
-    prompts = rows[:, :length].split(AT_ONCE)
-    with greedily(frozen.model, rows.shape[1] - length):
-        texts = [ids for batch in prompts for ids in continued(frozen.model, batch.tolist(), assistant=False)]
-    predictions = []
+    settings, predictions = one_text_each(rows.shape[1] - length), []
+    batches = [batch.tolist() for batch in rows[:, :length].split(AT_ONCE)]
+    texts = [ids for batch in batches for ids in continued(frozen.model, batch, settings)]
     for ids in texts:
-        states = frozen.run(torch.tensor([ids], device=frozen.device))
+        states = frozen.hidden_states(torch.tensor([ids], device=frozen.device))
         values = [_per_token(metrics, frozen, heads, head, states) for head in range(len(heads.layers))]
         right, *sure = torch.stack(values)[:, length - 1 : -1].cpu().unbind(-1)
         predictions.append((dict(zip(METRICS, sure, strict=True)), right))

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from ..drafts.heads.mtp import MTP
 from ..errors import SettingError, SettingTypeError
-from ..learned.files import path_of
-from ..model.encoding import Prompt, as_prompts, checked_texts, token_ids
+from ..model.encoding import Prompt
 from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
@@ -24,7 +23,7 @@ from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .prompts import read_prompts
 from .reduced_head import ReducedHeadFit
-from .texts import Tokenizer, answered, check_dataset
+from .texts import Tokenizer, answers, as_ids, check_dataset
 
 # The weight of a step's loss, as a share of that of the step before.
 _DECAY = 0.8
@@ -48,10 +47,10 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
     needed), some steps one after another on its own states, as it will draft.
 
     Args:
-        model, tokenizer, args, cache_dir, cache_bytes, patience, output_dir: see :func:`fit_adapter`.
+        model, tokenizer, args, callbacks, output_dir: see :func:`fit_adapter`.
         dataset: see :func:`fit_adapter`; best is what the model itself writes. It may be empty if there are prompts.
-        prompts: texts or chats that the model answers first, in batches and every second time drawn at 0.7; the fit
-            learns from prompts and answers. With an ``output_dir`` they are kept beside it, and writing is resumed.
+        prompts: texts or chats that the model answers first, as by :func:`hf_selfspec.train.write_answers`; the fit
+            learns from prompts and answers.
         answer_tokens: the most tokens of an answer.
         steps: how many tokens are drafted one after another in the fit.
         head_rows: how many tokens the head can draft, the most frequent ones of the text; or those of a reduced head.
@@ -105,27 +104,20 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         if tokenizer is None:
             raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
         check_dataset("fit_mtp", dataset)
-        prompts = as_prompts(tokenizer, checked_texts("fit_mtp", self.prompts, chats=True, name="prompts"))
-        return tokenizer, dataset, [token_ids(tokenizer, prompt) for prompt in prompts]
+        return tokenizer, dataset, as_ids("fit_mtp", tokenizer, self.prompts)
 
     def fit(self, model: Any, text: Any) -> MtpHead:
         if self.prompts is not None:
-            text = self._answered(model, *text)
+            tokenizer, dataset, prompts = text
+            # Answers take long: what cannot be fitted is refused before.
+            with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
+                self._start_of(model)
+            HeadRows(model, (self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)).tokens)
+            text = super().read(tokenizer, [*dataset, *answers(model, prompts, self.answer_tokens, "fit_mtp")])
         if isinstance(self.head_rows, ReducedHead):
             return super().fit(model, text)
         reduced = ReducedHeadFit(size=self.head_rows).fit(model, text)
         return replace(self, prompts=None, head_rows=reduced).fit(model, text)
-
-    def _answered(
-        self, model: Any, tokenizer: Tokenizer, dataset: Iterable[Any], prompts: list[list[int]]
-    ) -> torch.Tensor:
-        """Returns rows of the dataset and of prompts with the model's answers."""
-        # Answers take long: what cannot be fitted is refused before.
-        with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
-            self._start_of(model)
-        HeadRows(model, (self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)).tokens)
-        file = None if self.output_dir is None else path_of(f"{self.output_dir}-text.jsonl")
-        return super().read(tokenizer, [*dataset, *answered(model, prompts, self.answer_tokens, file)])
 
     def module(self, frozen: FrozenModel) -> MtpHead:
         return self._start_of(frozen.model, self._tokens)

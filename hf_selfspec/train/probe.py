@@ -24,8 +24,7 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
     probability ``Σ min(p, q)`` that a token drawn from the exit's distribution is accepted (sampling).
 
     Args:
-        model, tokenizer, dataset, block_size, args, cache_dir, cache_bytes, patience, output_dir: see
-            :func:`fit_adapter`.
+        model, tokenizer, dataset, block_size, args, callbacks, output_dir: see :func:`fit_adapter`.
         exit_layer: the exit layer ``E``.
         do_sample: whether tokens are sampled, with ``temperature``, ``top_k`` and ``top_p`` as in ``generate``.
         temperature, top_k, top_p: settings of sampling.
@@ -36,8 +35,6 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
     Raises:
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`.
     """
-
-    references = ("accepted",)
 
     exit_layer: int
     do_sample: bool = False

@@ -11,7 +11,7 @@ from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.mtp import MtpHead
-from hf_selfspec.train.fit_trainer import usual_arguments
+from hf_selfspec.train.fit import usual_arguments
 
 EXIT = 2
 

@@ -26,7 +26,7 @@ class Machine:
 
     def fits_are_timed_briefly(self) -> None:
         """On one text, as far as a test imports fits at all."""
-        if (fits := sys.modules.get("hf_selfspec.train.fit_trainer")) is not None:
+        if (fits := sys.modules.get("hf_selfspec.train.fit")) is not None:
             self._set(fits, "_ROWS", 1)
             self._set(fits, "_TOKENS", 3)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.models import tiny_llama
 from hf_selfspec import (
     Adapter,
     EarlyExit,
@@ -23,8 +22,6 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.tools.spec_text import read_spec
-from hf_selfspec.train.fit_trainer import checkpoints_of
-from hf_selfspec.train.frozen_model import FrozenModel
 from hf_selfspec.train.prompts import texts
 
 FILE = "selfspec.json"
@@ -104,12 +101,10 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Adapter.from_pretrained("~/adapter").exit_layer == 2
     draft = EarlyExitAdapter("~/adapter")
     assert draft.adapter == str(tmp_path / "home" / "adapter")
-    FrozenModel(tiny_llama(), (2,), "~/states")
     (tmp_path / "home" / "text.txt").write_text("text")
     assert texts("~/text.txt") == ["text"]
     check_folder("--out", "~/spec", ["a.json"])
-    assert checkpoints_of("~/adapter") == str(tmp_path / "home" / "adapter-checkpoints")
-    assert {path.name for path in (tmp_path / "home").iterdir()} == {"spec", "adapter", "states", "text.txt"}
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"spec", "adapter", "text.txt"}
     assert not list((tmp_path / "here").iterdir())
     with pytest.raises(SettingError, match=r"~nobody-of-this-name/spec: .*home directory. Give the whole path"):
         spec.save_pretrained("~nobody-of-this-name/spec")

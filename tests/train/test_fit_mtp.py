@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from helpers.calls import check_lossless
 from helpers.fitted import Recording, arguments, mtp_of, rows, weights
 from helpers.models import VOCABULARY, character_tokenizer, ragged_batch, tiny_llama
 from hf_selfspec import MTP, MtpFormat, ReducedHead, SelfSpec, fit_mtp, load_mtp
-from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError
+from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
 from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
-from hf_selfspec.train import write_answers
+from hf_selfspec.train import texts, write_answers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pin_memory.*", "ignore:this MTP head does not pay", "ignore:`is_gradient_checkpointing`:FutureWarning"
@@ -100,44 +101,6 @@ def test_a_head_may_read_several_layers(tmp_path: Path) -> None:
     assert stats.accepted
 
 
-def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches, every second one drawn; a fit that was stopped goes on, and other prompts are refused."""
-    model, tokenizer = tiny_llama(2), character_tokenizer()
-    options: dict[str, Any] = {"block_size": 16, "answer_tokens": 8, "args": arguments(tmp_path, max_steps=1)}
-    batches, generate = list[int](), type(model).generate
-
-    def stopping(self: Any, ids: torch.Tensor, **options: Any) -> Any:
-        batches.append(len(ids))
-        if len(batches) == 2:
-            raise KeyboardInterrupt
-        return generate(self, ids, **options)
-
-    monkeypatch.setattr(type(model), "generate", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
-    fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
-    assert batches[:3] == [16, 5, 5]
-    file = tmp_path / "out-text.jsonl"
-    texts = [json.loads(line)["input_ids"] for line in file.read_text().splitlines()]
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        prompt_ids = tokenizer(prompt)["input_ids"]
-        assert text[: len(prompt_ids)] == prompt_ids
-    ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
-    alone = generate(model, ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
-    assert texts[0] == alone[: len(texts[0])]
-    assert len(texts[0]) == len(alone) or texts[0][-1] == model.generation_config.eos_token_id
-    # A process that was killed while it wrote leaves a part of a batch.
-    whole = file.read_text()
-    file.write_text(whole[:-9])
-    fit_mtp(model, tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
-    assert batches[3:].count(5) == 1
-    assert file.read_text() == whole
-    with pytest.raises(SettingError, match=r"out-text\.jsonl has answers to other prompts"):
-        fit_mtp(model, tokenizer, (), prompts=PROMPTS[1:], output_dir=tmp_path / "out", **options)
-    with pytest.raises(SettingError, match="of another model"):
-        fit_mtp(tiny_llama(2, seed=1), tokenizer, (), prompts=PROMPTS, output_dir=tmp_path / "out", **options)
-
-
 def test_shipped_layers_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fit begins with them; they are saved under the names of the model's checkpoint, and come back by these."""
     monkeypatch.setitem(shipped._FORMATS, "llama", MtpFormat(state_first=True))
@@ -190,31 +153,43 @@ def test_wrong_settings(tmp_path: Path) -> None:
         fit_mtp(model, character_tokenizer(), "a text", prompts=PROMPTS)
 
 
-def test_answers_are_text_of_any_fit(tmp_path: Path) -> None:
-    """What is written as a step of its own is what a fit has written first."""
+def test_answers_are_text_of_any_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fit would have written first: in batches, every second one drawn, whatever the model's own settings. A
+    file that is there stays, and what was written before an interrupt."""
     model, tokenizer, file = tiny_llama(2), character_tokenizer(), tmp_path / "answers.jsonl"
+    model.generation_config.update(return_dict_in_generate=True, num_return_sequences=2, num_beams=2)
+    drawn, generate = list[bool](), type(model).generate
+
+    def noted(self: Any, ids: torch.Tensor, **options: Any) -> Any:
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+        drawn.append(options["generation_config"].do_sample)
+        return generate(self, ids, **options)
+
+    monkeypatch.setattr(type(model), "generate", noted)
     answers = write_answers(model, tokenizer, PROMPTS, file, answer_tokens=8)
-    with file.open("a") as lines:
-        lines.write('{"input_ids": [1')  # of a process that was killed
-    assert write_answers(model, tokenizer, PROMPTS[:5], file, answer_tokens=8) == answers[:5]
+    assert drawn == [False, True]
     assert [json.loads(line) for line in file.read_text().splitlines()] == answers
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(model, tokenizer, PROMPTS, tmp_path / "part.jsonl", answer_tokens=8)
+    assert len((tmp_path / "part.jsonl").read_text().splitlines()) == 16
+    monkeypatch.undo()
+    for prompt, row in zip(PROMPTS, answers, strict=True):
+        assert row["input_ids"][: len(prompt)] == tokenizer(prompt)["input_ids"]
+    ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    alone = tiny_llama(2).generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    assert answers[0]["input_ids"] == alone[: len(answers[0]["input_ids"])]
     options: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "block_size": 16}
     of_file = fit_mtp(model, None, answers, **options).state_dict()
     of_prompts = fit_mtp(model, tokenizer, (), prompts=PROMPTS, answer_tokens=8, **options).state_dict()
     assert all(torch.equal(value, of_prompts[name]) for name, value in of_file.items())
-    with pytest.raises(SettingError, match=r"answers\.jsonl has answers to other prompts"):
-        write_answers(model, tokenizer, PROMPTS, file, answer_tokens=9)
+    with pytest.raises(SettingError, match=r"answers\.jsonl cannot be written \(File exists\)"):
+        write_answers(model, tokenizer, PROMPTS, file)
     with pytest.raises(SettingTypeError, match=r"write_answers\(prompts\) must be a list"):
-        write_answers(model, tokenizer, "a", file)
-
-
-@pytest.mark.parametrize(
-    "content", ["[]\n", "{}\n", "null\n", '{"input_ids": [1]}\n', '{"input_ids": ["a"], "made_by": ""}\n']
-)
-def test_answers_that_were_changed_are_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "out-text.jsonl").write_text(content)
-    with pytest.raises(SettingError, match=r"out-text\.jsonl was cut short or changed"):
-        fit_mtp(tiny_llama(), character_tokenizer(), (), prompts=PROMPTS, output_dir=tmp_path / "out", block_size=16)
+        write_answers(model, tokenizer, "a", tmp_path / "other.jsonl")
+    monkeypatch.setattr(texts, "PartialState", lambda: SimpleNamespace(num_processes=2))
+    with pytest.raises(UnsupportedOptionError, match=r"fit_mtp answers prompts in one process alone"):
+        fit_mtp(model, tokenizer, (), prompts=PROMPTS, **options)
 
 
 def test_what_cannot_be_fitted_is_refused_before_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,13 +215,6 @@ def test_models_with_adapters_of_peft(tmp_path: Path) -> None:
     head = fit_mtp(model, None, rows(19), args=arguments(tmp_path, max_steps=2), block_size=32)
     (stats,) = check_lossless(model, SelfSpec(MTP(head)), 12, [ragged_batch()])
     assert stats.accepted
-
-
-def test_answers_of_a_model_with_settings_of_its_own(tmp_path: Path) -> None:
-    model = tiny_llama(2)
-    model.generation_config.update(return_dict_in_generate=True, num_return_sequences=2, num_beams=2)
-    args = arguments(tmp_path, max_steps=1)
-    fit_mtp(model, character_tokenizer(), (), prompts=PROMPTS[:5], block_size=16, answer_tokens=8, args=args)
 
 
 def test_other_threads_have_the_whole_head_meanwhile(tmp_path: Path) -> None:
