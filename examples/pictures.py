@@ -92,17 +92,16 @@ def speeds_by_kind(theme: Theme, speeds: Speeds, title: str) -> Figure:
 
 
 def of_results(results: Path) -> tuple[Speeds, str]:
-    """Decoding of each method that bench has compared with plain generate, and how many prompts each kind has."""
-    (run, *_) = json.loads(results.read_text(encoding="utf-8"))["conditions"]
-    methods = [method for method in run["methods"] if method["by_kind"] and method["name"] != "plain"][: len(SERIES)]
-    if not methods:
+    """The speed-up of each method that bench has compared with plain generate, and how many prompts each kind has."""
+    run = json.loads(results.read_text(encoding="utf-8"))
+    methods = [method for method in run["methods"] if method["name"] != "plain"][: len(SERIES)]
+    if len(run["about"]["prompts"]) < 2:
         raise SystemExit(f"{results} has one kind of prompts: give bench prompts with a column `kind`.")
     speeds = {
-        method["name"]: {kind: row["decode"]["ratio_of_means"]["value"] for kind, row in method["by_kind"].items()}
-        for method in methods
+        method["name"]: {kind: estimate["value"] for kind, estimate in method["by_kind"].items()} for method in methods
     }
-    prompts = ", ".join(f"{kind} {count}" for kind, count in run["kinds"].items())
-    return speeds, f"decoding; prompts: {prompts}"
+    prompts = ", ".join(f"{kind} {count}" for kind, count in run["about"]["prompts"].items())
+    return speeds, f"whole calls; prompts: {prompts}"
 
 
 def of_document(document: Path) -> tuple[Speeds, str]:

@@ -180,11 +180,11 @@ class SelfSpec(Settings):
     def export_draft(self, folder: StrPath, model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
-        That part is an early exit, or the model without skipped blocks; of a search or a probe, it is what was chosen
-        for the model. The folder's README.md has the command for each engine. The checkpoint's logits are compared with
-        the draft's before anything is written; the model stays as it is, and its tensors are not copied. MTP layers are
-        written as ``model-mtp.safetensors``, under the names that checkpoints of a model that ships with such layers
-        have; one of a Qwen 3 as a checkpoint of speculators.
+        That part is an early exit, or the model without skipped layers; of a search, it is the set that was chosen, if
+        it skips layers as a whole. The folder's README.md has the command for each engine. The checkpoint's logits are
+        compared with the draft's before anything is written; the model stays as it is, and its tensors are not copied.
+        MTP layers are written as ``model-mtp.safetensors``, under the names that checkpoints of a model that ships with
+        such layers have; one of a Qwen 3 as a checkpoint of speculators.
 
         Args:
             folder: created if it does not exist; a draft that was exported there earlier is replaced.

@@ -34,9 +34,9 @@ COMMANDS = {
     "chat, bfloat16": f"{_CHAT} selfspec,prompt-lookup,plain-linears --threads 1 --dtype bfloat16 --out DIR",
     "batches": f"{_BENCH} both.jsonl --batch-size 8 --max-new-tokens 96 --max-prompt-tokens 200 --methods selfspec",
     "grammar": f"{_SCRIPT}grammar.py --model SMOLLM2",
-    "static cache": f"{_BENCH} code.jsonl --prompts 2 --max-new-tokens 96 --passes 3 --threads 1 --dtype float32 "
+    "static cache": f"{_BENCH} code.jsonl --prompts 2 --max-new-tokens 96 --threads 1 --dtype float32 "
     "--methods selfspec,static-compiled",
-    "fewer bits": f"{_BENCH} chats.jsonl --prompts 2 --max-new-tokens 96 --threads 1 --dtype bfloat16 --clock cpu "
+    "fewer bits": f"{_BENCH} chats.jsonl --prompts 2 --max-new-tokens 96 --threads 1 --dtype bfloat16 "
     '--methods "plain,selfspec,quantized,SelfSpec(Quantized())"',
     "fewer bits, agreement": f"{_SCRIPT}fewer_bits.py --model SMOLLM2 --data chats.jsonl --kinds chat math translation "
     "summary --prompts 1 --tokens 64 --dither",

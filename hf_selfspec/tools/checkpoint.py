@@ -1,7 +1,7 @@
-"""Makes an ordinary model and its config from some blocks of another one; the two share their tensors."""
+"""Makes an ordinary model and its config from some layers of another one; the two share their tensors."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,29 +24,29 @@ _LEADING = ("first_k_dense_replace", "max_window_layers", "num_dense_layers")
 _NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens")
 # The number of MTP layers after the model's own; neither transformers nor drafts use them.
 _MTP_LAYERS = "num_nextn_predict_layers"
-# Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.
-# ``dense`` is the last one of an attention block only, ``2`` is the last one of a Sequential (CTRL).
-_LAST_OF_ATTENTION: tuple[str, ...] = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
-_LAST_OF_MLP = (
-    "2", "Wo", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
-)  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 # Attributes of modules that have nothing to do with what they compute.
 _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
 def draft_model(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan) -> PreTrainedModel:
-    """Returns the blocks as an ordinary model with the same tensors; the whole model stays as it is."""
-    kept = [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
-    if anatomy.kv_sources and len(kept) < anatomy.num_layers:
+    """Returns the layers that a plan runs as an ordinary model with the same tensors; the whole one stays as it is."""
+    if alone := sorted(plan.skipped_attention ^ plan.skipped_mlp):
+        raise UnsupportedModelError(
+            f"in layers {alone} of {anatomy.model_name} attention or the MLP is left out alone, which a checkpoint "
+            "cannot express. Use this draft with generate(assistant=...), or export whole layers, as with "
+            f"SkipLayers({alone}, {alone})."
+        )
+    if anatomy.kv_sources:
         raise UnsupportedModelError(
             f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
-            "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
+            "be taken out of it. Use the draft with generate(assistant=...)."
         )
     check_plan(plan, anatomy)
+    kept = [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
     # The name of the list of decoder layers, with a dot, in both models.
     prefix = next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
-    draft = _model_of_layers(model, kept, prefix, _zeroed_projections(plan, anatomy, kept, prefix))
+    draft = _model_of_layers(model, kept, prefix)
     _check_same_layers(model, draft, kept, prefix)
     draft.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(draft.generation_config, "assistant"):
@@ -83,36 +83,8 @@ def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
     return value
 
 
-def _zeroed_projections(plan: LayerPlan, anatomy: Anatomy, kept: Sequence[int], prefix: str) -> dict[str, torch.Tensor]:
-    """Zeros, by names in the new model, for the last projections of blocks that are left out of a layer that stays."""
-    zeros: dict[str, torch.Tensor] = {}
-    for place, layer in enumerate(kept):
-        if layer in plan.skipped_attention:
-            block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
-        elif layer in plan.skipped_mlp:
-            block, last = anatomy.mlp[layer][-1], _LAST_OF_MLP
-        else:
-            continue
-        inside = next(name for name, module in anatomy.layers[layer].named_modules() if module is block)
-        assert block is not None
-        of_block = {
-            f"{prefix}{place}.{inside}.{name}": torch.zeros_like(parameter)
-            for name, parameter in block.named_parameters()
-            if isinstance(block, nn.Linear) or any(part in last for part in name.split(".")[-2:])
-        }
-        if not of_block:
-            raise UnsupportedModelError(
-                f"the last projection of {type(block).__name__} in layer {layer} of {anatomy.model_name} is not known, "
-                "so the block cannot be left out of a checkpoint on its own. Skip the layer as a whole."
-            )
-        zeros |= of_block
-    return zeros
-
-
-def _model_of_layers(
-    model: PreTrainedModel, kept: Sequence[int], prefix: str, replaced: Mapping[str, torch.Tensor]
-) -> PreTrainedModel:
-    """A model with the ``kept`` layers' own tensors, but for those that are ``replaced``, by their new names."""
+def _model_of_layers(model: PreTrainedModel, kept: Sequence[int], prefix: str) -> PreTrainedModel:
+    """A model with the ``kept`` layers' own tensors."""
     try:
         with torch.device("meta"):
             draft = type(model)(_config_of_layers(model.config, kept))
@@ -130,7 +102,7 @@ def _model_of_layers(
         return f"{prefix}{kept[int(layer)]}{dot}{path}"
 
     whole = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    made: dict[str | int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
     for name, empty in [*draft.named_parameters(remove_duplicate=False), *draft.named_buffers()]:
         old = whole.get(original(name))
         if old is None:
@@ -139,19 +111,17 @@ def _model_of_layers(
                 "layers has: a config of this type cannot express this choice of layers. Export an early exit, or a "
                 "set that skips other layers."
             )
-        new = replaced[name].to(old.device, old.dtype) if name in replaced else old
-        if empty.shape != new.shape:
+        if empty.shape != old.shape:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has {name} of {list(new.shape)}, but with fewer layers it would be "
+                f"{type(model).__name__} has {name} of {list(old.shape)}, but with fewer layers it would be "
                 f"{list(empty.shape)}: its layers share a tensor that cannot be split, so it cannot be exported."
             )
         path, _, attribute = name.rpartition(".")
         if isinstance(empty, nn.Parameter):
-            key = name if name in replaced else id(old)  # tied ones stay tied
-            frozen = made.setdefault(key, nn.Parameter(new.detach(), requires_grad=False))
+            frozen = made.setdefault(id(old), nn.Parameter(old.detach(), requires_grad=False))  # tied ones stay tied
             draft.get_submodule(path)._parameters[attribute] = frozen
         else:
-            draft.get_submodule(path)._buffers[attribute] = new
+            draft.get_submodule(path)._buffers[attribute] = old
     for name, module in draft.named_modules():
         for attribute, value in vars(module).items():  # tensors that are neither parameters nor buffers
             if isinstance(value, torch.Tensor) and value.is_meta:

@@ -299,9 +299,7 @@ def inspect(model: Model, revision: Revision = None) -> None:
 def tune(
     named: Any,
     data: Data,
-    out: Annotated[
-        str, typer.Option(help="Folder for the result, and for the steps from which a stopped search resumes.")
-    ],
+    out: Annotated[str, typer.Option(help="Folder for the result.")],
     field: Field = None,
     prompts: Prompts = 8,
     max_prompt_tokens: MaxPromptTokens = 256,
@@ -317,8 +315,9 @@ def tune(
 
     check_folder("--out", out, [FILE_NAME])
     rows, tokenizer = texts(data, field)[:prompts], named.tokenizer()
-    settings: dict[str, Any] = {"search": OfflineSearch(max_steps=steps, seed=seed), "folder": out}
-    settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
-    spec = tune(named.model(), tokenizer, rows, **settings)
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    network = named.model()
+    spec = tune(network, tokenizer, rows, search=OfflineSearch(max_steps=steps, seed=seed), **limits)
+    spec.save_pretrained(out, network)
     print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
     print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({out!r}))")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter, process_time
@@ -16,10 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..errors import SettingError
 from ..learned.files import path_of
@@ -31,12 +31,10 @@ from ..model.patching import evaluating
 from ..model.transfer import wait_for
 from ..train.prompts import read_rows
 from ..validation import StrPath, check_count
+from .audits import differences_of, new_tokens
 from .comparison import Call, Comparison, measures
-from .differences import first_differences
-from .methods import LAYERS, PLAIN, Method, Methods, fitting, methods_of
+from .methods import LAYERS, PLAIN, STATIC, Method, Methods, fitting, methods_of
 
-# New tokens of a call that warms up one of transformers' own methods.
-_WARM_UP = 8
 # The column of a data file that names the kind of a prompt, and the kind of prompts without one.
 _COLUMN, KIND = "kind", "text"
 
@@ -49,18 +47,18 @@ class Prompt(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Prompts that are generated together: ``ids`` and ``mask`` are ``[b, s]``, padded on the left."""
+    """Prompts that are generated together: ids and mask ``[b, s]``, padded on the left."""
 
     kind: str
-    ids: torch.Tensor
-    mask: torch.Tensor
+    inputs: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
         rows = [torch.tensor(prompt.ids, device=device) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-        return cls(prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}", ids, mask)
+        kind = prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}"
+        return cls(kind, {"input_ids": ids, "attention_mask": mask})
 
 
 def compare(
@@ -76,14 +74,13 @@ def compare(
     seed: int = 0,
     chat: bool | None = None,
     out: StrPath | None = None,
-    progress: bool = True,
 ) -> Comparison:
-    """Measures whether self-speculation pays: all methods of generating on the same prompts, in turn.
+    """Measures whether self-speculation pays: all methods of generating on the same prompts, with a progress bar.
 
-    The prompts are one stream, as a service would see them: a ``SelfSpec`` is kept over the stream, and is not warmed
-    up. All methods see a prompt before the next one comes, in rotating order, so that disturbances of the machine
-    affect all of them. The first prompt does not count where there are several. Times are CPU time with one thread on a
-    CPU, else wall time.
+    The prompts are one stream, as a service would see them, over which a ``SelfSpec`` is kept. All methods see a prompt
+    before the next one comes, in rotating order, so that disturbances of the machine affect all of them. The first
+    prompt warms up, and does not count where there are several. Times are CPU time with one thread on a CPU, else wall
+    time.
 
     Args:
         model: a causal LM of transformers, or a PEFT model around one.
@@ -100,7 +97,6 @@ def compare(
         seed: seed of sampling.
         chat: whether a string is a message of a user, by default where there is a chat template.
         out: folder for the report.
-        progress: whether stderr shows a bar with the time left.
 
     Returns:
         The comparison, with a table, a plot and all figures.
@@ -144,17 +140,24 @@ def compare(
     if temperature:
         options |= {"do_sample": True, "temperature": float(temperature), "min_new_tokens": max_new_tokens}
         options |= {"top_p": 1.0, "top_k": 0}
+    clock = "cpu" if inner.device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
     with evaluating(inner):
         compared, left_out = fitting(inner, chosen, batches[0])
-        stream = Stream(inner, batches, compared, options, seed)
-        calls = stream.run(progress)
-        differing = {name: stream.differences(calls[PLAIN], each) for name, each in calls.items() if not temperature}
+        calls = _calls(inner, batches, compared, options, seed, clock)
+        differing = {name: _differences(inner, batches, calls, name, options) for name in calls if not temperature}
+    from .. import __version__
+
     about = {
-        **_about(inner),
+        "model": inner.config.name_or_path or type(inner).__name__,
+        "parameters": sum(weight.numel() for weight in inner.parameters()),
+        "dtype": str(inner.dtype).removeprefix("torch."),
+        "device": str(inner.device),
+        "machine": machine(inner.device),
+        "hf_selfspec": __version__,
         "prompts": dict(Counter(prompt.kind for prompt in prompts)),
         "prompts_left_out": len(in_turn) - len(prompts),
         **{"max_new_tokens": max_new_tokens, "temperature": temperature, "batch_size": batch_size, "seed": seed},
-        "clock": stream.clock,
+        "clock": clock,
     }
     comparison = Comparison({"about": about, "left_out": left_out, **measures(compared, calls, differing)})
     if out is not None:
@@ -162,89 +165,59 @@ def compare(
     return comparison
 
 
-class Stream:
-    """Makes the calls of all methods on all batches, in rotating order."""
+def _calls(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    methods: Sequence[Method],
+    options: Mapping[str, Any],
+    seed: int,
+    clock: str,
+) -> dict[str, list[Call]]:
+    """The calls of all methods on all batches: those of each method, in the order of the batches."""
+    specs = {method.name: method.make() for method in methods if method.make is not None}
+    cache_size = max(batch.inputs["input_ids"].shape[1] for batch in batches) + options["max_new_tokens"]
+    calls = {method.name: list[Call]() for method in methods}
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batches: Sequence[Batch],
-        methods: Sequence[Method],
-        options: Mapping[str, Any],
-        seed: int,
-    ) -> None:
-        self.model, self.batches, self.methods, self.options, self.seed = model, batches, methods, options, seed
-        self.clock = "cpu" if model.device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
-        self._cache_size = max(batch.ids.shape[1] for batch in batches) + options["max_new_tokens"]
-        self._specs = {method.name: method.make() for method in methods if method.make is not None}
-        self._warm = set[str]()
+    def now() -> float:
+        wait_for(model.device)
+        return process_time() if clock == "cpu" else perf_counter()
 
-    def run(self, progress: bool) -> dict[str, list[Call]]:
-        """Returns the calls of each method, in the order of the batches."""
-        calls = {method.name: list[Call]() for method in self.methods}
-        columns = (BarColumn(), MofNCompleteColumn(), "left", TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("", total=len(self.batches) * len(self.methods))
-            for index, method in self._order():
-                calls[method.name].append(self._call(index, method))
-                bar.update(task, advance=1, description=method.name)
-        return calls
-
-    def _order(self) -> Iterator[tuple[int, Method]]:
-        for index in range(len(self.batches)):
-            first = index % len(self.methods)
-            yield from ((index, method) for method in (*self.methods[first:], *self.methods[:first]))
-
-    def _call(self, index: int, method: Method) -> Call:
-        batch, spec = self.batches[index], self._specs.get(method.name)
-        options: dict[str, Any] = {**self.options, **method.options}
-        if method.is_static:
-            options["max_cache_len"] = self._cache_size
-        with _layers(self.model, method):
-            if spec is not None:
-                options["assistant"] = spec
-            elif method.name not in self._warm:
-                self._warm.add(method.name)
-                few = options | {"max_new_tokens": _WARM_UP, "min_new_tokens": None}
-                self.model.generate(batch.ids, attention_mask=batch.mask, **few)
-            torch.manual_seed(self.seed + index)  # all methods begin a prompt with the same state of it
-            begun = self._now()
-            output: torch.Tensor = self.model.generate(batch.ids, attention_mask=batch.mask, **options)
-            seconds = self._now() - begun
-        eos = self.model.generation_config.eos_token_id
-        ends = eos if isinstance(eos, list) else [eos]
-        rows = output[:, batch.ids.shape[1] :].tolist()
-        ids = [row[: next((at for at, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
-        if spec is None or spec.stats is None:
-            return Call(batch.kind, ids, seconds)
-        stats = spec.stats
-        rounds = None if stats.left_to_generate else (stats.rounds, stats.drafted, stats.accepted)
-        return Call(batch.kind, ids, seconds, rounds, stats.left_to_generate)
-
-    def _now(self) -> float:
-        wait_for(self.model.device)
-        return process_time() if self.clock == "cpu" else perf_counter()
-
-    def differences(self, plain_calls: Sequence[Call], calls: Sequence[Call]) -> list[dict[str, Any]]:
-        """Where texts differ from plain generate's, and whether rounding explains that."""
-        found, pad = [], self.options["pad_token_id"]
-        for index, (batch, plain, call) in enumerate(zip(self.batches, plain_calls, calls, strict=True)):
-            if call.ids == plain.ids:
-                continue
-            longest = max(map(len, [*call.ids, *plain.ids]))
-
-            def padded(text: list[list[int]], batch: Batch = batch, longest: int = longest) -> torch.Tensor:
-                rows = [[*row, *[pad] * (longest - len(row))] for row in text]
-                return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
-
-            for one in first_differences(self.model, padded(plain.ids), padded(call.ids), batch.mask):
-                place = {"prompt": index, "row": one.row, "position": one.column - batch.ids.shape[1]}
-                found.append({**place, "margin": one.margin, "near_tie": one.is_near_tie})
-        return found
+    with logging.tqdm(total=len(batches) * len(methods), desc="comparing", unit="call") as bar:
+        for index, batch in enumerate(batches):
+            first = index % len(methods)
+            for method in (*methods[first:], *methods[:first]):
+                own = dict(method.options)
+                if method.name == STATIC:
+                    own["max_cache_len"] = cache_size  # one size in all calls, so that graphs can be reused
+                if spec := specs.get(method.name):
+                    own["assistant"] = spec
+                layers = few_token_linears(model, lambda: True) if method.name == LAYERS else nullcontext()
+                with layers:
+                    torch.manual_seed(seed + index)  # all methods begin a prompt with the same state of it
+                    begun = now()
+                    output: torch.Tensor = model.generate(**batch.inputs, **options, **own)
+                    seconds = now() - begun
+                ids = new_tokens(model, output, batch.inputs["input_ids"].shape[1])
+                stats = None if spec is None else spec.stats
+                plain = "" if stats is None else stats.left_to_generate
+                rounds = None if stats is None or plain else (stats.rounds, stats.drafted, stats.accepted)
+                calls[method.name].append(Call(batch.kind, ids, seconds, rounds, plain))
+                bar.update()
+    return calls
 
 
-def _layers(model: PreTrainedModel, method: Method) -> AbstractContextManager[None]:
-    return few_token_linears(model, lambda: True) if method.name == LAYERS else nullcontext()
+def _differences(
+    model: PreTrainedModel, batches: Sequence[Batch], calls: Mapping[str, Sequence[Call]], name: str, options: Any
+) -> list[dict[str, Any]]:
+    """Where greedy texts of a method differ from plain generate's, and whether rounding explains that."""
+    found = []
+    for index, (batch, plain, call) in enumerate(zip(batches, calls[PLAIN], calls[name], strict=True)):
+        if call.ids != plain.ids:
+            for one in differences_of(model, batch.inputs, options, call.ids):
+                place = {"prompt": index, "row": one.row, "position": one.column}
+                margin = one.margin if one.margin < math.inf else None  # which JSON does not have
+                found.append({**place, "margin": margin, "near_tie": one.is_near_tie})
+    return found
 
 
 def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[TextOrChat]]:
@@ -271,16 +244,3 @@ def machine(device: torch.device) -> str:
     line = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
     name = line[1] if line else platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} thread(s), {versions}"
-
-
-def _about(model: PreTrainedModel) -> dict[str, Any]:
-    from .. import __version__
-
-    return {
-        "model": model.config.name_or_path or type(model).__name__,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "machine": machine(model.device),
-        "hf_selfspec": __version__,
-    }

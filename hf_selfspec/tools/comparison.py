@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..validation import StrPath
-from .methods import COMPILED_GROUP, LAYERS, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP, Method
+from .methods import LAYERS, PLAIN, Method
 from .plots import new_figure, saved
 from .tables import as_text
 
@@ -31,18 +31,13 @@ if TYPE_CHECKING:
 # simulated cases).
 FEWEST = 10
 _DRAWS, _SEED = 2000, 0
-# Okabe and Ito's colours (Color Universal Design, 2008), distinct with any colour vision, and a hatch for print.
-_STYLES = {
-    PLAIN_GROUP: ("#999999", ""),
-    LOOKUP_GROUP: ("#E69F00", "///"),
-    COMPILED_GROUP: ("#CC79A7", "..."),
-    OURS_GROUP: ("#0072B2", ""),
-}
+# Okabe and Ito's colours (Color Universal Design, 2008), distinct with any colour vision.
+_PLAINS_COLOUR, _THEIR_COLOUR, _OUR_COLOUR = "#999999", "#E69F00", "#0072B2"
 # The most characters of a method's name on an axis.
 _LONGEST = 34
 _NOTHING = "–"
 _NOTE = (
-    "Speed-up: mean of the prompts' tokens per second over plain generate's, whole calls, all but the first prompt. "
+    "Speed-up: mean of the prompts' tokens per second over plain generate's, whole calls, all but the first prompt.\n"
     "Drafts alone: over plain generate with the same linear layers. Tokens a round: with the bonus token."
 )
 Json = dict[str, Any]
@@ -81,8 +76,7 @@ def measures(
         figures.append(
             {
                 "name": method.name,
-                "group": method.group,
-                "call": method.call,
+                "is_ours": method.make is not None,
                 "speedup": speedup(plain, mine),
                 "by_kind": {kind: speedup(*zip(*pairs, strict=True)) for kind, pairs in of_kinds.items()},
                 "tokens_per_second": float(np.mean([call.tokens / call.seconds for call in mine])),
@@ -96,7 +90,7 @@ def measures(
         )
     layers = next((each["speedup"]["value"] for each in figures if each["name"] == LAYERS), None)
     for each in figures:
-        each["drafts_alone"] = each["speedup"]["value"] / layers if layers and each["group"] == OURS_GROUP else None
+        each["drafts_alone"] = each["speedup"]["value"] / layers if layers and each["is_ours"] else None
     exact = [each for each in figures if _is_exact(each) and each["name"] != LAYERS]
     best = max(exact, key=lambda each: each["speedup"]["value"])["name"]
     return {"prompts": len(plain), "methods": figures, "best": best}
@@ -134,9 +128,6 @@ class Comparison:
         """Name of the fastest method that writes the model's own text."""
         return str(self.results["best"])
 
-    def __str__(self) -> str:
-        return "\n".join([as_text(*self._table()), "", *self._verdict()])
-
     def plot(self, path: StrPath | None = None) -> Figure:
         """Draws the speed of each method, with intervals.
 
@@ -149,23 +140,22 @@ class Comparison:
         Raises:
             SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
         """
-        methods = sorted(self.results["methods"], key=_value, reverse=True)
+        methods = sorted(self.results["methods"], key=_value)
         figure = new_figure("Comparison.plot", 8, 1.1 + 0.36 * len(methods))
         axes, ends = figure.subplots(), [1.0]
         for place, method in enumerate(methods):
-            (colour, hatch), estimate = _STYLES[method["group"]], method["speedup"]
-            end = value = estimate["value"]
-            axes.barh(place, value, color=colour, hatch=hatch, edgecolor="white", height=0.72)
-            if estimate["low"] is not None and method["name"] != PLAIN:
-                errors = [[value - estimate["low"]], [estimate["high"] - value]]
-                axes.errorbar(value, place, xerr=errors, color="black", capsize=3, linewidth=1)
-                end = max(value, estimate["high"])
+            theirs = _PLAINS_COLOUR if method["name"] in (PLAIN, LAYERS) else _THEIR_COLOUR
+            end = value = _value(method)
+            axes.barh(place, value, color=_OUR_COLOUR if method["is_ours"] else theirs, height=0.72)
+            low, high = method["speedup"]["low"], method["speedup"]["high"]
+            if low is not None and method["name"] != PLAIN:
+                axes.errorbar(value, place, xerr=[[value - low], [high - value]], color="black", capsize=3, linewidth=1)
+                end = max(value, high)
             axes.annotate(f"{value:.2f}", (end, place), (6, 0), textcoords="offset points", va="center")
             ends.append(end)
         axes.set_yticks(range(len(methods)), [shorten(method["name"], _LONGEST, placeholder="…") for method in methods])
         axes.set(xlim=(0, 1.15 * max(ends)), xlabel="speed, plain generate = 1 (whiskers: 95 % interval)")
         axes.axvline(1, color="black", linewidth=1)
-        axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
         return saved("Comparison.plot", figure, path)
 
@@ -176,23 +166,28 @@ class Comparison:
             SettingError: the folder cannot be written.
         """
         check_folder("the folder of results", folder)
-        directory, picture = path_of(folder), "speed.png"
+        directory, picture = path_of(folder), "![Speed of each method](speed.png)\n\n"
         with reported(directory):
             directory.mkdir(parents=True, exist_ok=True)
         try:
-            self.plot(directory / picture)
+            self.plot(directory / "speed.png")
         except SettingError:  # there is no matplotlib
             picture = ""
         texts = {
             "results.json": json.dumps(self.results, indent=1, allow_nan=False) + "\n",
-            "report.md": self._markdown(picture),
+            "report.md": f"# Does self-speculation pay here?\n\n{picture}```\n{self}\n```\n",
         }
         for name, text in texts.items():
             with reported(directory / name), written_whole(directory / name) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Head and rows, with a column for each kind of prompts where there are several."""
+    def __str__(self) -> str:
+        left_out = [f"Not measured: {name}, since {why}." for name, why in self.results["left_out"].items()]
+        about = ", ".join(f"{name} {value}" for name, value in self.results["about"].items())
+        return "\n".join([self._table(), "", *self._verdict(), "", _NOTE, *left_out, about])
+
+    def _table(self) -> str:
+        """A row for each method, with a column for each kind of prompts where there are several."""
         methods = self.results["methods"]
         kinds = list(methods[0]["by_kind"]) if len(methods[0]["by_kind"]) > 1 else []
         head = ["method", "speed-up", "95 % interval", "drafts alone", "tokens/s", "tokens a round", "accepted"]
@@ -210,60 +205,22 @@ class Comparison:
                     *(f"{method['by_kind'][kind]['value']:.2f}" for kind in kinds),
                 ]
             )
-        return [*head, "same ids", *kinds], rows
+        return as_text([*head, "same ids", *kinds], rows)
 
     def _verdict(self) -> list[str]:
-        """Whether self-speculation pays, in one sentence, and further ones."""
-        methods = {method["name"]: method for method in self.results["methods"]}
-        best = methods.pop(self.best)
-        is_plain, estimate = best["name"] == PLAIN, best["speedup"]
-        fastest = f"the fastest, {best['name']}, runs at {estimate['value']:.2f} times the speed of plain generate"
-        interval = _interval(estimate)
-        if is_plain:
-            headline = "Nothing that writes the model's own text is faster than plain generate here."
-        elif estimate["low"] is None:
-            headline = f"Too few prompts to call it a gain: {fastest}."
-        elif estimate["low"] <= 1:
-            headline = f"No clear gain: {fastest} ({interval})."
-        else:
-            headline = f"{best['name']} is {estimate['value']:.2f} times as fast as plain generate (95 %: {interval})."
-        details = []
-        if best["drafts_alone"] is not None:
-            details.append(f"Drafts alone bring {best['drafts_alone']:.2f} of that, faster linear layers the rest.")
-        near = [method for method in methods.values() if _is_exact(method) and method["name"] not in (PLAIN, LAYERS)]
-        near = [method for method in near if not is_plain and _value(method) >= (estimate["low"] or 0.0)]
-        if near and estimate["low"] is not None:
-            names = ", ".join(f"{method['name']} ({_value(method):.2f})" for method in near)
-            details.append(f"These prompts do not distinguish its speed from that of {names}.")
-        for method in methods.values():
-            if not _is_exact(method):
-                details.append(f"{method['name']} does not count: it does not write the model's own text.")
-        if self.results["prompts"] < FEWEST:
-            details.append(f"Only {self.results['prompts']} prompts count, too few for an interval: give more.")
-        return [headline, *details]
-
-    def _markdown(self, picture: str) -> str:
-        about, left_out = self.results["about"], self.results["left_out"]
-        (head, rows), (headline, *details) = self._table(), self._verdict()
+        """Whether self-speculation pays, and which methods do not count."""
         best = next(method for method in self.results["methods"] if method["name"] == self.best)
-        differing = [
-            [method["name"], *map(str, difference.values())]
-            for method in self.results["methods"]
-            for difference in method["differences"]
-        ]
-        names = ["method", "prompt", "row", "new token", "gap to the highest logit", "within rounding"]
-        parts = ["# Does self-speculation pay here?", f"**{headline}**", *details]
-        parts += [f"```python\nmodel.generate(**inputs, {best['call']})\n```"] if best["name"] != PLAIN else []
-        parts += [f"![Speed of each method, plain generate = 1]({picture})"] if picture else []
-        parts += [as_text(head, [[cell.replace("|", "/") for cell in row] for row in rows], markdown=True), _NOTE]
-        parts += [f"## Texts that differ\n\n{as_text(names, differing, markdown=True)}"] if differing else []
-        for title, pairs in (("Not measured", left_out), ("Model, machine and settings", about)):
-            table = as_text(
-                ["what", title.lower()], [[name, str(value)] for name, value in pairs.items()], markdown=True
-            )
-            parts += [f"## {title}\n\n{table}"] if pairs else []
-        parts += [] if picture else ['Plots need matplotlib: pip install "hf_selfspec[plot]".']
-        return "\n\n".join(parts) + "\n"
+        headline, low = f"{self.best} is {_value(best):.2f} times as fast as plain generate", best["speedup"]["low"]
+        if self.best == PLAIN:
+            headline = "Nothing that writes the model's own text is faster than plain generate here."
+        elif low is None:
+            headline += f", but {self.results['prompts']} prompts are too few for an interval: give more."
+        elif low <= 1:
+            headline += f", which may be chance (95 %: {_interval(best['speedup'])})."
+        else:
+            headline += f" (95 %: {_interval(best['speedup'])})."
+        wrong = [method["name"] for method in self.results["methods"] if not _is_exact(method)]
+        return [headline, *(f"{name} does not count: it does not write the model's own text." for name in wrong)]
 
 
 def _value(method: Json) -> float:

@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -37,7 +36,7 @@ USUAL_TOKENS = 5
 
 _NAME = "SelfSpec.export_draft"  # in messages
 _C = TypeVar("_C", ExitChoice, SkipChoice)
-_README = "README.md"
+_README, _CARD = "README.md", Path(__file__).with_name("draft_card.md")
 # Model types that ship without MTP layers, but for which speculators 0.9 makes them.
 _OF_SPECULATORS = ("qwen3",)
 # The tag by which a card written here is recognised.
@@ -80,7 +79,7 @@ def export_draft(
         )
     draft = draft_model(inner, anatomy, blocks.plan)
     _check_agreement(inner, anatomy, blocks.plan, draft)
-    card = card_of(source, tokens, at, knowledge, blocks.plan, draft)
+    card = _card_of(source, tokens, at, knowledge, blocks.plan, draft)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:
@@ -112,13 +111,9 @@ def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, 
 
 
 def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[1, s, v]`` of the blocks when they run inside the whole model."""
-    with partial_forwards(model, anatomy):
-        if plan.skipped_attention != plan.skipped_mlp:
-            with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # records what blocks return besides states
-                model(input_ids=ids, use_cache=False)
-        with obeying(ForwardPass(plan)):
-            return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
+    """Logits ``[1, s, v]`` of a plan's layers when they run inside the whole model."""
+    with partial_forwards(model, anatomy), obeying(ForwardPass(plan)):
+        return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
 
 def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> None:
@@ -228,7 +223,7 @@ def _check_model(model: PreTrainedModel) -> None:
     raise UnsupportedModelError(f"{_NAME}: {type(model).__name__} cannot be exported, since {why}. {what}.")
 
 
-def card_of(
+def _card_of(
     source: DraftSource, tokens: int, folder: Path, knowledge: KnowledgeOfCall, plan: LayerPlan, draft: PreTrainedModel
 ) -> str:
     """The card of a draft in a folder, as Markdown.
@@ -239,37 +234,24 @@ def card_of(
     Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
     """
     picture, layers = plan.picture(), draft.config.num_hidden_layers
-    is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
-    environment = Environment(
-        loader=PackageLoader("hf_selfspec.tools"), undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    environment.filters["repr"] = repr
-    return environment.get_template("card.md.jinja").render(
+    note = ""
+    if len(set(getattr(draft.config, "layer_types", None) or [])) > 1:
+        note = (
+            "\n- kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's "
+            "number (llama.cpp for some families) can use this draft only where that gives the same kinds"
+        )
+    return _CARD.read_text(encoding="utf-8").format(
         tag=TAG,
         model=knowledge.model.config.name_or_path or type(knowledge.model).__name__,
         folder=str(folder),
-        what="The first layers and the output head" if is_exit else "Some of its blocks",
+        what="Some of its layers" if "#" in picture.lstrip("#") else "The first layers and the output head",
         layers=f"{layers} layer{'s' if layers > 1 else ''}",
         parameters=draft.num_parameters(),
         draft=repr(source),
         picture=picture,
         fingerprint=knowledge.fingerprint().name,
-        notes=_notes(plan, draft),
+        note=note,
         tokens=tokens,
+        nodes=tokens + 1,
         vllm=json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": tokens}),
     )
-
-
-def _notes(plan: LayerPlan, draft: PreTrainedModel) -> list[str]:
-    notes = []
-    if alone := plan.skipped_attention ^ plan.skipped_mlp:
-        notes.append(
-            f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
-            "still compute: leave out whole layers where that costs too much"
-        )
-    if len(set(getattr(draft.config, "layer_types", None) or [])) > 1:
-        notes.append(
-            "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
-            "(llama.cpp for some families) can use this draft only where that gives the same kinds"
-        )
-    return notes

@@ -18,12 +18,11 @@ from .spec_text import read_spec
 PLAIN = "plain"
 # Plain generate with the linear layers that a ``SelfSpec`` chooses: what of a gain is not drafts.
 LAYERS = "plain-linears"
-# How tables group methods.
-PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
+STATIC = "static-compiled"
 _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
 # Tokens that prompt lookup drafts unless another number is given: transformers' own default.
 _LOOKUP_TOKENS = 10
-# New tokens of a call that shows whether a preset fits the model.
+# New tokens of a call that shows whether a method fits the model.
 _TRIED = 3
 # What this package and transformers raise for a method that does not fit a model.
 _REFUSALS = (SelfSpecError, ValueError, NotImplementedError)
@@ -33,58 +32,37 @@ Methods = Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]
 
 @dataclass(frozen=True)
 class Method:
-    """One method of generating."""
+    """One method of generating: its own arguments of ``generate``, or what creates its ``SelfSpec``."""
 
     name: str
-    group: str
-    call: str  # the arguments of ``generate`` that a user writes for it
-    options: Mapping[str, Any] = field(default_factory=dict)  # its own arguments of ``generate``
-    make: Callable[[], SelfSpec] | None = None  # creates its ``SelfSpec``
-    is_static: bool = False  # its static cache has one size in all calls, so that graphs can be reused
+    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[], SelfSpec] | None = None
 
 
 def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
     """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
-    options = {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens}
-    call = f"prompt_lookup_num_tokens={tokens}, max_matching_ngram_size={size}"
     name = f"prompt-lookup({size})" if tokens == _LOOKUP_TOKENS else f"prompt-lookup({size}, {tokens})"
-    return Method(name, LOOKUP_GROUP, call, options)
+    return Method(name, {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens})
 
 
-def _ours(name: str, make: Callable[[], SelfSpec]) -> Method:
-    return Method(name, OURS_GROUP, f"assistant={name}", make=make)
-
-
-_COMPILING = let_compile_on_cpu(CompileConfig())
-_STATIC = {"cache_implementation": "static", "compile_config": _COMPILING}
-_STATIC_LOOKUP = (f'{_lookup(2).call}, cache_implementation="static"', {**_lookup(2).options, **_STATIC})
-_FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"
-_ON_CPU = "it compiles, which transformers does on a CPU only when told to; name it in --methods to measure it"
-_ATTACHES = "it attaches the model's MTP layers, with which SelfSpec() drafts, too; name it in --methods to measure it"
-_WITH_PARTS = {
-    "SelfSpec.kangaroo(adapter)": _FIT.format("adapter"),
-    "SelfSpec.dssd(heads)": _FIT.format("heads"),
-}
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
-_NAMES = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
-_PRESETS = ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES))
+_PRESETS = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
+_SPECS = ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _PRESETS))
 METHODS = {
     method.name: method
     for method in (
-        Method(PLAIN, PLAIN_GROUP, "(nothing)"),
+        Method(PLAIN),
         *_LOOKUPS,
-        Method(LAYERS, PLAIN_GROUP, "(plain with the linear layers of a SelfSpec, to compare with)"),
-        Method("static-compiled", COMPILED_GROUP, 'cache_implementation="static"', _STATIC, is_static=True),
-        Method("prompt-lookup-compiled", COMPILED_GROUP, _STATIC_LOOKUP[0], _STATIC_LOOKUP[1], is_static=True),
-        *(_ours(text, partial(read_spec, text)) for text in _PRESETS),
+        Method(LAYERS),
+        Method(STATIC, {"cache_implementation": "static", "compile_config": let_compile_on_cpu(CompileConfig())}),
+        *(Method(text, make=partial(read_spec, text)) for text in _SPECS),
     )
 }
-
 # Short names on the command line for one or several of them.
 SHORT = {
     "prompt-lookup": tuple(method.name for method in _LOOKUPS),
     "selfspec": ("SelfSpec()",),
-    **{name: (f"SelfSpec.{name}()",) for name in _NAMES},
+    **{name: (f"SelfSpec.{name}()",) for name in _PRESETS},
 }
 
 
@@ -102,57 +80,49 @@ def methods_of(chosen: Methods) -> list[Method]:
 def _methods(name: str | None, choice: Any) -> list[Method]:
     """The methods of a name, also a short one, of a text as for ``--spec``, or of a ``SelfSpec``."""
     if isinstance(choice, SelfSpec):
-        return [_ours(name or _shown(choice), lambda: begun_anew(choice))]
+        return [Method(name or repr(choice), make=lambda: begun_anew(choice))]
     if not isinstance(choice, str):
         raise SettingTypeError(f"methods must be names or SelfSpec objects, got {choice!r}.")
     if names := SHORT.get(choice, (choice,) if choice in METHODS else ()):
-        return [METHODS[name] for name in names]
+        return [METHODS[each] for each in names]
     if numbers := _LOOKUP.fullmatch(choice):
         return [_lookup(int(numbers[1]), int(numbers[2] or _LOOKUP_TOKENS))]
     try:
-        spec = read_spec(choice, "--methods")
+        return _methods(name or choice, read_spec(choice, "--methods"))
     except SettingError as error:
-        others = ", ".join([PLAIN, "static-compiled", *SHORT])
-        raise SettingError(f"{error} Other methods are {others}.") from error
-    return _methods(name or choice, spec)
-
-
-def _shown(spec: SelfSpec) -> str:
-    usual = SelfSpec()
-    names = ("draft", "stop", "tree", "max_draft", "graphs", "exact")
-    shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]
-    return f"SelfSpec({', '.join(shown)})"
+        raise SettingError(f"{error} Other methods are {', '.join([PLAIN, STATIC, *SHORT])}.") from error
 
 
 def fitting(model: PreTrainedModel, chosen: Sequence[Method] | None, batch: Any) -> tuple[list[Method], dict[str, str]]:
     """Returns the chosen methods if all fit, as calls of a few tokens show; without a choice all that fit, and reasons
     against the others."""
-    for method in chosen or ():
-        if why := _why_not(model, method, batch):
-            raise SettingError(f"methods: {method.name} does not fit this model: {why}. Leave it out.")
-    if chosen is not None:
-        return list(chosen), {}
-    left_out = dict(_WITH_PARTS)
-    for name, method in METHODS.items():
-        if why := _why_only_by_name(model, method) or _why_not(model, method, batch):
-            left_out[name] = why
-    return [method for name, method in METHODS.items() if name not in left_out], left_out
+    left_out = dict[str, str]()
+    for method in METHODS.values() if chosen is None else chosen:
+        if why := ("" if chosen else _why_only_by_name(model, method)) or _why_not(model, method, batch):
+            left_out[method.name] = why
+    if chosen is None:
+        return [method for name, method in METHODS.items() if name not in left_out], left_out
+    for name, why in left_out.items():
+        raise SettingError(f"methods: {name} does not fit this model: {why}. Leave it out.")
+    return list(chosen), {}
 
 
 def _why_only_by_name(model: PreTrainedModel, method: Method) -> str:
-    if method.group == COMPILED_GROUP and model.device.type == "cpu":
-        return _ON_CPU
-    return _ATTACHES if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None else ""
+    if method.name == STATIC and model.device.type == "cpu":
+        return "transformers compiles on a CPU only when told to; name it in --methods to measure it"
+    if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None:
+        return "it attaches MTP layers, with which SelfSpec() drafts, too; name it in --methods to measure it"
+    return ""
 
 
 def _why_not(model: PreTrainedModel, method: Method, batch: Any) -> str:
     if method.name == PLAIN:
         return ""
     if method.name == LAYERS:
-        has_ways = model.device.type == "cpu" and any(is_served(module) for module in model.modules())
+        has_ways = model.device.type == "cpu" and any(map(is_served, model.modules()))
         return "" if has_ways else "no linear layer has another way here: only large ones in float32 on a CPU do"
     call: dict[str, Any] = dict(method.options) if method.make is None else {"assistant": method.make()}
-    if method.is_static:
+    if method.name == STATIC:
         call["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
     sources = getattr(getattr(call.get("assistant"), "draft", None), "sources", ())
     # A cascade leaves out silently what does not fit.
@@ -160,8 +130,7 @@ def _why_not(model: PreTrainedModel, method: Method, batch: Any) -> str:
     try:
         with muted():
             for options in (*alone, call):
-                limits = {"max_new_tokens": _TRIED, "do_sample": False}
-                model.generate(batch.ids, attention_mask=batch.mask, **limits, **options)
+                model.generate(**batch.inputs, max_new_tokens=_TRIED, do_sample=False, **options)
     except _REFUSALS as error:
         return brief(error).removesuffix(".")
     return ""

@@ -1,10 +1,8 @@
 """Tuning in advance: finds the blocks to skip with the least measured time (Self-SD, arXiv 2309.08168 §3.2)."""
 
 import dataclasses
-import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,21 +15,17 @@ from ..drafts.layers.skip_layers import SkipLayers
 from ..drafts.siblings import Tree
 from ..drafts.stop.adaptive import AdaptiveThreshold
 from ..drafts.stop.rules import ConfidenceThreshold, StopRule
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
-from ..learned import saving
-from ..learned.files import path_of, read_json, reported, write_json
+from ..errors import SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.encoding import checked_texts, encoded
-from ..model.fingerprint import Fingerprint
 from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
 from ..search.skip_space import SkipSpace
 from ..selfspec import SelfSpec
-from ..validation import StrPath, check_count
+from ..validation import check_count
 
-# The file of steps, and how many sets are timed again at the end, and how often, so that none wins by luck.
-PROGRESS_NAME = "tuning.json"
+# How many sets are timed again at the end, and how often, so that none wins by luck.
 _LAST_ROUND, _REPEATS = 3, 3
 _RATIOS = (0.2, 0.6)
 # After this many proposals in a row that were timed already, the search assumes that there are no others.
@@ -72,7 +66,6 @@ def tune(
     tree: Tree | None = None,
     max_new_tokens: int = 64,
     max_prompt_tokens: int | None = None,
-    folder: StrPath | None = None,
 ) -> SelfSpec:
     """Finds the blocks to skip for a kind of text by timing drafts on it, with a progress bar.
 
@@ -85,15 +78,14 @@ def tune(
         tree: siblings at each depth.
         max_new_tokens: tokens to generate for each text.
         max_prompt_tokens: a text is cut after this many tokens; ``None`` for no limit.
-        folder: where the result is saved, for ``SelfSpec.from_pretrained``, and each step when it is done: an
-            interrupted search resumes there.
 
     Returns:
-        A ``SelfSpec`` with the fastest set. Warns if it is not faster than plain ``generate``.
+        A ``SelfSpec`` with the fastest set, to be kept with ``save_pretrained``. Warns if it is not faster than plain
+        ``generate``.
 
     Raises:
-        SettingError, SettingTypeError: there are no texts, the model has fewer than 4 layers, the folder has the steps
-            of another search, or an argument is not allowed.
+        SettingError, SettingTypeError: there are no texts, the model has fewer than 4 layers, or an argument is not
+            allowed.
         UnsupportedModelError: the model is spread over several processes.
     """
     inner = causal_lm(model, "tune")
@@ -109,9 +101,8 @@ def tune(
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
     prompts = checked_texts("tune", texts)
     rows = [encoded(tokenizer, prompt, inner.device, max_prompt_tokens)["input_ids"] for prompt in prompts]
-    path = None if folder is None else path_of(folder) / PROGRESS_NAME
     rule = stop or AdaptiveThreshold(ConfidenceThreshold())
-    return _Tuning(inner, rows, search or OfflineSearch(), rule, tree, max_new_tokens, path).run()
+    return _Tuning(inner, rows, search or OfflineSearch(), rule, tree, max_new_tokens).run()
 
 
 @dataclasses.dataclass
@@ -122,7 +113,6 @@ class _Tuning:
     stop: StopRule
     tree: Tree | None
     max_new_tokens: int
-    path: Path | None  # of the steps
 
     def __post_init__(self) -> None:
         self.space = SkipSpace.of(Anatomy.of(self.model))
@@ -130,30 +120,22 @@ class _Tuning:
 
     def run(self) -> SelfSpec:
         search, speeds = self.search, self.speeds
-        if self.path is not None:
-            self._resume(self.path)
         self.seconds(None)
         plain = [self.seconds(None, [row]) for row in self.rows]
-        rng = np.random.default_rng([search.seed, len(speeds)])
-        bar = logging.tqdm(total=search.max_steps, initial=len(speeds), desc="tuning", unit="set")
-        repeated = 0
-        while len(speeds) < search.max_steps and repeated < _ALL_TIMED:
-            plan = self._propose(rng)
-            if plan in speeds:
-                repeated += 1
-                continue
-            repeated = 0
-            # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
-            turn = len(speeds) % len(plain)
-            now = self.seconds(None, [self.rows[turn]]) / plain[turn]
-            speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan))
-            if self.path is not None:
-                steps = [[plan.picture(), speed] for plan, speed in speeds.items()]
-                with reported(self.path):
-                    write_json(self.path, {"of": self._conditions(), "steps": steps})
-            bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
-            bar.update()
-        bar.close()
+        rng, repeated = np.random.default_rng(search.seed), 0
+        with logging.tqdm(total=search.max_steps, desc="tuning", unit="set") as bar:
+            while len(speeds) < search.max_steps and repeated < _ALL_TIMED:
+                plan = self._propose(rng)
+                if plan in speeds:
+                    repeated += 1
+                    continue
+                repeated = 0
+                # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
+                turn = len(speeds) % len(plain)
+                now = self.seconds(None, [self.rows[turn]]) / plain[turn]
+                speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan))
+                bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
+                bar.update()
         return self._finish()
 
     def _spec(self, plan: LayerPlan) -> SelfSpec:
@@ -192,37 +174,4 @@ class _Tuning:
                 f"one {speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
                 stacklevel=4,
             )
-        if self.path is not None:
-            spec.save_pretrained(self.path.parent, self.model)
         return spec
-
-    def _resume(self, path: Path) -> None:
-        conditions = self._conditions()  # what cannot be saved is refused before anything is timed
-        try:
-            content = read_json(path)
-            steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
-            if any(plan.num_layers != self.space.num_layers for plan in steps):
-                raise ValueError("sets for another depth")
-            same = content["of"] == conditions
-        except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError) as error:
-            raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to start over.") from error
-        if not same:
-            raise SettingError(
-                f"{path} holds the steps of another search (another model, other texts or settings). Give another "
-                "folder, or delete it to start over."
-            )
-        self.speeds |= steps
-
-    def _conditions(self) -> dict[str, Any]:
-        """What steps must have in common to be comparable."""
-        stop, tree = (saving.encode(getattr(self, name), f"tune({name})") for name in ("stop", "tree"))
-        return {
-            "texts": hashlib.sha256(repr([row.tolist() for row in self.rows]).encode()).hexdigest()[:32],
-            "max_new_tokens": self.max_new_tokens,
-            "stop": stop,
-            "tree": tree,
-            "model": Fingerprint.of_decoder(self.model).name,
-            "seed": self.search.seed,
-        }

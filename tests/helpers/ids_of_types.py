@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from helpers import architectures, models, multimodal
 from hf_selfspec import SelfSpec
-from hf_selfspec.tools.differences import Difference, difference_at
+from hf_selfspec.tools.audits import Difference, difference_at
 
 # Rows have so much text.
 ROWS = ((9,), (9, 5, 7))

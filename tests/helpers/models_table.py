@@ -18,7 +18,7 @@ _TITLES = ("model type", "takes", "drafts", "rows", "graphs", "exact", "states",
 _HEAD = """# Models
 
 What works with which type of model, from the configs of the tests, each of which is a **tiny random model** of that
-type. `hf-selfspec inspect --model MODEL` prints the same for your model, and its parameters by part.
+type. `hf-selfspec inspect --model MODEL` prints the same for your model.
 
 - *drafts*: trees, or lines where a model cannot take a tree's mask.
 - *rows*: the rows of a batch advance at their own pace, or together by the shortest acceptance.

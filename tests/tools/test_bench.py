@@ -1,4 +1,4 @@
-"""Comparisons of methods: figures by hand, the stream, the report, what does not fit."""
+"""Comparisons of methods: figures by hand, the stream, the report, what does not fit; and ``hf-selfspec bench``."""
 
 import json
 import math
@@ -20,8 +20,12 @@ from hf_selfspec import (
     SettingTypeError,
     compare,
 )
+from hf_selfspec.tools.cli import main
+from hf_selfspec.tools.compare import drawn, texts_of
 from hf_selfspec.tools.comparison import Call, measures, speedup
-from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, Method, methods_of
+from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, STATIC, Method, methods_of
+
+pytestmark = pytest.mark.usefixtures("as_before")
 
 TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]
 OURS = {"exit": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
@@ -70,7 +74,7 @@ def test_intervals_are_those_of_the_bootstrap_over_ten_prompts_and_more() -> Non
 
 def figures(seconds: dict[str, float], count: int = 21, differing: Any = (), **more: Any) -> dict[str, Any]:
     """Of methods whose calls all take so many seconds, by name."""
-    methods = [METHODS.get(name, Method(name, "ours", f"assistant={name}")) for name in seconds]
+    methods = [METHODS.get(name, Method(name, make=SelfSpec)) for name in seconds]
     calls = {name: [call(each, 10, **more if name == "mine" else {})] * count for name, each in seconds.items()}
     found = measures(methods, calls, {name: list[Any]() for name in seconds} | {"mine": list(differing)})
     return {"about": {}, "left_out": {}, **found}
@@ -83,20 +87,15 @@ def test_what_is_concluded() -> None:
     layers, mine = ours["methods"][1:]
     assert (mine["drafts_alone"], mine["tokens_a_round"], mine["acceptance_rate"]) == (pytest.approx(1.6), 2.5, 0.75)
     assert layers["drafts_alone"] is None
-    told = str(Comparison(ours))
-    assert "mine is 2.00 times as fast as plain generate (95 %: 2.00 to 2.00)." in told
-    assert "Drafts alone bring 1.60 of that" in told
+    assert "mine is 2.00 times as fast as plain generate (95 %: 2.00 to 2.00)." in str(Comparison(ours))
     assert figures({PLAIN: 1.0, LAYERS: 0.5})["best"] == PLAIN, "it is no way to call generate"
     assert "Nothing that writes the model's own text is faster" in str(Comparison(figures({PLAIN: 1.0, "mine": 2.0})))
-    few = str(Comparison(figures({PLAIN: 1.0, "mine": 0.5}, count=3)))
-    assert "Too few prompts to call it a gain" in few
-    assert "Only 2 prompts count" in few
+    few = figures({PLAIN: 1.0, "mine": 0.5}, count=3)
+    assert "2 prompts are too few for an interval" in str(Comparison(few))
     assert figures({PLAIN: 1.0, "mine": 0.5}, differing=[tie])["best"] == "mine"
     lossy = figures({PLAIN: 1.0, "mine": 0.5}, differing=[tie, wrong])
     assert lossy["best"] == PLAIN
     assert "mine does not count" in str(Comparison(lossy))
-    near = figures({PLAIN: 1.0, "mine": 0.5, "other": 0.5})
-    assert "do not distinguish its speed from that of other (2.00)" in str(Comparison(near))
 
 
 def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +104,7 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     model = tiny_llama(4, vocabulary=4096).train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
-    found = compare(model, tokenizer, TEXTS, OURS, max_new_tokens=8, out="~/out", progress=False)
+    found = compare(model, tokenizer, TEXTS, OURS, max_new_tokens=8, out="~/out")
     assert [module.training for module in model.modules()] == modes
     assert found.results["prompts"] == 3, "the first call is left out"
     for method in found.results["methods"]:
@@ -114,10 +113,8 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     assert found.results["methods"][1]["acceptance_rate"] is not None
     folder = tmp_path / "out"
     assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(found.results))
-    report = (folder / "report.md").read_text()
-    assert "| method" in report
-    assert "Model, machine and settings" in report
-    assert (folder / "speed.png").stat().st_size > 0
+    assert str(found) in (folder / "report.md").read_text()
+    assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_order_rotates(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
@@ -129,23 +126,42 @@ def test_the_order_rotates(model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
         return generate(self, *args, **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", recorded)
-    found = compare(model, tokenizer, [TEXTS[0]] * 3, {"free": SelfSpec.lookup()}, max_new_tokens=16, progress=False)
+    found = compare(model, tokenizer, [TEXTS[0]] * 3, {"free": SelfSpec.lookup()}, max_new_tokens=16)
     assert used[-6:] == [False, True, True, False, False, True]
     assert found.results["methods"][1]["tokens_a_round"] > 2
 
 
-def test_drawn_batches(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    options: Any = {"max_new_tokens": 8, "batch_size": 2, "temperature": 0.7, "progress": False}
-    found = compare(model, tokenizer, TEXTS, ["SelfSpec.lookup()", "prompt-lookup(2)"], **options).results
-    assert [method["name"] for method in found["methods"]] == ["plain", "SelfSpec.lookup()"], "prompt lookup takes one"
-    assert [(method["texts"], method["equal_ids"]) for method in found["methods"]] == [(4, None)] * 2
+def test_a_text_that_is_not_plains_does_not_count(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Of a row in a batch another token, of the other one a text that ends too early."""
+    generate = LlamaForCausalLM.generate
+
+    def changed(self: Any, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        ids = generate(self, input_ids, *args, **options)
+        if isinstance(options.get("assistant"), SelfSpec) and options["max_new_tokens"] == 8:
+            ids[0, input_ids.shape[1] + 2] += 1
+            ids[1, input_ids.shape[1] + 4 :] = model.generation_config.eos_token_id
+        return ids
+
+    monkeypatch.setattr(model.generation_config, "eos_token_id", 4095)
+    monkeypatch.setattr(LlamaForCausalLM, "generate", changed)
+    options: Any = {"max_new_tokens": 8, "batch_size": 2, "out": tmp_path}
+    found = compare(model, tokenizer, TEXTS[:2], {"wrong": SelfSpec.lookup()}, **options)
+    assert found.best == PLAIN
+    wrong = json.loads((tmp_path / "results.json").read_text())["methods"][1]
+    assert wrong["equal_ids"] == 0
+    assert [(one["row"], one["position"], one["near_tie"]) for one in wrong["differences"]] == [
+        (0, 2, False),
+        (1, 4, False),
+    ]
 
 
 def test_plain_with_the_linear_layers_of_a_spec(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """They run in its calls alone."""
     head, seen = model.lm_head, set[bool]()
     hook = head.register_forward_pre_hook(lambda *_: seen.add("forward" in vars(head)))
-    found = compare(model, tokenizer, TEXTS[:2], [LAYERS], max_new_tokens=8, progress=False).results
+    found = compare(model, tokenizer, TEXTS[:2], [LAYERS], max_new_tokens=8).results
     hook.remove()
     assert seen == {True, False}
     assert found["methods"][1]["equal_ids"] == 2
@@ -156,21 +172,20 @@ def test_plain_with_the_linear_layers_of_a_spec(model: LlamaForCausalLM, tokeniz
 def test_methods_that_do_not_fit_are_left_out_with_reasons(
     model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    found = compare(model, tokenizer, TEXTS[:2], max_new_tokens=33, progress=False).results
-    names = [method["name"] for method in found["methods"]]
+    found = compare(model, tokenizer, TEXTS[:2], max_new_tokens=33)
+    names = [method["name"] for method in found.results["methods"]]
     assert {"plain", "prompt-lookup(3)", "SelfSpec()", "SelfSpec.layerskip()", "SelfSpec.swift()"} <= set(names)
-    assert "fitted" in found["left_out"]["SelfSpec.kangaroo(adapter)"]
-    assert "only when told to" in found["left_out"]["static-compiled"]
-    assert "name it in --methods" in found["left_out"]["SelfSpec.mtp()"]
-    left_out = compare(mamba, tokenizer, TEXTS[:2], max_new_tokens=33, progress=False).results["left_out"]
+    assert "only when told to" in found.results["left_out"][STATIC]
+    assert "Not measured: SelfSpec.mtp(), since it attaches" in str(found)
+    left_out = compare(mamba, tokenizer, TEXTS[:2], max_new_tokens=33).results["left_out"]
     assert "not supported with stateful models" in left_out["prompt-lookup(2)"]
     assert "SelfSpec.layerskip()" in left_out
 
 
 @pytest.mark.slow
-def test_compiled_methods(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
-    monkeypatch.setattr(METHODS["static-compiled"].options["compile_config"], "backend", "eager")  # dynamo alone
-    found = compare(model, tokenizer, TEXTS[:2], ["static-compiled"], max_new_tokens=8, progress=False).results
+def test_a_compiled_method(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
+    monkeypatch.setattr(METHODS[STATIC].options["compile_config"], "backend", "eager")  # dynamo alone
+    found = compare(model, tokenizer, TEXTS[:2], [STATIC], max_new_tokens=8).results
     assert found["methods"][1]["equal_ids"] == 2
 
 
@@ -181,7 +196,7 @@ def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
     """Whether transformers refuses them or we do."""
     methods: Any = {"deep": SelfSpec.layerskip(99)} if name == "deep" else [name]
     with pytest.raises(SettingError, match=r"^methods: .* does not fit this model: .*Leave it out") as raised:
-        compare(mamba if "lookup" in name else model, tokenizer, TEXTS, methods, out=tmp_path, progress=False)
+        compare(mamba if "lookup" in name else model, tokenizer, TEXTS, methods, out=tmp_path)
     assert name in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -213,14 +228,88 @@ def test_what_cannot_be_compared(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, methods: Any, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((SettingError, SettingTypeError), match=message):
-        compare(model, tokenizer, methods=methods, progress=False, **{"texts": TEXTS} | settings)
+        compare(model, tokenizer, methods=methods, **{"texts": TEXTS} | settings)
 
 
 def test_prompts_of_several_kinds(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     kinds = {"short": ["def f", "import os", "class A:"], "long": [20 * "x = 1\n", "return x"]}
-    options: Any = {"max_new_tokens": 4, "max_prompt_tokens": 16, "progress": False}
+    options: Any = {"max_new_tokens": 4, "max_prompt_tokens": 16}
     found = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], **options)
     assert found.results["about"]["prompts"] == {"short": 3, "long": 1}
     assert found.results["about"]["prompts_left_out"] == 1
     assert set(found.results["methods"][1]["by_kind"]) == {"short", "long"}
     assert "short" in str(found).splitlines()[0]
+
+
+KINDS = ("code", "poems", "rag")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three prompts of each kind, and two without one, of which one is a chat."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"kind": kind, "prompt": f"def {kind}_{number}(path, other):"} for number in range(3) for kind in KINDS
+    ]
+    rows += [{"prompt": "def read(path):"}, {"messages": [{"role": "user", "content": "import os"}]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_as_many_of_each_kind(data: Path) -> None:
+    texts = texts_of([str(data)])
+    assert texts["text"] == ["def read(path):", [{"role": "user", "content": "import os"}]]
+    found = drawn(texts, 2, 0)
+    assert {kind: len(each) for kind, each in found.items()} == dict.fromkeys([*KINDS, "text"], 2)
+    assert found == drawn(texts, 2, 0)
+    assert {kind: len(each) for kind, each in drawn(texts, 99, 0).items()} == dict.fromkeys(KINDS, 3) | {"text": 2}
+
+
+def test_a_named_column_is_the_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}')
+    assert texts_of([str(path)], "answer") == {"text": ["b"]}
+    path.write_text('{"solution": 1}')
+    for column, words in (("solution", "the column 'solution'"), (None, "any of the columns messages, prompt")):
+        with pytest.raises(SettingError, match=f"line 1: there is no text in {words}"):
+            texts_of([str(path)], column)
+
+
+def test_bench(
+    data: Path,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Chats of several files as one stream; drawn batches of texts; and what is wrong."""
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n")
+    (tmp_path / "own.txt").write_text("class Stack:\n\nclass Queue:\n")
+    given = ["bench", "--model", str(tmp_path / "model"), "--data", str(data), "--threads", "1", "--device", "cpu"]
+    words = ["--data", str(tmp_path / "own.txt"), "--kinds", "code,text", "--prompts", "1", "--max-new-tokens", "6"]
+    words += ["--methods", "selfspec, prompt-lookup(2)", "--methods", "SelfSpec.layerskip(3, stop=FixedLength(2))"]
+    assert main([*given, *words, "--out", str(tmp_path / "chats")]) == 0
+    assert "SelfSpec.layerskip(3, stop=FixedLength(2))" in capsys.readouterr().out
+    results = json.loads((tmp_path / "chats" / "results.json").read_text())
+    assert results["about"]["prompts"] == {"code": 1, "text": 1}
+    assert all(method["equal_ids"] == 2 for method in results["methods"])
+
+    words = ["--raw", "--kinds", "code", "--prompts", "3", "--batch-size", "2", "--max-new-tokens", "8"]
+    words += ["--methods", "selfspec,prompt-lookup", "--temperature", "0.7", "--out", str(tmp_path / "drawn")]
+    assert main([*given, *words]) == 0
+    methods = json.loads((tmp_path / "drawn" / "results.json").read_text())["methods"]
+    names = [(method["name"], method["texts"], method["equal_ids"]) for method in methods]
+    assert names == [("plain", 2, None), ("SelfSpec()", 2, None)], "prompt lookup takes one prompt"
+
+    for words, message in (
+        (["--kinds", "prose"], "--kinds prose: --data has no such prompts, only code, poems, rag, text"),
+        (["--max-prompt-tokens", "1"], "prompts fit the model"),
+        (["--kinds", "text", "--model", str(DEMO_MODEL)], "the tokenizer has no chat template, so the model cannot"),
+    ):
+        assert main([*given, *words, "--out", str(tmp_path / "out")]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("hf-selfspec: ")
+        assert message in line
+        assert not (tmp_path / "out").exists()

@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 from helpers.architectures import ARCHITECTURES, SHARING, STATEFUL, build
-from helpers.calls import random_skip_set
-from helpers.fitted import adapter_of, heads_of
+from helpers.blocks import of_speculators
+from helpers.calls import check_lossless
+from helpers.fitted import adapter_of, heads_of, mtp_of
 from helpers.models import character_tokenizer, ragged_batch, tiny_llama
 from helpers.multimodal import build as build_multimodal
 from helpers.processes import peft_calls_old_name, python
 from hf_selfspec import (
+    MTP,
     Cascade,
     DraftSource,
     DynamicExit,
@@ -29,6 +31,7 @@ from hf_selfspec import (
     EarlyExitAdapter,
     FixedLength,
     Lookup,
+    MtpHead,
     OnTheFlySearch,
     SelfSpec,
     SelfSpecError,
@@ -38,11 +41,12 @@ from hf_selfspec import (
     SkipLayers,
     UnsupportedModelError,
     UnsupportedOptionError,
+    load_head,
 )
 from hf_selfspec.drafts.source import DraftBlocks
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.tools import checkpoint, exporting
+from hf_selfspec.tools import exporting
 from hf_selfspec.tools.checkpoint import draft_model
 from hf_selfspec.tools.exporting import partial_logits
 
@@ -51,9 +55,10 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 # Longer than the windows of the tests' models.
 TEXT = ragged_batch((24,), seed=3)
 CLOSE = 1e-5
+SKIP = SkipLayers([1], [1])
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
 # A layer of these is another one at another place, or shares what it reads with others.
-NO_OTHER_PLACE, NO_EXIT = ("diffllama",), SHARING
+NO_OTHER_PLACE = ("diffllama", *SHARING)
 
 
 def no_choice(choice_class: type) -> Any:
@@ -98,13 +103,10 @@ def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
     model = build(name)
-    if name not in NO_EXIT:
+    if name not in SHARING:
         assert len(Anatomy.of(exported(EarlyExit(2), model, tmp_path / "exit")).layers) == 2
     if name not in NO_OTHER_PLACE:
-        exported(random_skip_set(name, model), model, tmp_path / "skip")
-    for source in (SkipLayers([1], []), SkipLayers([], [1])):
-        if name not in NO_EXIT or source.mlp:
-            exported(source, model, tmp_path / "one block")
+        exported(SKIP, model, tmp_path / "skip")
 
 
 @pytest.mark.every_run("(exit-gpt2|skip-(cohere2|deepseek_v3))")
@@ -112,7 +114,7 @@ def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["exit", "skip"])
 def test_ids_with_transformers_own_loop(name: str, part: str, tmp_path: Path) -> None:
     model = build(name)
-    source = EarlyExit(2) if part == "exit" else random_skip_set(name, model)
+    source = EarlyExit(2) if part == "exit" else SKIP
     assert_same_ids(model, exported(source, model, tmp_path))
 
 
@@ -120,9 +122,6 @@ def test_what_goes_by_a_layers_place_is_found() -> None:
     model = build("diffllama")
     with pytest.raises(UnsupportedModelError, match=r"layer 2 of DiffLlamaForCausalLM .* layer 1 .*lambda_init"):
         draft_model(model, Anatomy.of(model), blocks_of(SkipLayers([1], [1]), model).plan)
-    model = build("gemma3n_text")
-    with pytest.raises(UnsupportedModelError, match="skips attention or MLP blocks, but no whole layer"):
-        draft_model(model, Anatomy.of(model), blocks_of(EarlyExit(2), model).plan)
 
 
 def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +148,9 @@ def test_nothing_is_copied_and_the_model_stays_as_it_was(
     for layer in model.model.layers:
         layer.gradient_checkpointing = True
     anatomy = Anatomy.of(model)
-    draft = draft_model(model, anatomy, blocks_of(SkipLayers([1, 2], [1]), model).plan)
+    draft = draft_model(model, anatomy, blocks_of(SKIP, model).plan)
     whole = {value.data_ptr() for value in model.state_dict().values()}
-    others = [name for name, value in draft.state_dict().items() if value.data_ptr() not in whole]
-    assert others == ["model.layers.1.self_attn.o_proj.weight"]
+    assert all(value.data_ptr() in whole for value in draft.state_dict().values())
     before, config = dict(model.state_dict()), model.config.to_dict()
     values = {name: value.clone() for name, value in before.items()}
 
@@ -216,7 +214,7 @@ def test_files_have_the_names_of_the_familys_own(name: str, tmp_path: Path) -> N
 
 def test_only_an_earlier_draft_is_replaced(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     place, spec = tmp_path / "draft", SelfSpec(EarlyExit(2))
-    spec.export_draft(place, llama)
+    SelfSpec(Cascade([Lookup(), EarlyExit(2)])).export_draft(place, llama)  # free drafts are left out
     (place / "model-00002-of-00002.safetensors").write_text("of an earlier draft")
     SelfSpec(EarlyExit(3)).export_draft(place, llama)
     assert sorted(file.name for file in place.glob("*.safetensors")) == ["model.safetensors"]
@@ -230,10 +228,10 @@ def test_only_an_earlier_draft_is_replaced(llama: LlamaForCausalLM, tmp_path: Pa
 
 
 def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    SelfSpec(SkipLayers([2, 3], [3]), FixedLength(4)).export_draft(tmp_path, llama)
+    SelfSpec(SkipLayers([2], [2]), FixedLength(4)).export_draft(tmp_path, llama)
     card = (tmp_path / "README.md").read_text()
-    assert "`##m.##`" in card
-    assert "in layers [2] of the model" in card
+    assert "`##.###`" in card
+    assert "Some of its layers, written" in card
     lines = [
         line for line in card.replace("\\\n", "").splitlines() if re.match("vllm serve|python3 -m|llama-server", line)
     ]
@@ -255,7 +253,7 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
         spec.export_draft(tmp_path / "draft", llama)
     llama.generate(**TEXT, max_new_tokens=40, do_sample=False, assistant=spec)
     search = spec._knowledge.latest(llama, lambda findings: isinstance(getattr(findings, "choice", None), SkipChoice))
-    plan = LayerPlan(6, frozenset({2, 3}), frozenset({3}))
+    plan = LayerPlan(6, frozenset({3}), frozenset({3}))
     assert not (tmp_path / "draft").exists()
     search.choice = SkipChoice(plan, 0.9)
     search.changed()
@@ -264,18 +262,13 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     others = replace(spec), SelfSpec.from_pretrained(tmp_path / "spec")
     for each in (spec, *others):  # also of another process
         each.export_draft(tmp_path / "draft", llama)
-        assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
+        assert "`###.##`" in (tmp_path / "draft" / "README.md").read_text()
     file = tmp_path / "spec" / "selfspec.json"
-    file.write_text(file.read_text().replace('"##m.##"', "5"))
+    file.write_text(file.read_text().replace('"###.##"', "5"))
     with pytest.raises(SettingError, match="cut short or changed"):
         SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "cut", llama)
     with pytest.raises(SettingError, match="was saved for"):
         SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "other", tiny_llama(seed=1))
-
-
-@pytest.mark.parametrize("draft", [Cascade([Lookup(), EarlyExit(2)])])
-def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    assert exported(draft, llama, tmp_path).config.num_hidden_layers == 2
 
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
@@ -290,6 +283,11 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
         lambda model: EarlyExitAdapter(adapter_of(model)),
         UnsupportedOptionError,
         "layers of the model alone",
+    ),
+    "one block": (
+        lambda model: SkipLayers([1, 2], [1]),
+        UnsupportedModelError,
+        "in layers [2] of LlamaForCausalLM attention or the MLP is left out alone, which a checkpoint cannot express",
     ),
     "depth": (lambda model: EarlyExit(6), SettingError, "must be between 1 and 5"),
 }
@@ -319,6 +317,7 @@ def changed(change: Callable[[Any], Any]) -> PreTrainedModel:
         (lambda: changed(lambda model: setattr(model.config, "hidden_size", 63)), "no model of some of its layers"),
         (lambda: build_multimodal("llava"), "more than a text model"),
         (lambda: build("mamba"), "MambaForCausalLM has recurrent states"),
+        (lambda: build("gemma3n_text"), r"read keys and values of layers \[.*\], so none can be taken out of it"),
     ],
 )
 def test_models_that_no_draft_is_taken_of(make: Callable[[], Any], message: str, tmp_path: Path) -> None:
@@ -330,7 +329,52 @@ def test_models_that_no_draft_is_taken_of(make: Callable[[], Any], message: str,
 def test_a_draft_that_predicts_something_else_is_not_written(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_zeroed_projections", lambda *_: {})
+    another = tiny_llama(2, seed=1)
+    monkeypatch.setattr(exporting, "draft_model", lambda *_: another)
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
-        SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
+        SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
+
+
+def exported_to_speculators(folder: Path) -> tuple[PreTrainedModel, MtpHead]:
+    """A head of a Qwen 3, whose model lies beside it."""
+    model, head = build("qwen3"), mtp_of(build("qwen3"))
+    model.save_pretrained(folder / "model")
+    model = type(model).from_pretrained(folder / "model")
+    SelfSpec(MTP(head), FixedLength(4)).export_draft(folder / "head", model)
+    return model, head
+
+
+def test_an_mtp_layer_leaves_in_the_format_of_speculators(tmp_path: Path) -> None:
+    """It comes back with the same weights, and drafts where it is attached; a head with several states has no place."""
+    model, head = exported_to_speculators(tmp_path)
+    again = load_head(model, tmp_path / "head")
+    assert isinstance(again, MtpHead)
+    kept, exported = head.state_dict(), again.state_dict()
+    assert kept.keys() == exported.keys()
+    assert all(torch.equal(kept[name], exported[name]) for name in kept)
+    check_lossless(model, SelfSpec(), 8)
+    SelfSpec(MTP(head), FixedLength(4)).export_draft(tmp_path / "head", model)  # in place of the first
+    for others, message in (
+        ((model, mtp_of(model, state_layers=(1, 3))), r"before layers \[1, 3\], for which no format has a place"),
+        ((build("llama"), mtp_of(build("llama"))), r"LlamaForCausalLM ships with none.*one layer of \('qwen3',\)"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            SelfSpec(MTP(others[1])).export_draft(tmp_path / "other", others[0])
+
+
+def test_speculators_loads_an_exported_mtp_layer(tmp_path: Path) -> None:
+    package = of_speculators("mtp")
+    model, head = exported_to_speculators(tmp_path)
+    theirs = package.MTPDraftModel.from_pretrained(tmp_path / "head").eval()
+    assert theirs.config.num_speculative_steps == 4
+    ids = torch.randint(3, 90, (1, 9))
+    with torch.no_grad():
+        states, embeddings = model.model(ids).last_hidden_state[:, :-1], model.get_input_embeddings()(ids[:, 1:])
+        places = torch.arange(8)[None]
+        rotation = theirs.rotary_emb(states, places)
+        mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
+        states_of_theirs = theirs.mtp_layers[0](
+            states, embeddings, attention_mask=mask, position_ids=places, position_embeddings=rotation
+        )
+        torch.testing.assert_close(states_of_theirs, head(embeddings, states, places), atol=1e-5, rtol=1e-5)

@@ -1,11 +1,10 @@
 """What is told of a model: the same from its config as from its weights."""
 
 import pytest
-import torch
 from transformers import BertConfig, CLIPConfig, LlamaConfig, T5Config, T5ForConditionalGeneration
 
 from helpers.architectures import build
-from helpers.models import tiny_gpt2, tiny_llama
+from helpers.models import tiny_llama
 from hf_selfspec import SettingTypeError, UnsupportedModelError, inspect_model
 
 NAMES = ("llama", "gpt2", "bloom", "gemma2", "deepseek_v3", "gpt_neo", "qwen3_next", "mamba2", "opt")
@@ -18,7 +17,6 @@ def test_a_config_tells_what_the_model_tells(name: str) -> None:
     told = inspect_model(model.config)
     assert told == inspect_model(model)
     assert told.parameters == model.num_parameters()
-    assert sum(share.bytes for share in told.shares) == 4 * told.parameters
     assert told.num_layers == 4
     assert told.refused == ""
     assert f"{type(model).__name__} ({model.config.model_type})" in str(told)
@@ -47,16 +45,9 @@ def test_abilities() -> None:
     assert told["gpt2"].position_limit
     assert "128, and no more" in str(told["gpt2"])
     assert not told["llama"].position_limit
-
-
-def test_drafts_in_four_bits() -> None:
-    """Five bits a weight in layers and the head, with a scale and a middle for 32."""
-    told, mixtral = inspect_model(tiny_llama(vocabulary=112)), inspect_model(build("mixtral").config)
-    _, layers, head = told.shares[:3]
-    norms = 2 * 64 * told.num_layers
-    assert told.packed_bytes == (layers.parameters - norms + head.parameters) * 5 // 8
-    assert "of the model in bfloat16, which a step reads" in str(told)
-    assert mixtral.packed_bytes is None
+    assert inspect_model(tiny_llama(vocabulary=112)).packed
+    mixtral = inspect_model(build("mixtral").config)
+    assert not mixtral.packed
     assert "no: most weights are quantised already, not in linear layers" in str(mixtral)
 
 
@@ -69,32 +60,6 @@ def test_what_can_be_skipped() -> None:
     assert few.skippable == ((),) * 3
     assert "at least 4 layers" in few.no_skips
     assert few.no_skips in str(few)
-
-
-def test_shares() -> None:
-    model = tiny_gpt2()
-    shares = {share.name: share.parameters for share in inspect_model(model).shares}
-    assert shares["embeddings"] == shares["output head"] == 97 * 64
-    assert shares["layers"] == sum(one.numel() for one in model.transformer.h.parameters())
-    assert shares["the rest"] == 32 * 64 + 2 * 64
-    tied = inspect_model(LlamaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, tie_word_embeddings=True))
-    assert [share.name for share in tied.shares] == ["embeddings, head", "layers", "the rest"]
-
-
-def test_the_cache_of_a_token() -> None:
-    model = tiny_llama().to(torch.bfloat16)
-    # 6 layers, keys and values, 2 heads of width 16, 2 bytes each.
-    assert inspect_model(model).cache_bytes == 6 * 2 * 2 * 16 * 2
-    assert inspect_model(build("deepseek_v3").config).cache_bytes is None
-    assert inspect_model(build("mamba2").config).cache_bytes is None
-
-
-def test_the_cache_of_a_text_with_windows() -> None:
-    """Two of four layers keep 8 tokens and room for 16, with plain generate 7; a token has 128 bytes in each."""
-    told = inspect_model(build("gemma3_text"))
-    assert told.held_bytes == (128 * (2 * 128 + 2 * 24), 128 * (2 * 128 + 2 * 7))
-    assert "cache of such a text   0.0 MiB, with plain generate 0.0" in str(told)
-    assert inspect_model(tiny_llama()).held_bytes is None
 
 
 def test_models_that_are_refused() -> None:

@@ -18,17 +18,16 @@ from ..cache.speculative_cache import cache_for
 from ..forward_pass import ForwardPass, obeying
 from ..internals import ACCELERATE_HOOK, ACTIVE_ADAPTER, ADAPTED, attention_implementation
 from ..kernels.experts import decoding_experts
-from ..kernels.fastest_way import FastestWay, device_clock
 from ..module_tools import all_modules, forward_of_others, global_hooks
 from ..plan import LayerPlan
 from ..prompt import cache_name
 from ..target import Target
 from .exact import MOST_TOKENS, reduced_precision
 
-# Tokens of the text after which results are compared, and of the one after which forwards are timed.
-_TEXT, _LONG_TEXT = 24, 128
-# Tokens that go through all layers together, and in a timed forward; how often that runs, the first time uncounted.
-_NEW, _TIMED, _TURNS = 8, 4, 6
+# Tokens of the text after which results are compared.
+_TEXT = 24
+# Tokens that go through all layers together.
+_NEW = 8
 # The numbers of tokens that are compared with each other.
 _COUNTS = range(MOST_TOKENS, 0, -1)
 
@@ -52,22 +51,6 @@ def differing_part(model: PreTrainedModel, anatomy: Anatomy) -> str:
         except (RuntimeError, IndexError) as error:  # experts may mix tokens
             outcomes[key] = f"a module that does not take one token at a time ({brief(error)})"
     return outcomes[key]
-
-
-def price_of(model: PreTrainedModel, anatomy: Anatomy) -> float:
-    """The share by which exact results lengthen a forward over a few tokens through one layer of each sort."""
-    plan, ways = _sample_plan(model, anatomy), FastestWay(device_clock(model.device))
-    length = min(_LONG_TEXT, anatomy.position_limit - _TIMED if anatomy.position_limit else _LONG_TEXT)
-    with _begun(model, anatomy, length) as (target, _, new):
-
-        def step(is_exact: bool) -> None:
-            target.is_exact = is_exact
-            target.step(new[:, :_TIMED], [length], ForwardPass(plan, stop=plan.num_layers))
-
-        for _ in range(_TURNS):
-            ways.results(partial(step, True), partial(step, False))
-    exact, usual = ways.seconds
-    return min(exact[1:]) / min(usual[1:]) - 1.0
 
 
 def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
