@@ -56,9 +56,7 @@ class CandidateDraft(Drafter):
     logits that it returns, ``[1, t, v]``, are used only where tokens were sampled."""
 
     def __init__(self, generators: list[CandidateGenerator], session: Session) -> None:
-        padding = session.target.padding
         self.generators = generators
-        self.first_slots = [0] * session.num_rows if padding is None else padding.argmax(1).tolist()
         self.vocabulary = session.vocabulary
         self.longest = session.cap_by_logit_memory(session.max_draft)
         self.scorer = session.scorer
@@ -69,7 +67,7 @@ class CandidateDraft(Drafter):
         rows: list[torch.Tensor] = []
         logits: list[torch.Tensor | None] = []
         for row, most in enumerate(max_new):
-            start = max(0, self.first_slots[row] - text.base[row])
+            start = max(0, -text.base[row])
             ids = text.ids[row : row + 1, start : text.lengths[row]]
             drafted, scores = self._candidates(row, ids) if most else (ids[0, :0], None)
             count = min(most, self.longest, len(drafted))

@@ -142,7 +142,7 @@ class Session:
     @property
     def takes_trees(self) -> bool:
         """Whether drafts can be trees."""
-        return self.anatomy.tree and self.target.padding is None
+        return self.anatomy.tree
 
     @cached_property
     def longest(self) -> int:

@@ -48,7 +48,6 @@ class StatesDraft(PlanDrafter):
         target = session.target
         super().__init__(session, plan or LayerPlan(session.anatomy.num_layers), head_rows)
         rows = len(target.cache.cursors)
-        self._padded = [0] * rows if target.padding is None else (target.padding == 0).sum(1).tolist()
         # States of the model that the head has not taken in, in pieces [b, any, d], and for each row the columns that
         # count; the slot of the token after each row's first state, and its states that were taken in and stay.
         self._waiting: list[torch.Tensor] = []
@@ -73,8 +72,7 @@ class StatesDraft(PlanDrafter):
 
     def _positions(self, entries: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """The positions in the text of entries ``[b, s]``, each made with the token so far ``ahead`` of its state."""
-        shifts = [first - 1 - padded + ahead for first, padded in zip(self._first_slot, self._padded, strict=True)]
-        return entries + RowNumbers(shifts).on(entries.device)
+        return entries + RowNumbers([first - 1 + ahead for first in self._first_slot]).on(entries.device)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         super().update(text, verdicts, logits)
@@ -96,7 +94,7 @@ class StatesDraft(PlanDrafter):
                 f"{self.target.anatomy.model_name} has states of {list(states.shape)}, which no head can take."
             )
         if not self._waiting:
-            self._first_slot = [max(pair) + 1 for pair in zip(cursors, self._padded, strict=True)]
+            self._first_slot = [cursor + 1 for cursor in cursors]
         new = []
         for cursor, length, first, places in zip(cursors, lengths, self._first_slot, self._columns, strict=True):
             # Rows whose prompt ended in an earlier piece get junk.

@@ -39,7 +39,7 @@ from ..model.internals import is_cast_by_accelerate, is_of_user, pad_token, samp
 from ..model.module_tools import others_are_unfinished
 from ..model.patching import without_checkpointing
 from ..model.plan import LayerPlan
-from ..model.prompt import Prompt, cache_name, given_cache
+from ..model.prompt import cache_name, given_cache
 from ..model.target import Target
 from ..settings import Settings
 from ..stats import GenerationStats, generated
@@ -150,6 +150,10 @@ def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
     if call.inputs.prompt.has_gaps:
         warn_once(f"{_GAPS} This call is left to transformers' own loop, in which nothing is drafted.")
         return call, "its prompts have masked columns after their first tokens"
+    if len(call.input_ids) > 1 and not call.inputs.anatomy.ragged:
+        why = f"{name} cannot take rows at different lengths"
+        warn_once(f"{why}. Its batches are left to transformers' own loop, in which nothing is drafted.")
+        return call, why
     check_length(call.model, call.inputs, call.generation_config.max_length)
     _is_exact(call, spec)  # raises where results cannot be
     if not unseen:
@@ -174,7 +178,6 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         call.model,
         anatomy,
         cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past, moves=call.has_own_cache),
-        padding=prompt.padding,
         reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         following=inputs.following,
         is_exact=_is_exact(call, spec),
@@ -190,7 +193,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         target=target,
         scorer=scorer.for_drafts,
         stop=spec.stop,
-        tree=_usable_tree(spec.tree, anatomy, prompt),
+        tree=_usable_tree(spec.tree, anatomy),
         max_draft=spec.max_draft,
         eos_tokens=stopper.eos_tokens,
         new_tokens=new_tokens,
@@ -246,13 +249,8 @@ def _is_rounded(model: PreTrainedModel) -> bool:
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
 
 
-def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
-    if prompt.padding is not None:
-        warn_once(
-            f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
-            "shortest acceptance. The output is exact; small batches are faster."
-        )
-    if tree is None or (anatomy.tree and prompt.padding is None):
+def _usable_tree(tree: Tree | None, anatomy: Anatomy) -> Tree | None:
+    if tree is None or anatomy.tree:
         return tree
     warn_once(
         f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "

@@ -50,7 +50,7 @@ class Decoder:
         go_on = has_rows and self.stopper.has_others and not self.stopper.has_eos
         # The states and windows of such rows cannot be taken back to where these end.
         is_lost = go_on and (self._keeps_states or (self.keeps_rows and self.target.cache.window is not None))
-        self._rows_level = self.output.in_step or self.target.padding is not None or is_lost
+        self._rows_level = self.output.in_step or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
         # What others may write, or change of the model, between two tokens: the text with new ones, and what runs.

@@ -64,7 +64,7 @@ class Outcome:
 
     Attributes:
         why_plain: why plain ``generate`` has to serve such calls; empty where they can be drafted.
-        lines_in_step: whether only lines are verified, with rows in step and never from stored states.
+        lines_in_step: whether only lines are verified, of one row and never from stored states.
     """
 
     why_plain: str = ""
@@ -174,7 +174,8 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
             return _KEEPS
         raise _UnsettledError("it has made something in its first forward, so a later call is compared")
     allowed = _allowed(_short(call, 1), expected[0])
-    for lines_in_step, number in ((False, count), (True, _TOKENS_IN_LINE)):
+    ways = ((False, count), (True, _TOKENS_IN_LINE))
+    for lines_in_step, number in ways if len(call.input_ids) == 1 else ways[:1]:
         before.restore()
         outcome = Outcome(lines_in_step=lines_in_step)
         try:

@@ -106,7 +106,7 @@ def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None)
     """Checks that the model has positions for the prompt, and one set of rotary frequencies for the whole text."""
     anatomy, prompt = inputs.anatomy, inputs.prompt
     config = model.config.get_text_config(decoder=True)
-    first = max(prompt.tokens_of_rows())
+    first = max(prompt.ends())
     name, limit = anatomy.model_name, anatomy.max_positions
     if anatomy.position_limit is not None and first > anatomy.position_limit:
         raise SettingError(

@@ -41,7 +41,7 @@ class Architecture:
         tree: whether the model can take a mask in which several tokens share a position. ``False`` where attention
             biases follow from the place of a key in the cache (ALiBi).
         ragged: whether rows of a batch may be at different lengths. ``False`` where the model computes positions or
-            windows from the length of the cache.
+            windows from the length of the cache; plain ``generate`` then serves batches.
         replay: whether a forward may start at a later layer from a stored state. ``False`` where later layers read what
             earlier ones stored in the same forward.
         exits: whether the code after the last layer takes any number of rows, so that the states of several exits can

@@ -172,14 +172,13 @@ class Inputs:
         """Lays out the prompts; an input that is not supported is an error that names it."""
         extra = extra_arguments(model, arguments)
         cached, length = tokens_in(given_cache(arguments)), mask_length(config)
-        prompt = Prompt.of(input_ids, arguments, cached, length, anatomy.ragged)
+        prompt = Prompt.of(input_ids, arguments, cached, length)
         if takes_text_only(model) and not has_tensors(extra):
             return cls(input_ids, arguments, config, anatomy, prompt, DecodeInputs(extra=extra))
-        following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())
+        following = DecodeInputs.of(model, input_ids, arguments, prompt.ends())
         is_text = not has_tensors(extra) and not prompt.has_positions
         if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
-            prompt = Prompt.of(input_ids, arguments, cached, length, ragged=False)
         if is_text:
             following = DecodeInputs(following.offsets, extra=extra)
         fixed = prompt.cursors if is_text else prompt.ends()  # the cache may hold more than text

@@ -78,6 +78,6 @@ def _prefill_by_model(target: Target, inputs: Inputs) -> torch.Tensor:
     if observer is not None:
         assert run.captured is not None
         observer(prompt.aligned(run.captured), prompt.cursors, prompt.lengths)
-    target.following = DecodeInputs.of(model, inputs.input_ids, arguments, prompt.tokens_of_rows(), output)
+    target.following = DecodeInputs.of(model, inputs.input_ids, arguments, prompt.ends(), output)
     logits: torch.Tensor = output.logits[:, -1]
     return logits

@@ -43,7 +43,6 @@ class Prompt:
     base: list[int]  # for each row the slot of column 0 of input_ids
     width: int  # number of columns of the prompt in the attention mask, including an earlier cache
     valid: torch.Tensor | None  # [b, width] which columns hold tokens, None for all
-    padding: torch.Tensor | None  # the mask, where rows must stay left-padded (see :class:`Target`)
     has_positions: bool = False  # whether position_ids of several dimensions differ from 0, 1, 2, ... in any
     has_gaps: bool = False  # whether columns are masked after a row's first token, which nothing here is laid out for
 
@@ -54,7 +53,6 @@ class Prompt:
         arguments: Mapping[str, Any],  # what `generate` has prepared for the model's forward
         past_tokens: int,  # number of tokens in the cache
         mask_length: int | None,  # m where `generate` dropped a mask of ones
-        ragged: bool,  # whether the model takes rows at different lengths
     ) -> Prompt:
         """Lays out a prompt of ids, or embeddings ``[b, s, d]``, with a mask ``[b, m]`` over the whole text and
         positions ``[b or 1, m]``, or ``[n, b or 1, m]`` for a rotary embedding of several dimensions."""
@@ -81,21 +79,18 @@ class Prompt:
             )
         tokens = source[:, -fresh:]
         mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
-        valid, stays_padded = mask.bool(), not ragged and b > 1
-        padding = mask.long().expand(b, -1) if stays_padded else None
+        valid = mask.bool()
         has_gaps = attention_mask is not None and bool((valid[:, :-1] & ~valid[:, 1:]).any())
         has_positions = not has_gaps and _are_unusual(position_ids, mask)
-        as_it_is = tokens, [past_tokens] * b, [fresh] * b, [width - columns] * b, width, None, padding
         if attention_mask is None or has_gaps:
-            return cls(*as_it_is, has_positions, has_gaps)
+            as_it_is = [past_tokens] * b, [fresh] * b, [width - columns] * b
+            return cls(tokens, *as_it_is, width, None, has_positions, has_gaps)
         lengths = valid[:, past_tokens:].sum(1).tolist()
         if 0 in lengths:
             raise SettingError(
                 f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the {fresh} new "
                 "columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
             )
-        if stays_padded:
-            return cls(*as_it_is, has_positions)
         total = valid.sum(1).tolist()
         order = _front(valid[:, past_tokens:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
@@ -106,7 +101,6 @@ class Prompt:
             base=[whole - columns for whole in total],
             width=width,
             valid=valid,
-            padding=None,
             has_positions=has_positions,
         )
 
@@ -117,9 +111,6 @@ class Prompt:
     def ends(self) -> list[int]:
         """The slot after each row's prompt."""
         return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
-
-    def tokens_of_rows(self) -> list[int]:
-        return self.ends() if self.padding is None else self.padding.sum(1).tolist()
 
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
         """Aligns ``[*n, b, s, d]`` for the columns that ``generate`` feeds like ``tokens``: padding after each row."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError, unsupported, warn_once
@@ -46,7 +45,6 @@ class Target:
     model: PreTrainedModel
     anatomy: Anatomy
     cache: SpeculativeCache
-    padding: torch.Tensor | None = None  # [b, m] mask of prompts that stay left-padded (not `anatomy.ragged`)
     reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
     following: DecodeInputs = field(default_factory=DecodeInputs)
     is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
@@ -119,8 +117,7 @@ class Target:
     @property
     def takes_any_rows(self) -> bool:
         """Whether a forward depends only on the tokens and their positions."""
-        following = self.following
-        return self.padding is None and not following.extra and not following.marks
+        return not self.following.extra and not self.following.marks
 
     @cached_property
     def _can_leave(self) -> bool:
@@ -248,16 +245,9 @@ class Target:
         s = tokens.shape[1]
         self.cache.seek(step_tokens.starts, s, step_tokens.counts, step_tokens.nodes, step_tokens.first_node)
         kwargs: dict[str, Any] = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
-        spec = None
-        if self.padding is None:
-            positions = step_tokens.positions()
-            if step_tokens.counts is None or not self.needs_no_mask(step_tokens.starts, step_tokens.counts):
-                spec = MaskSpec.of(step_tokens, positions, self.cache.window, run.is_exact)
-        else:
-            # The mask of the left-padded prompts, and all tokens after them.
-            mask = pad(self.padding, (0, step_tokens.starts[0] + s - self.padding.shape[1]), value=1)
-            kwargs["attention_mask"] = mask
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
+        positions, spec = step_tokens.positions(), None
+        if step_tokens.counts is None or not self.needs_no_mask(step_tokens.starts, step_tokens.counts):
+            spec = MaskSpec.of(step_tokens, positions, self.cache.window, run.is_exact)
         if self.anatomy.takes_positions:
             if any(start + s - 1 > end for start, end in zip(step_tokens.starts, step_tokens.last, strict=True)):
                 positions = positions.minimum(step_tokens.last.on(tokens.device))

@@ -34,7 +34,7 @@ class Inspection:
         skippable: for each layer the blocks that a search may leave out: ``attention``, ``mlp``, ``layer``.
         no_skips: why no search for blocks to skip is possible, empty where it is.
         tree: drafts can be trees, otherwise lines.
-        ragged: the rows of a batch advance at their own pace, otherwise by the shortest acceptance.
+        ragged: the rows of a batch advance at their own pace, otherwise plain ``generate`` serves batches.
         unseen: what of the model the tests of this package have not seen, and what comparing it with its own one-token
             steps has shown in this process (see ``GenerationStats.checked``); empty where there is nothing.
         replay: verification can start from the hidden states that a draft has computed.
@@ -73,7 +73,7 @@ class Inspection:
     def _abilities(self) -> list[tuple[str, str]]:
         if self.refused:
             return [("SelfSpec", f"not possible: {self.refused}")]
-        pace = "each row advances at its own pace" if self.ragged else "all rows advance by the shortest acceptance"
+        pace = "each row advances at its own pace" if self.ragged else "batches are left to plain generate"
         lines = [
             ("not seen before", self.unseen),
             ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
@@ -160,7 +160,7 @@ def _unseen(model: PreTrainedModel) -> str:
     outcomes = [
         f"left to plain generate: {outcome.why_plain}"
         if outcome.why_plain
-        else "drafted, with lines alone and rows in step"
+        else "drafted, with lines alone"
         if outcome.lines_in_step
         else "drafted"
         for outcome in outcomes_of(model)

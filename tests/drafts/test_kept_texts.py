@@ -5,7 +5,7 @@ import gc
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
-from helpers.models import VOCABULARY, ragged_batch, tiny_gpt_neo, tiny_llama
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import Cascade, EarlyExit, FixedLength, GenerationStats, Lookup, SelfSpec
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
 from hf_selfspec.drafts.free.successors import Successors
@@ -102,11 +102,8 @@ def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausa
     assert torch.equal(sampled, plain(llama, PROMPT))
 
 
-@pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
-@pytest.mark.parametrize("make", [lambda: tiny_llama(2, factor=0.5), tiny_gpt_neo], ids=["ragged", "together"])
-def test_whole_texts_are_stored_and_no_padding(make: Callable[[], PreTrainedModel]) -> None:
-    """Nor what was accepted in a row and cut off, since all rows advance together."""
-    model, spec = make(), SelfSpec.lookup()
+def test_whole_texts_are_stored_and_no_padding() -> None:
+    model, spec = tiny_llama(2, factor=0.5), SelfSpec.lookup()
     end = int(plain(model, BATCH)[1, 25])
     options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, "eos_token_id": end}
     expected: list[int] = []

@@ -18,7 +18,6 @@ from helpers.models import BATCH, ROW, tiny_llama
 from helpers.sampling import check_exact, each_family, exact_joint, sample
 from helpers.watched import watched
 from hf_selfspec import (
-    Architecture,
     EarlyExit,
     FixedLength,
     SelfSpec,
@@ -30,7 +29,6 @@ from hf_selfspec.batch import Draft, Text
 from hf_selfspec.drafts import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session, states
 from hf_selfspec.drafts.heads import mtp
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.model import anatomy
 from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
 
@@ -102,15 +100,6 @@ def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: A
         spec = check_drafts(model, attentive_mtp_of(model, layers), inputs, **options)
     assert spec.stats is not None
     assert 0 < spec.stats.acceptance_rate < 1
-
-
-@pytest.mark.usefixtures("no_warnings_yet")
-def test_rows_that_advance_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left-padded prompts stay padded for models that need that, not for the layers."""
-    monkeypatch.setitem(anatomy._ARCHITECTURES, "llama", Architecture(ragged=False))
-    model = tiny_llama(3, factor=0.5)
-    with pytest.warns(match="advance by the shortest acceptance"):
-        check_drafts(model, attentive_mtp_of(model, 2), BATCH)
 
 
 @dataclass(frozen=True)

@@ -339,8 +339,8 @@ def check_architecture(name: str, methods: Iterable[str]) -> None:
                 warnings.filterwarnings("ignore", message=".*cannot take")
                 output = ids(model, spec, prompt, max_new_tokens=24)
             assert torch.equal(output, plain), f"{method}, {len(plain)} rows"
-            if method in ALWAYS[:3]:
-                assert spec.stats is not None
+            assert spec.stats is not None
+            if method in ALWAYS[:3] and not spec.stats.left_to_generate:  # as batches of rows that go together are
                 assert 0.0 < spec.stats.acceptance_rate < 1.0, f"{method}, {len(plain)} rows test one side only"
 
 

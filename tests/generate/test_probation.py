@@ -472,7 +472,10 @@ def test_rows_at_different_lengths_are_compared(quiet: None) -> None:
     output, plain = (model.generate(ids, **options, assistant=assistant) for assistant in (spec, False))
     torch.testing.assert_close(output.scores, plain.scores, rtol=1e-4, atol=1e-5)
     (outcome,) = probation.outcomes_of(model)
-    assert outcome.lines_in_step
+    assert "differ" in outcome.why_plain
+    row = model.generate(ids[:1], **OPTIONS, pad_token_id=0, assistant=spec)
+    assert torch.equal(row, model.generate(ids[:1], **OPTIONS, pad_token_id=0, assistant=False))
+    assert not probation.outcomes_of(model)[1].why_plain
 
 
 def test_layers_that_are_never_called(quiet: None) -> None:

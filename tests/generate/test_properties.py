@@ -135,7 +135,7 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
     mask = torch.tensor(rows)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     given = {"attention_mask": mask.long(), "position_ids": positions}
-    prompt = Prompt.of(ids, given, seen, None, ragged=True)
+    prompt = Prompt.of(ids, given, seen, None)
     generated = generated[: len(rows)]
     slots = prompt.slots(width + max(generated), generated)
     if mask.all():  # as without a mask
@@ -143,7 +143,7 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
         return
     assert slots is not None
     assert (prompt.width, prompt.has_positions) == (width, False)
-    assert prompt.tokens_of_rows() == prompt.ends() == [sum(row) for row in rows]
+    assert prompt.ends() == [sum(row) for row in rows]
     aligned = prompt.aligned(ids[:, seen:, None].float())[..., 0]
     for index, row in enumerate(rows):
         columns = [column for column in range(width) if row[column]]

@@ -21,7 +21,7 @@ What works with which type of model, from the configs of the tests, each of whic
 type. `hf-selfspec inspect --model MODEL` prints the same for your model.
 
 - *drafts*: trees, or lines where a model cannot take a tree's mask.
-- *rows*: the rows of a batch advance at their own pace, or together by the shortest acceptance.
+- *rows*: the rows of a batch advance at their own pace, or plain `generate` serves batches.
 - *graphs*: nothing in the config rules out captured forwards on a GPU. A capture finds out what the forward does, and
   those of OPT, BioGPT, XGLM and DBRX cannot be captured.
 - *exact*: `SelfSpec(exact=True)` is possible in bfloat16 with attention by `sdpa`, where the kernels of the machine
@@ -49,7 +49,7 @@ def _row(name: str, takes: str, model: PreTrainedModel) -> list[str]:
         ships_layers(model),
         takes == "text" and not (inspection.is_recurrent or anatomy.kv_sources),
     )
-    shapes = ("trees" if inspection.tree else "lines", "own pace" if inspection.ragged else "together")
+    shapes = ("trees" if inspection.tree else "lines", "own pace" if inspection.ragged else "one")
     return [f"`{name}`", takes, *shapes, *("yes" if has else "" for has in abilities)]
 
 

@@ -209,11 +209,9 @@ class FreeDrafts:
 
     def _tokens(self, text: Text) -> list[list[int]]:
         """The tokens of each row after the last id that is not one; with given embeddings, ids may be anything."""
-        padding, vocabulary = self._session.target.padding, self._session.vocabulary
-        slots = [0] * text.batch_size if padding is None else padding.argmax(1).tolist()
-        rows = []
-        for ids, slot, base, length in zip(text.ids.tolist(), slots, text.base, text.lengths, strict=True):
-            tokens = ids[max(0, slot - base) : length]
+        vocabulary, rows = self._session.vocabulary, []
+        for ids, base, length in zip(text.ids.tolist(), text.base, text.lengths, strict=True):
+            tokens = ids[max(0, -base) : length]
             ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < vocabulary]
             rows.append(tokens[ends[-1] :] if ends else tokens)
         return rows
