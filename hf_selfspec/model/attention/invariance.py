@@ -24,10 +24,8 @@ from ..prompt import cache_name
 from ..target import Target
 from .exact import MOST_TOKENS, reduced_precision
 
-# Tokens of the text after which results are compared.
-_TEXT = 24
-# Tokens that go through all layers together.
-_NEW = 8
+# Tokens of the text after which results are compared, and that go through all layers together then.
+_TEXT, _NEW = 24, 8
 # The numbers of tokens that are compared with each other.
 _COUNTS = range(MOST_TOKENS, 0, -1)
 
@@ -58,7 +56,7 @@ def _difference(model: PreTrainedModel, anatomy: Anatomy) -> str:
     forwards of one layer of each sort over all numbers of tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     plain = partial(model, **{cache_name(model): cache, "use_cache": True})
-    with _begun(model, anatomy, _TEXT) as (target, text, new):
+    with _begun(model, anatomy) as (target, text, new):
         whole, tokens = target.full_plan, new[:, :_NEW].split(1, dim=1)
         plain(text)
         target.install()
@@ -118,13 +116,13 @@ def _mark(module: nn.Module) -> str:
 
 
 @contextmanager
-def _begun(model: PreTrainedModel, anatomy: Anatomy, count: int) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
-    """The model after a text of ``count`` tokens, that text, and as many new tokens as go through together at most."""
+def _begun(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
+    """The model after a text, that text, and as many new tokens as go through together at most."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    generator, total = torch.Generator("cpu").manual_seed(0), count + MOST_TOKENS
+    generator, total = torch.Generator("cpu").manual_seed(0), _TEXT + MOST_TOKENS
     ids = torch.randint(vocabulary, (1, total), generator=generator, device="cpu").to(model.device)
     target = Target(model, anatomy, cache_for(model, anatomy, 1, total), is_exact=True)
-    target.roots = target.roots.ahead(count)
+    target.roots = target.roots.ahead(_TEXT)
     with torch.no_grad(), target.prepared(), decoding_experts(model, is_exact=True):
-        target.prefill(ids[:, :count], [0], [count])
-        yield target, ids[:, :count], ids[:, count:]
+        target.prefill(ids[:, :_TEXT], [0], [_TEXT])
+        yield target, ids[:, :_TEXT], ids[:, _TEXT:]
