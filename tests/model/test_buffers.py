@@ -14,7 +14,7 @@ import torch
 from helpers.captured import Traced, few_layers, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch
-from hf_selfspec.model.cache.layer_buffers import LayerBuffers
+from hf_selfspec.model.cache.layers import LayerBuffers
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.graphs import model_graphs, shapes
 from hf_selfspec.model.graphs.graph_runner import GraphRunner

@@ -27,7 +27,7 @@ from hf_selfspec.errors import SettingError, UnsupportedModelError
 from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.interface import MaskSpec
-from hf_selfspec.model.cache.layer_buffers import LayerBuffers
+from hf_selfspec.model.cache.layers import LayerBuffers
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.logits import Logits, Tops

@@ -26,8 +26,7 @@ from hf_selfspec import (
     UnsupportedOptionError,
 )
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache.linear_attention import GatedDelta
-from hf_selfspec.model.cache.recurrence import BLOCK
+from hf_selfspec.model.cache.recurrence import BLOCK, GatedDelta
 from hf_selfspec.model.cache.recurrent_states import StateLog
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache, cache_for
 from hf_selfspec.model.layout import TreeLayout

@@ -19,8 +19,7 @@ import torch.nn as nn
 
 from ...errors import unsupported
 from ..patching import InstanceForwards, PerThread, shared_change
-from .linear_attention import GatedDelta, KimiDelta, StateSpace
-from .recurrence import Recurrence, SelectiveScan
+from .recurrence import GatedDelta, KimiDelta, Recurrence, SelectiveScan, StateSpace
 
 RECURRENCES: tuple[type[Recurrence], ...] = (GatedDelta, KimiDelta, StateSpace, SelectiveScan)
 
@@ -31,37 +30,33 @@ CONVOLUTION = "causal_conv1d_fn"
 _FIRST_OF_CONVOLUTION = ("hidden_states", "weight", "bias")
 
 
-@dataclass
-class Turn:
-    """What handles the next calls in a forward: those of a recurrence until it ends, one of a convolution."""
-
-    recurrence: Run | None = None
-    convolution: Run | None = None
-
-    def check(self) -> None:
-        if self.convolution is not None:
-            raise unsupported(
-                "the model computes a convolution in a way that is not known here, such as a kernel of its own, so "
-                "drafted siblings cannot be told apart"
-            )
+# What handles the next calls of functions, by their names, in this thread's forward: those of a recurrence until it
+# ends, one of a convolution.
+Turns = dict[str, Run]
+_turns = PerThread[Turns]()
 
 
-_turns = PerThread[Turn]()
-
-
-def current_turn() -> Turn:
-    """Returns the turn of this thread's forward."""
+def current_turns() -> Turns:
+    """Returns those of this thread's forward."""
     assert _turns.now is not None, "states are updated outside of a forward"
     return _turns.now
+
+
+def check_convolution(turns: Turns) -> None:
+    """Checks that what was to handle a convolution has done so."""
+    if CONVOLUTION in turns:
+        raise unsupported(
+            "the model computes a convolution in a way that is not known here, such as a kernel of its own, so "
+            "drafted siblings cannot be told apart"
+        )
 
 
 @contextmanager
 def turns() -> Iterator[None]:
     """Encloses a forward: whatever happens inside, later calls go to the original functions."""
-    turn = Turn()
-    with _turns.during(turn):
+    with _turns.during(of_forward := Turns()):
         yield
-        turn.check()
+        check_convolution(of_forward)
 
 
 @dataclass(frozen=True)
@@ -89,9 +84,8 @@ class Kernels:
 
 @shared_change
 def _redirecting(forwards: InstanceForwards, file: Any, recurrence: type[Recurrence] | None) -> None:
-    roles = {CONVOLUTION: "convolution"} | ({} if recurrence is None else {recurrence.kernel: "recurrence"})
-    for name, role in roles.items():
-        forwards.put(file.__dict__, name, _redirected(getattr(file, name), role))
+    for name in (CONVOLUTION, *([] if recurrence is None else [recurrence.kernel])):
+        forwards.put(file.__dict__, name, _redirected(getattr(file, name), name))
 
 
 def _parameters(module: Any, name: str) -> tuple[str, ...]:
@@ -99,14 +93,11 @@ def _parameters(module: Any, name: str) -> tuple[str, ...]:
     return () if function is None else tuple(inspect.signature(function).parameters)
 
 
-def _redirected(kernel: Run, role: str) -> Run:
+def _redirected(kernel: Run, name: str) -> Run:
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
-        turn = _turns.now
-        if turn is None or (run := getattr(turn, role)) is None:
-            return kernel(*args, **kwargs)
-        if role == "convolution":
-            turn.convolution = None
-        return run(kernel, *args, **kwargs)
+        turns = _turns.now or {}
+        run = turns.pop(name, None) if name == CONVOLUTION else turns.get(name)
+        return kernel(*args, **kwargs) if run is None else run(kernel, *args, **kwargs)
 
     return call

@@ -19,7 +19,7 @@ from ...errors import unsupported
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, Uploaded
 from .recurrence import Advance, Convolution, Entries, Recurrence
-from .recurrent_kernels import current_turn
+from .recurrent_kernels import CONVOLUTION, check_convolution, current_turns
 
 # Returns what a function returns, computed once for equal arguments.
 Plan = Callable[..., Any]
@@ -272,9 +272,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Returns inputs of a convolution ``[b, c, s]`` with those before them; the recurrence follows."""
-        turn, update, width = current_turn(), self._cache.state_update, conv_kernel_size or 0
+        turns, update, width = current_turns(), self._cache.state_update, conv_kernel_size or 0
         if self._recurrence is not None:
-            turn.recurrence, self._calls = partial(self._run, state_idx), 0
+            turns[self._recurrence.kernel], self._calls = partial(self._run, state_idx), 0
         if not width:
             raise unsupported(f"{self._model_name} keeps inputs of convolutions whose number is not known")
         if is_first := state_idx not in self._convolutions:
@@ -287,19 +287,20 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             return conv_states
         if update.nodes is not None:
             windows = convolution.windows(state, conv_states, update.nodes)
-            turn.check()
+            check_convolution(turns)
 
             def run(original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 # At the end of each window [b * t, c, width], as [b, c, t].
                 return original(windows, *args, **kwargs)[:, :, -1].unflatten(0, (len(inputs), -1)).transpose(1, 2)
 
-            turn.convolution = run
+            turns[CONVOLUTION] = run
         return torch.cat([state, conv_states], 2)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Ignores a state that the model has computed, since it is known already."""
         parts = [log for (index, _), (_, log) in self._recurrent.items() if index == state_idx]
-        current_turn().recurrence = None
+        if self._recurrence is not None:
+            current_turns().pop(self._recurrence.kernel, None)
         if not parts or self._calls != len(parts):
             raise unsupported(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "

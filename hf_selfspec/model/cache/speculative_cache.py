@@ -20,8 +20,7 @@ from ..anatomy import Anatomy
 from ..graphs.shapes import BufferPool, step_above
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, upload
-from .layer_buffers import LayerBuffers
-from .layers import RecurrentLayer, SpeculativeLayer
+from .layers import LayerBuffers, RecurrentLayer, SpeculativeLayer
 from .recurrent_states import Plan, StateLog, StateUpdate
 from .window import Window, WriteRange, rows_of
 

@@ -23,6 +23,9 @@ class WriteRange:
     capacity = 0  # slots
     start = offset = 0  # the first that attention reads, and the slot of the text that it stands for
     bases: RowNumbers | None = None  # for each row the slot of the text that a buffer's first one is, None for 0
+    # Slots that are there before and after a prompt that does not fit into the buffers, None for other forwards.
+    overflow: tuple[int, int] | None = None
+    next_bases: RowNumbers  # those after this forward
     fixed_slots: torch.Tensor | None = None  # [b, s] where a forward writes, where not at the cursors
     _slots: torch.Tensor | None = None
 
@@ -53,8 +56,6 @@ class Window(WriteRange):
         # forward and after it, and that of its last token.
         self.bases = self.next_bases = self.roots = none
         self.firsts, self.length, self.offset = none, 0, 0  # for each row the first slot that is read, and how many
-        # Slots that are there before and after a prompt that does not fit into the buffers, None for other forwards.
-        self.overflow: tuple[int, int] | None = None
         self.write_at(none)
 
     def seek(self, cursors: RowNumbers, new: int, counts: Sequence[int] | None, before: int, limit: int) -> None:
