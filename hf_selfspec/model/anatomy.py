@@ -261,9 +261,12 @@ def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
 
 def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:
     """The modules of the first choice of paths that all exist, none where there is no such choice."""
+    modules = layer._modules
     for paths in choices:
+        if all(modules.get(path) is not None for path in paths):
+            return tuple(modules[path] for path in paths)  # type: ignore[misc]  # without a search, which is slow
         first = paths[0].partition(".")[0]
-        if first in layer._modules or hasattr(type(layer), first):
+        if first in modules or hasattr(type(layer), first):
             with suppress(AttributeError):
                 return tuple(layer.get_submodule(path) for path in paths)
     return ()

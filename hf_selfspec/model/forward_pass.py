@@ -20,10 +20,10 @@ import torch.nn as nn
 from .anatomy import Anatomy
 from .attention.exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
-from .instance_forward import Forward
 from .kernels.linear import few_token_linears
 from .patching import (
     Autocast,
+    Forward,
     InstanceForwards,
     PerThread,
     SharedChange,
@@ -288,6 +288,6 @@ def partial_forwards(
             if has_matrices(module) and module not in blocks:
                 forwards.wrap(module, _exactly)
 
-    faster = few_token_linears(model, is_speculating, anatomy.view.modules)
+    faster = few_token_linears(model, is_speculating, anatomy.view)
     with faster, _installations.of(model, partial(_install, anatomy, model), add):
         yield

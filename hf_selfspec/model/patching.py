@@ -1,7 +1,10 @@
 """Temporary changes: values that the forwards of a thread obey, and changes that threads share until all have left."""
 
+import copyreg
+import operator
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import partial, wraps
@@ -12,11 +15,11 @@ import torch.nn as nn
 
 from ..errors import warn_once
 from .forks import in_children, new_lock
-from .instance_forward import ABSENT, Forward, HookOfOurs, InstanceForward, end_leaving_out, leave_out_of_copies
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
-
+Forward = Callable[..., Any]
+_ABSENT: Any = object()
 
 _per_thread: list["PerThread[Any]"] = []
 
@@ -58,6 +61,63 @@ def as_before() -> Iterator[None]:
             values.now = now
 
 
+class InstanceForward(partial[Any]):
+    """What a module calls in place of its forward, or of another of its functions.
+
+    A subclass of ``partial``, since that takes as long as a function, and an object with ``__call__`` longer.
+    """
+
+    run: Forward  # what it does, referred to here as another thread may be in it at its end
+    original: Forward  # what the module called before
+    before: Any  # the attribute of the module that this was, if it was none of its class
+    is_over = False
+
+    @property
+    def of_others(self) -> Any:
+        """The first below that is not ours."""
+        below = self.before
+        while isinstance(below, InstanceForward):
+            below = below.before
+        return below
+
+    def end(self) -> Any:
+        """Leaves calls, of whoever still has it, to the original; returns the first below that is not over."""
+        self.is_over, before = True, self.before
+        self.__setstate__((self.original, (), {}, vars(self)))  # type: ignore[attr-defined]  # of functools.partial
+        while isinstance(before, InstanceForward) and before.is_over:
+            before = before.before
+        return before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For classes that copy their attributes themselves: their copies have what is below it."""
+        return operator.getitem, ((self.original,), 0)
+
+
+class HookOfOurs(partial[Any]):
+    """A hook of ours, which does nothing in copies by classes that copy their attributes themselves."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return HookOfOurs, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None: ...
+
+
+def _reduced(module: nn.Module) -> Any:
+    """What copies and pickles a module: without forwards and hooks of ours, which are those of the original."""
+    reduced: Any = module.__reduce_ex__(4)
+    function, arguments, state, *items = reduced
+    if isinstance(state, dict):
+        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        ours, kept = {key for key, hook in hooks if isinstance(hook, HookOfOurs)}, dict[str, Any]()
+        for name, value in state.items():
+            kept[name] = value.of_others if isinstance(value, InstanceForward) else value
+            if ours and name.startswith("_forward_"):  # hooks, and which of them get keywords
+                kept[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
+        state = {name: value for name, value in kept.items() if value is not _ABSENT}
+    return function, arguments, state, *items
+
+
 class InstanceForwards:
     """Replaces forwards and other values; :meth:`close` restores earlier ones (accelerate sets forwards, too), and goes
     on where it was interrupted when it is called again."""
@@ -65,8 +125,8 @@ class InstanceForwards:
     def __init__(self) -> None:
         self.users: dict[object, int] = {}  # of a change that threads share, with their threads
         self._wrapped: set[tuple[nn.Module, Any]] = set()
-        self._undoing: list[Callable[[], object]] = []
-        self._classes: set[type] = set()  # of the modules that have something of it
+        self._undoing: list[tuple[Any, ...]] = []  # functions with their arguments
+        self._classes: set[type] = set()  # of the modules that have something of it, which copies leave out
 
     def wrap(self, module: nn.Module, wrapper: Callable[[nn.Module], Forward]) -> None:
         """Makes what ``wrapper`` returns for a module what ``module(...)`` calls, once."""
@@ -76,7 +136,9 @@ class InstanceForwards:
 
     def replace(self, module: nn.Module, forward: Forward, name: str = "forward") -> None:
         self._leave_out_of_copies(type(module))
-        self.put(module.__dict__, name, InstanceForward.of(module, forward, name))
+        attributes, ours = module.__dict__, InstanceForward(forward)
+        ours.run, ours.original, ours.before = forward, getattr(module, name), attributes.get(name, _ABSENT)
+        self.put(attributes, name, ours)
 
     def hook(self, register: Any, function: Callable[..., Any], **options: Any) -> None:
         """Registers a hook by a method of a module."""
@@ -85,17 +147,18 @@ class InstanceForwards:
 
     def _leave_out_of_copies(self, module_class: type) -> None:
         if module_class not in self._classes:
-            self._classes.add(module_class)
             with _lock:
-                leave_out_of_copies(module_class, id(self))
+                _changing.add(self)
+                self._classes.add(module_class)
+                copyreg.dispatch_table.setdefault(module_class, _reduced)  # type: ignore[arg-type]  # of a class by its name
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
-        self.callback(_restore, values, name, value, values.get(name, ABSENT))
+        self.callback(_restore, values, name, value, values.get(name, _ABSENT))
         values[name] = value
 
-    def callback(self, function: Callable[..., object], *args: Any) -> None:
-        """Calls ``function`` at the end, again where it was interrupted."""
-        self._undoing.append(partial(function, *args))
+    def callback(self, *function: Any) -> None:
+        """Calls a function with arguments at the end, again where it was interrupted."""
+        self._undoing.append(function)
 
     def enter_context(self, context: AbstractContextManager[Any]) -> None:
         self.callback(context.__exit__, None, None, None)
@@ -103,21 +166,27 @@ class InstanceForwards:
 
     def close(self) -> None:
         while self._undoing:
-            self._undoing[-1]()
+            function, *args = self._undoing[-1]
+            function(*args)
             del self._undoing[-1:]  # now, not before: it may be interrupted
         with _lock:
-            for module_class in self._classes:
-                end_leaving_out(module_class, id(self))
+            _changing.discard(self)
+            for module_class in self._classes.difference(*(other._classes for other in _changing)):
+                if copyreg.dispatch_table.get(module_class) is _reduced:
+                    del copyreg.dispatch_table[module_class]
         self._classes.clear()
         self._wrapped.clear()
+
+
+_changing: weakref.WeakSet[InstanceForwards] = weakref.WeakSet()  # those that copies leave something out of
 
 
 def _restore(values: MutableMapping[str, Any], name: str, ours: Any, before: Any) -> None:
     """Restores a value, unless others have replaced ours meanwhile."""
     if isinstance(ours, InstanceForward):
         before = ours.end()
-    if values.get(name, ABSENT) is ours:
-        if before is ABSENT:
+    if values.get(name, _ABSENT) is ours:
+        if before is _ABSENT:
             values.pop(name, None)
         else:
             values[name] = before
@@ -140,7 +209,7 @@ class SharedChange:
     def of(self, owner: Any, make: Change | None = None, add: Change | None = None) -> Iterator[None]:
         """Keeps ``owner`` changed until the last thread leaves: the first makes what ``make`` changes, each what
         ``add`` changes. A change that fails half-way is undone."""
-        use, interrupt = object(), None
+        use = object()
         try:
             with _lock:
                 forwards = self.owners.setdefault(owner, InstanceForwards())
@@ -152,14 +221,11 @@ class SharedChange:
                     add(forwards)
             yield
         finally:
-            while use is not None:
-                try:
-                    self._leave(owner, use)
-                    use = None
-                except KeyboardInterrupt as error:
-                    interrupt = error  # raised when the change has ended
-            if interrupt is not None:
-                raise interrupt
+            try:
+                self._leave(owner, use)
+            except KeyboardInterrupt:  # which ends the call when the change has ended
+                self._leave(owner, use)
+                raise
 
     def _leave(self, owner: Any, use: object) -> None:
         with _lock:

@@ -77,7 +77,7 @@ class Target:
         """Prepares the model for speculation, and restores it afterwards."""
         view = self.anatomy.view
         with as_before(), ExitStack() as stack:
-            stack.enter_context(few_token_linears(self.model, is_speculating, view.modules))
+            stack.enter_context(few_token_linears(self.model, is_speculating, view))
             stack.callback(self.uninstall)
             stack.enter_context(without_checkpointing(self.model, view.modules))
             stack.enter_context(speculative_attention())

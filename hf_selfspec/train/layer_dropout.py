@@ -15,10 +15,9 @@ from transformers import PreTrainedModel, Trainer
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
-from ..model.instance_forward import Forward
 from ..model.internals import CHECKPOINTING, attention_implementation
 from ..model.module_tools import is_tensor_parallel
-from ..model.patching import InstanceForwards, PerThread, with_arity
+from ..model.patching import Forward, InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
 from .exits import BATCH_DIM

@@ -26,7 +26,7 @@ from hf_selfspec.model.module_tools import hooks_of
 from hf_selfspec.model.patching import InstanceForwards, PerThread, SharedChange, as_before
 
 # Where interrupts come: as functions of these files begin.
-INSIDE = ("patching.py", "instance_forward.py", "contextlib.py")
+INSIDE = ("patching.py", "contextlib.py")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -24,10 +24,9 @@ from torch.nn.functional import linear as blas
 from transformers.pytorch_utils import Conv1D
 
 from ..forks import new_lock
-from ..instance_forward import Forward
 from ..internals import ADAPTED
-from ..module_tools import all_modules
-from ..patching import InstanceForwards, shared_change
+from ..patching import Forward, InstanceForwards, shared_change
+from ..view import ModelView
 from .fastest_way import FastestWay
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
@@ -128,54 +127,62 @@ def linear_layers(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Returns whether ``module`` is a large enough float32 linear layer in CPU memory, unchanged by other code."""
-    return type(module) is nn.Linear and "forward" not in module.__dict__ and _has_ways(module.weight)
+    return type(module) is nn.Linear and "forward" not in module.__dict__ and _has_ways(module._parameters["weight"])
+
+
+def _has_ways(weight: Any) -> bool:
+    plain = type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
+    return plain and weight.numel() >= _SMALLEST and weight.is_contiguous()
 
 
 @shared_change
 def few_token_linears(
-    forwards: InstanceForwards, model: nn.Module, is_active: Callable[[], bool], modules: Sequence[nn.Module] = ()
+    forwards: InstanceForwards, model: nn.Module, is_active: Callable[[], bool], view: ModelView | None = None
 ) -> None:
     """Makes the linear layers of ``model`` that are served faster for up to 32 tokens while ``is_active``."""
     first = next(model.parameters())
     if not first.is_cpu or first.dtype is torch.bfloat16:
         return  # without a look at each layer
-    modules = modules or all_modules(model)
-    parameters = (parameter for module in modules for parameter in module._parameters.values())
-    if any(type(parameter) is not nn.Parameter and hasattr(parameter, "device_mesh") for parameter in parameters):
+    view = ModelView(model) if view is None else view
+    if any(hasattr(weight, "device_mesh") for weight in view.weights.values()):
         return  # whole weights exist only during a forward
     alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
-    for module in filter(is_served, modules):
-        alike[module.weight.shape].append(module)
+    for module in view.modules:
+        if is_served(module):
+            alike[module._parameters["weight"].shape].append(module)  # type: ignore[union-attr]
     for layers in alike.values():
-        weights = [layer.weight for layer in layers]
+        few_tokens = _few_tokens([layer.weight for layer in layers], is_active)
         # Where none of the ways that were chosen is faster than torch's own, the last layer alone, which all
         # verifications run, chooses for further numbers of tokens.
-        for layer in layers[-1:] if set(_fastest.chosen(weights[0]).values()) == {blas} else layers:
-            forwards.replace(layer, _few_tokens(layer, layer.forward, weights, is_active))
+        for layer in layers[-1:] if set(_fastest.chosen(layers[0].weight).values()) == {blas} else layers:
+            forwards.replace(layer, few_tokens(layer._parameters, layer.forward))
 
 
 def _few_tokens(
-    module: nn.Linear, original: Forward, alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+    alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
+) -> Callable[[dict[str, Any], Forward], Forward]:
+    """Returns what makes the forward of a layer, whose weight is one of those that are ``alike``."""
     # Called for each layer of each forward, so everything possible is computed in advance.
-    parameters, (out, width) = module._parameters, module.weight.shape
-    most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Way]()
-    threads = torch.get_num_threads
+    (out, width), chosen, threads = alike[0].shape, dict[tuple[int, int], Way](), torch.get_num_threads
+    most = _COUNTS[-1] * width
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        way, weight = chosen.get(key := (input.numel(), threads())), parameters.get("weight")
-        if way is blas and weight is not None:
-            # As the layer itself does, whoever calls it, without looking up its two attributes, which is slow.
-            return blas(input, weight, parameters["bias"])
-        if not is_active() or not 0 < key[0] <= most or input.dtype is not torch.float32:
-            return original(input)
-        if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
-            return original(input)
-        if way is None:
-            way = chosen[key] = _fastest.way(key[0] // width, weight, alike)
-        return way(input.reshape(-1, width), weight, parameters["bias"]).view(*input.shape[:-1], out)
+    def of_layer(parameters: dict[str, Any], original: Forward) -> Forward:
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            way, weight = chosen.get(key := (input.numel(), threads())), parameters.get("weight")
+            if way is blas and weight is not None:
+                # As the layer itself does, whoever calls it, without looking up its two attributes, which is slow.
+                return blas(input, weight, parameters["bias"])
+            if not is_active() or not 0 < key[0] <= most or input.dtype is not torch.float32:
+                return original(input)
+            if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
+                return original(input)
+            if way is None:
+                way = chosen[key] = _fastest.way(key[0] // width, weight, alike)
+            return way(input.reshape(-1, width), weight, parameters["bias"]).view(*input.shape[:-1], out)
 
-    return forward
+        return forward
+
+    return of_layer
 
 
 class FewTokenLinear(nn.Linear):
@@ -184,9 +191,4 @@ class FewTokenLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _has_ways(self.weight):
             return super().forward(input)
-        return _few_tokens(self, super().forward, [self.weight], lambda: True)(input)
-
-
-def _has_ways(weight: torch.Tensor) -> bool:
-    plain = type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
-    return plain and weight.is_contiguous() and weight.numel() >= _SMALLEST
+        return _few_tokens([self.weight], lambda: True)(self._parameters, super().forward)(input)
