@@ -1,8 +1,8 @@
 """All fitted parts beside each other: the same text, about as many parameters, each alone and with free drafts.
 
-``--text`` is a file of texts that the model wrote, as ``hf_selfspec.train.write_answers`` keeps it. Parts are fitted to its first
-tokens in bfloat16 and saved in ``--out``; another run reuses what is there. Speeds are those of whole calls over plain
-``generate``'s, CPU time, geometric means over the prompts of ``--data``.
+``--text`` is a file of texts that the model wrote, as ``hf_selfspec.train.write_answers`` keeps it. Parts are fitted to
+its first tokens in bfloat16 and saved in ``--out``; another run reuses what is there. Speeds are those of whole calls
+over plain ``generate``'s, CPU time, geometric means over the prompts of ``--data``.
 """
 
 from __future__ import annotations

@@ -435,10 +435,8 @@ sys.exit(pytest.main(sys.argv[2:]))
 @pytest.mark.slow
 def test_tests_for_a_gpu_collect_without_optional_packages() -> None:
     """A machine with one may have torch, transformers and pytest alone."""
-    hidden = (
-        "accelerate bayes_opt datasets hypothesis llguidance lm_eval matplotlib outlines pandas peft PIL rich scipy"
-    )
-    hidden += " sklearn torchao trl typer xgrammar"
+    hidden = "accelerate bayes_opt datasets hypothesis llguidance lm_eval matplotlib outlines pandas peft PIL scipy"
+    hidden += " sklearn torchao trl xgrammar"
     words = ("--collect-only", "-p", "no:hypothesispytest", "-m", "cuda", TESTS / "model" / "test_on_cuda.py")
     assert "test_forwards_are_captured[default]" in python("-c", WITHOUT_PACKAGES, hidden, *words).stdout
 

@@ -4,12 +4,12 @@ import io
 import json
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
@@ -17,9 +17,8 @@ from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL, python, told_in_one_line
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.model.logits import Logits
-from hf_selfspec.tools.cli import app, main
+from hf_selfspec.tools.cli import main, parser_of
 from hf_selfspec.tools.compare import texts_of
-from hf_selfspec.tools.fit_command import fits, parser_of
 from hf_selfspec.train import loading
 from hf_selfspec.train.loading import NamedModel
 from hf_selfspec.train.prompts import read_prompts
@@ -34,15 +33,19 @@ pytestmark = [
 
 
 def commands() -> dict[str, list[str]]:
-    found = dict(typer.main.get_command(app).commands)
-    del found["fit"]
-    told = {name: [option for one in command.params for option in one.opts] for name, command in found.items()}
-    return told | {f"fit {name}": list(parser_of(name, kind)._option_string_actions) for name, kind in fits().items()}
+    """The options of each command, those that fit included."""
+
+    def options(name: str, parser: Any) -> dict[str, list[str]]:
+        subparsers = [action for action in parser._actions if isinstance(action.choices, dict)]
+        inner = [options(f"{name} {word}", one) for each in subparsers for word, one in each.choices.items()]
+        return dict(chain.from_iterable(map(dict.items, inner))) or {name.strip(): list(parser._option_string_actions)}
+
+    return options("", parser_of(["fit"]))
 
 
 def test_help_imports_nothing_heavy() -> None:
     """But that of fits, whose options are the package's own settings."""
-    helps = [[], *(name.split() for name in commands() if not name.startswith("fit "))]
+    helps = [[], *(name.split() for name in NEEDED if not name.startswith("fit "))]
     script = f"""
 import sys
 from hf_selfspec.tools.cli import main
@@ -52,13 +55,13 @@ print(set(codes), [name for name in {HEAVY} if name in sys.modules])
     told = python("-c", script)
     assert told.stdout.splitlines()[-1] == "{0} []"
     for words in helps:
-        assert f"Usage: hf-selfspec {' '.join(words)}" in told.stdout
+        assert f"usage: hf-selfspec {' '.join(words)}" in told.stdout
 
 
 @pytest.mark.slow
 def test_the_package_runs_as_the_script_does() -> None:
     told = python("-m", "hf_selfspec", "fit", code=2)
-    assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
+    assert told.stderr.splitlines()[-1].endswith(" required: FIT. See `hf-selfspec fit --help`.")
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +122,7 @@ def test_tune(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_exit_report(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--plot", str(tmp_path / "exits.png"), "--prompts", "2"]
     assert main(["exit-report", "--model", model, "--data", str(data), *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["exit", "loss", "above", "last", "accuracy", "agreement"]
-    assert len(lines) == 2 + 4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
     assert (tmp_path / "exits.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -137,10 +138,6 @@ def generated(*words: str) -> int:
 @pytest.fixture(scope="module")
 def plain() -> str:
     """What plain generate writes after the prompt, with the end of the line."""
-    assert NamedModel("a/b", None, "v1", dtype="float32", device_map=None, attn_implementation="eager").loaded_as == {
-        "revision": "v1",
-        "attn_implementation": "eager",
-    }
     named = NamedModel(str(DEMO_MODEL), dtype="float32")
     tokenizer = named.tokenizer()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
@@ -177,17 +174,16 @@ def test_generate_prints_the_text_and_one_line_beside_it(
         assert told.err.endswith(" drafted tokens accepted in each]\n")
 
 
-@pytest.mark.parametrize("colours", [True, False])
 def test_generate_marks_accepted_drafts_on_a_terminal(
-    colours: bool, plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
-    assert generated("--prompt", PROMPT) == 0
-    told = capsys.readouterr().out
-    assert ("\x1b[32m" in told) == colours
-    assert told.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for no_colours in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_colours)
+        assert generated("--prompt", PROMPT) == 0
+        told = capsys.readouterr().out
+        assert ("\x1b[32m" in told) is not bool(no_colours)
+        assert told.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
 def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +261,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "binary data": (["--data", "{}/binary.txt"], "cannot be read as text in UTF-8"),
     "empty data": (["--data", "{}/empty.txt"], "the dataset is empty"),
     "another column": (["--field", "body"], "there is no text in the column 'body'"),
-    "no prompts": (["--prompts", "0"], "Invalid value for '--prompts': "),
+    "no prompts": (["--prompts", "0"], "argument --prompts: it must be a whole number of at least 1, got '0'"),
     "bad spec": (["--spec", "lokup"], "--spec lokup: there is no such folder or preset. Give one of adaspeed"),
     "bad methods": (["--methods", "lookup,lokup"], "--methods lokup: there is no such folder or preset"),
     "out is a file": (["--out", "{}/data.jsonl"], "{}/data.jsonl is a file. Name a folder"),
