@@ -158,8 +158,6 @@ class SelfSpec(Settings):
         settings, path = self._saved(), path_of(folder) / saving.FILE_NAME
         with reported(path):
             saving.write(self._knowledge.content(path, inner, settings))
-            if inner is not None:
-                self._source.save(path.parent, inner)
 
     @classmethod
     def from_pretrained(cls, folder: StrPath) -> SelfSpec:

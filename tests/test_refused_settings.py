@@ -19,7 +19,6 @@ from hf_selfspec import (
     Lookup,
     OfflineSearch,
     OnTheFlySearch,
-    Quantized,
     SelfSpec,
     SelfSpecError,
     SettingError,
@@ -96,8 +95,6 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
     ),
     (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
     (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
-    (lambda: Quantized(layers=3), SettingTypeError, ("must be EarlyExit, SkipLayers or None, got 3",)),
-    (lambda: Quantized(layers=EarlyExit()), SettingError, ("nothing looks for layers",)),
     # What would have no effect.
     (
         lambda: SelfSpec(Listed(), FixedLength(3)),

@@ -18,12 +18,11 @@ from synthetic import LlamaShape
 from timing import Table, medians, parsed, parser_with, print_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_selfspec import Quantized
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import cache_for
 from hf_selfspec.model.encoding import as_prompts, encoded
 from hf_selfspec.model.forward_pass import ForwardPass
-from hf_selfspec.model.kernels.packing import packed
+from hf_selfspec.model.kernels.packing import packed, to_pack
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.tools.compare import texts_of
@@ -36,7 +35,7 @@ class Draft:
 
     def __init__(self, model: PreTrainedModel, room: int) -> None:
         anatomy, begun = Anatomy.of(model), time.process_time()
-        substitutes = packed(model, Quantized().wanted(anatomy, model))
+        substitutes = packed(model, to_pack(anatomy, model))
         self.seconds = time.process_time() - begun  # of packing
         self.plan = LayerPlan(anatomy.num_layers, substitutes=substitutes)
         self.target = Target(model, anatomy, cache_for(model, anatomy, 1, room, None))

@@ -3,9 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
-
-from transformers import PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
@@ -63,10 +60,6 @@ class Cascade(DraftSource):
                 "hold only one. Export SelfSpec(draft=...) with the one that you mean."
             )
         return (others or self.sources)[0].blocks(anatomy, find_choice)
-
-    def save(self, folder: Path, model: PreTrainedModel) -> None:
-        for source in self.sources:
-            source.save(folder, model)
 
     def _attached(self, session: Session) -> Iterator[DraftSource]:
         """What drafts with the head that is attached to the model, unless a source that has begun has such a head

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
@@ -234,9 +231,6 @@ class DraftSource:
             SelfSpecError: the source cannot draft for this model or call. Nothing was generated yet.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method `start(session) -> Drafter`")
-
-    def save(self, folder: Path, model: PreTrainedModel) -> None:
-        """Saves what the source has made of a model next to its settings, by default nothing."""
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         """Checks what can be checked before prompts are laid out; by default nothing.

@@ -196,12 +196,6 @@ class KnowledgeOfCall:
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder from which the ``SelfSpec`` was loaded, if it was."""
-        saved = self.knowledge.saved
-        return None if saved is None else saved.path.parent
-
     def read(self) -> Saved | None:
         """What was loaded from a file for this model, else the file of ``cache_dir``; ``None`` if there is neither."""
         if self.knowledge.saved is not None:

@@ -143,7 +143,7 @@ def inspect_model(model: Any) -> Inspection:
         skippable=skippable,
         no_skips=no_skips,
         no_graphs=why_no_graphs(inner, anatomy),
-        packed=not why_not(anatomy, dict(enumerate(anatomy.layers)), has_widths),
+        packed=not why_not(anatomy, has_widths),
         unseen=_unseen(inner),
         position_limit=anatomy.position_limit is not None,
     )

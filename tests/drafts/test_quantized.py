@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPTQConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPTQConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
-from helpers.machine import Machine
-from helpers.models import BATCH, ROW, tiny_gpt2, tiny_llama
+from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
-from helpers.sampling import check_exact, exact_joint, sample
-from helpers.sampling import llama as few_tokens
 from hf_selfspec import (
-    Cascade,
-    EarlyExit,
     FixedLength,
-    Lookup,
     Quantized,
     SelfSpec,
-    SkipLayers,
-    TopKTree,
 )
-from hf_selfspec.errors import SettingError, UnsupportedModelError
+from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model.graphs.model_graphs import graphs_of
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import GROUP_SIZE, PackedLinear, one_a_byte, rounded
@@ -61,8 +49,8 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
     return found
 
 
-def spec_of(draft: Quantized | None = None, **settings: Any) -> SelfSpec:
-    return SelfSpec(draft or Quantized(), FixedLength(4), **settings)
+def spec_of() -> SelfSpec:
+    return SelfSpec(Quantized(), FixedLength(4))
 
 
 def random_linear(kind: type[torch.nn.Module] = torch.nn.Linear, rows: int = 48, width: int = 128) -> torch.nn.Module:
@@ -100,18 +88,6 @@ def test_rounding_is_close() -> None:
     assert errors[0] < errors[1] * 0.9
 
 
-@in_float32
-@pytest.mark.machine("verification_is_free")
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["line", "tree", "cascade"])
-def test_joint_distribution_of_drawn_tokens(how: str) -> None:
-    """In batches, by drafts that also leave layers out, since they would nearly always be right."""
-    draft = Quantized(layers=EarlyExit(2))
-    tree = TopKTree(((0.6, 3), (1.0, 2))) if how == "tree" else None
-    spec = SelfSpec(Cascade([Lookup(), draft]) if how == "cascade" else draft, FixedLength(3), tree)
-    check_exact(sample(spec, rows=1000, calls=2), exact_joint(few_tokens(), []))
-
-
 def test_models_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
     """With the kernels of this device; memory is told before it is taken."""
     model = tiny_llama(factor=0.5).to(torch.bfloat16)
@@ -141,9 +117,7 @@ def test_packed_once_for_threads_and_specs(packs: list[Any]) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(partial(check_lossless, model, new_tokens=8), specs))
     assert len(packs) == 21
-    check_lossless(model, spec_of(Quantized(layers=EarlyExit(2))), 8)
-    assert len(packs) == 21
-    alive = weakref.ref(next(iter(packing._models[model].layers.values())))
+    alive = weakref.ref(next(iter(packing._models[model].of.values())))
     packs.clear()
     del model
     gc.collect()
@@ -170,7 +144,7 @@ def test_packed_again_where_weights_have_changed(packs: list[Any]) -> None:
     torch.optim.SGD([layer.weight], 1.0).step()  # in one row of many, which a few values do not show
     check_lossless(inner, spec, 8)
     assert packs[24:] == [layer]
-    made = packing._models[inner].layers[layer]
+    made = packing._models[inner].of[layer]
     expected = rounded(layer)
     assert torch.equal(made.weight, one_a_byte(expected[0]))
     assert torch.equal(made.scales, expected[1])
@@ -184,7 +158,7 @@ def test_packed_again_where_the_vocabulary_has_grown(packs: list[Any], is_tied: 
     model.config.tie_word_embeddings = is_tied
     model.tie_weights()
     check_lossless(model, spec, 8)
-    before = weakref.ref(packing._models[model].layers[model.lm_head])
+    before = weakref.ref(packing._models[model].of[model.lm_head])
     packs.clear()
     model.resize_token_embeddings(128, mean_resizing=False)
     assert all(found.accepted > 0 for found in check_lossless(model, spec, 8))
@@ -210,73 +184,6 @@ def test_memory_of_rounding_does_not_follow_the_layer() -> None:
     with Largest() as largest:
         rounded(module)
     assert largest.bytes < 1024 * 8192
-
-
-@in_float32
-def test_each_source_of_a_cascade_has_its_file(tmp_path: Path, packs: list[Any]) -> None:
-    model = tiny_llama(3, factor=0.5)
-    spec = SelfSpec(Cascade([Lookup(), Quantized(), Quantized(layers=EarlyExit(2))]))
-    spec.save_pretrained(tmp_path, model)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2
-    packs.clear()
-    check_lossless(model, SelfSpec.from_pretrained(tmp_path), 8)
-    assert not packs
-
-
-@in_float32
-def test_files(tmp_path: Path, packs: list[Any]) -> None:
-    model = tiny_llama(3, factor=0.5)
-    for spec in (SelfSpec.quantized(), spec_of(Quantized(layers=SkipLayers(mlp=[1])))):
-        check_lossless(model, spec, 8)
-        spec.save_pretrained(tmp_path, model)
-        before = packing._models.pop(model).layers  # as in another process
-        packs.clear()
-        loaded = SelfSpec.from_pretrained(tmp_path)
-        assert loaded.draft == spec.draft
-        check_lossless(model, loaded, 8)
-        assert not packs
-        after = packing._models.pop(model).layers
-        assert all(torch.equal(made.weight, after[key].weight) for key, made in before.items())
-        assert all(torch.equal(made.scales, after[key].scales) for key, made in before.items())
-    file = max(tmp_path.glob("packed-*.safetensors"), key=lambda path: path.stat().st_mtime)
-    with safe_open(file, "pt") as opened:
-        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no dict
-    save_file(tensors | {"1.mlp.up_proj.numbers": tensors["1.mlp.up_proj.numbers"][:16].clone()}, file, about)
-    with pytest.raises(SettingError, match=r"1\.mlp\.up_proj has other shapes"):
-        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
-    file.write_bytes(b"short")
-    with pytest.raises(SettingError, match="holds no packed weights, or was cut short or changed"):
-        check_lossless(model, SelfSpec.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize("model", [tiny_llama(3), tiny_gpt2()], ids=["llama", "gpt2"])
-def test_files_serve_the_kernels(tmp_path: Path, model: PreTrainedModel) -> None:
-    """Those of a CPU, also for layers with weights the other way round."""
-    model, spec = copy.deepcopy(model).to(torch.bfloat16), SelfSpec(Quantized(), FixedLength(3))
-    spec.save_pretrained(tmp_path, model)
-    drafts = []
-    for one in (spec, SelfSpec.from_pretrained(tmp_path)):
-        packing._models.pop(model, None)
-        ids = torch.tensor([[1, 2, 3, 4]])
-        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "max_new_tokens": 12}
-        model.generate(ids, **options, do_sample=False, assistant=one)
-        assert one.stats is not None
-        assert one.stats.accepted > 0
-        drafts.append(one.stats.accepted_lengths)
-    assert drafts[0] == drafts[1]
-
-
-def test_packed_files_of_other_weights_are_left(tmp_path: Path, packs: list[Any], machine: Machine) -> None:
-    machine.packed_float32_is_fast()
-    model, spec = tiny_llama(3, factor=0.5), spec_of()
-    spec.save_pretrained(tmp_path, model)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    loaded._knowledge_of(model).fingerprint()  # at its first use
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
-    packs.clear()
-    check_lossless(model, loaded, 8)
-    assert len(packs) == 21
 
 
 def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +252,7 @@ def test_what_torch_keeps_for_later_is_room(kept: int, fits: bool, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30 + kept)
     model: Any = SimpleNamespace(device=torch.device("cuda"), get_memory_footprint=lambda: 2**30)
-    wanted: Any = {"head": torch.nn.Linear(2**11, 2**11, dtype=torch.bfloat16)}  # 2 MiB and scales
+    wanted = [torch.nn.Linear(2**11, 2**11, dtype=torch.bfloat16)]  # 2 MiB and scales
     with nullcontext() if fits else pytest.raises(UnsupportedModelError, match="but cuda has 1 MiB left"):
         packing._check_room(model, wanted)
 

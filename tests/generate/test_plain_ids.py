@@ -77,7 +77,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
         EarlyExitAdapter(adapter_of(model, exit_layer=1), reduced(model)), FixedLength(4), _WIDE
     ),
     "quantized": lambda model: SelfSpec(Quantized(), FixedLength(3)),
-    "quantized exit": lambda model: SelfSpec(Quantized(layers=EarlyExit(2, reduced(model))), FixedLength(3), _WIDE),
+    "quantized tree": lambda model: SelfSpec(Quantized(), FixedLength(3), _WIDE),
     "heads": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6)),
     "heads tree": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6), _WIDE),
     "mtp": lambda model: SelfSpec(MTP(mtp_of(model)), FixedLength(4)),
@@ -382,7 +382,7 @@ def is_possible(name: str, method: str) -> bool:
 
 
 def can(name: str, method: str) -> bool:
-    no_tree = name in STATEFUL and method in ("tree", "quantized exit", "heads tree")
+    no_tree = name in STATEFUL and method in ("tree", "quantized tree", "heads tree")
     return is_possible(name, method) and method not in REFUSED.get(name, ()) and not no_tree
 
 

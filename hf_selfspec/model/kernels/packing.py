@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from ...errors import UnsupportedModelError
 from ..anatomy import Anatomy
 from ..fingerprint import samples
 from ..forks import new_lock
-from ..module_tools import all_modules
+from ..head import output_head
 from ..plan import Substitutes
 from .linear import linear_layers
 
@@ -105,14 +103,21 @@ def has_widths(module: nn.Module) -> bool:
     return width % GROUP_SIZE == 0 and rows % 16 == 0
 
 
-def why_not(anatomy: Anatomy, layers: Mapping[int, nn.Module], fits: Callable[[nn.Module], bool] = fits) -> str:
-    """Returns why drafts by these layers would not be faster with packed weights, and what to do; empty if they are."""
+def to_pack(anatomy: Anatomy, model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the linear layers that drafts in four bits pack, with the output head."""
+    modules = [module for _, module in linear_layers(dict(enumerate(anatomy.layers))) if fits(module)]
+    head = output_head(model)
+    return [*modules, head] if type(head) is nn.Linear and fits(head) else modules
+
+
+def why_not(anatomy: Anatomy, fits: Callable[[nn.Module], bool] = fits) -> str:
+    """Returns why drafts would not be faster with packed weights, and what to do; empty if they are."""
     if (config := getattr(getattr(anatomy.decoder, "config", None), "quantization_config", None)) is not None:
         method = (config if isinstance(config, dict) else config.to_dict()).get("quant_method")
         return f"its weights are quantised already ({getattr(method, 'value', method)}). Load it in bfloat16."
-    unpacked = {weight for layer in layers.values() for weight in layer.parameters()}
+    unpacked = {weight for layer in anatomy.layers for weight in layer.parameters()}
     total = sum(weight.numel() for weight in unpacked)
-    unpacked -= {module.weight for _, module in linear_layers(layers) if fits(module)}
+    unpacked -= {module.weight for _, module in linear_layers(dict(enumerate(anatomy.layers))) if fits(module)}
     if sum(weight.numel() for weight in unpacked) <= (1 - _LEAST) * total:
         return ""
     weight = max(unpacked, key=torch.Tensor.numel)
@@ -131,16 +136,10 @@ def why_not(anatomy: Anatomy, layers: Mapping[int, nn.Module], fits: Callable[[n
     )
 
 
-def shapes(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of the rounded numbers and scales of a linear layer."""
-    rows, width = _weight(module).shape
-    return (rows, width // 2), (width // GROUP_SIZE, rows, 2)
-
-
 def packed_bytes(module: nn.Module) -> int:
-    """Returns the memory that the packed weight of a linear layer takes."""
-    numbers, scales = shapes(module)
-    return prod(numbers) + 2 * prod(scales)
+    """Returns the memory that the packed weight of a linear layer takes: half a byte a number, two scales a group."""
+    count = _weight(module).numel()
+    return count // 2 + 4 * (count // GROUP_SIZE)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -184,14 +183,14 @@ def rounded(module: nn.Module) -> Rounded:
 class PackedLinear:
     """A linear layer with a packed weight, as a :class:`~.plan.Substitutes` has it."""
 
-    def __init__(self, module: nn.Module, from_file: Rounded | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         weight: Any = module.weight
         kernel = kernel_for(weight.device, weight.dtype)
         assert kernel is not None
         self.state = _states([module])[0]
         self._parameters, self._kernel = module._parameters, kernel
-        numbers, scales = rounded(module) if from_file is None else from_file
-        self.weight, self.scales = kernel.pack(numbers.to(weight.device)), scales.to(weight, copy=True)
+        numbers, self.scales = rounded(module)
+        self.weight = kernel.pack(numbers)
 
     def __call__(self, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         rows = input.reshape(-1, input.shape[-1]).contiguous()
@@ -209,8 +208,6 @@ class PackedLinear:
         self.state = state
 
 
-# Layers of a model that are packed, by their names.
-Wanted = Mapping[str, nn.Module]
 # Shape, device and dtype of a weight, and what changes with its values.
 State = tuple[object, ...]
 
@@ -230,41 +227,28 @@ def _layout(weight: Any) -> tuple[object, ...]:
     return weight.shape, weight.device, weight.dtype
 
 
-@dataclass(eq=False)
-class _PackedModel:
-    """What was packed of one model."""
-
-    layers: dict[nn.Module, PackedLinear] = field(default_factory=dict)
-    substitutes: dict[Hashable, Substitutes] = field(default_factory=dict)
-
-
-_models: weakref.WeakKeyDictionary[PreTrainedModel, _PackedModel] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[PreTrainedModel, Substitutes] = weakref.WeakKeyDictionary()
 _lock = new_lock()
 
 
-def packed(
-    model: PreTrainedModel, wanted: Wanted, read: Callable[[Wanted], Iterable[tuple[str, Rounded]]] = lambda _: ()
-) -> Substitutes:
+def packed(model: PreTrainedModel, wanted: Sequence[nn.Module]) -> Substitutes:
     """Returns layers of a model with packed weights, made once, shared by threads, and freed with the model; those
-    whose weights have changed since are packed again. ``read`` yields names and rounded weights from a file."""
+    whose weights have changed since are packed again."""
     with _lock, torch.inference_mode(False), torch.no_grad():  # other calls could not write to inference tensors
-        of_model, present = _models.setdefault(model, _PackedModel()), set(all_modules(model))
-        layers = of_model.layers
-        for module, layer in list(layers.items()):
-            if module not in present or layer.state[:3] != _layout(module.weight):
-                del layers[module]
-                of_model.substitutes.clear()
-        if missing := {name: module for name, module in wanted.items() if module not in layers}:
+        before = _models.get(model)
+        earlier: Any = {} if before is None else before.of
+        layers = {module: layer for module, layer in earlier.items() if layer.state[:3] == _layout(module.weight)}
+        if missing := [module for module in wanted if module not in layers]:
             _check_room(model, missing)
-            for name, numbers in read(missing):
-                layers[missing[name]] = PackedLinear(missing[name], numbers)
-        for module, state in zip(wanted.values(), _states(wanted.values()), strict=True):
+        for module, state in zip(wanted, _states(wanted), strict=True):
             if module not in layers:
                 layers[module] = PackedLinear(module)
             elif layers[module].state != state:
                 layers[module].follow(rounded(module), state)
-        of = {module: layers[module] for module in wanted.values()}
-        return of_model.substitutes.setdefault(frozenset(of.values()), Substitutes(of))
+        of = {module: layers[module] for module in wanted}
+        if before is None or before.of != of:
+            before = _models[model] = Substitutes(of)
+        return before
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -275,13 +259,13 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def _check_room(model: PreTrainedModel, wanted: Wanted) -> None:
-    size, device = sum(map(packed_bytes, wanted.values())), model.device
+def _check_room(model: PreTrainedModel, wanted: Sequence[nn.Module]) -> None:
+    size, device = sum(map(packed_bytes, wanted)), model.device
     free = _free_bytes(device)
     what = f"{size / 2**20:,.0f} MiB, {size / model.get_memory_footprint():.0%} of {type(model).__name__},"
     if size > free:
         raise UnsupportedModelError(
             f"drafts with packed weights take {what} but {device} has {free / 2**20:,.0f} MiB left. Free memory, or "
-            "draft with fewer layers."
+            "leave Quantized out."
         )
     _logger.info(f"{type(model).__name__}: packing {len(wanted)} layers for drafts takes {what} once.")
