@@ -1,7 +1,6 @@
 """Grammars of one row: their interface, those of libraries, found by the names of their classes, and users' own."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,8 +14,6 @@ from ...model.internals import prefix_function
 # Returns the grammars of all rows, given a processor and the ``input_ids`` ``[b, s]`` of its latest call.
 Adapter = Callable[[Any, torch.Tensor], Sequence["Grammar"]]
 
-# The most allowed tokens of an outlines-core state whose next states are looked up, which takes 0.3 µs each.
-_MOST_LEADS = 1024
 _METHODS = ("mask", "advance", "rollback")
 _registered: dict[type, Adapter] = {}
 
@@ -191,35 +188,19 @@ class LLGuidance(_Matching):
 
 
 class OutlinesCore(_Matching):
-    """One of a list of ``Guide`` objects of outlines-core, and its ``Index``."""
+    """One of a list of ``Guide`` objects of outlines-core."""
 
     library = "outlines-core"
 
-    def __init__(self, guides: list[Any], row: int, index: Any) -> None:
+    def __init__(self, guides: list[Any], row: int) -> None:
         super().__init__(guides[row])
-        self.guides, self.row, self.index = guides, row, index
+        self.guides, self.row = guides, row
         self.begun = copy.copy(self.matcher)  # a guide goes back only so far
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32, device="cpu")
         self.matcher.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
         return _unpacked(words, vocabulary, beyond=False)
-
-    def expected(self) -> int | None:
-        """The token that leads furthest: to the state that the most other tokens reach with one token more."""
-        ends = self._ends(self.matcher.get_state())
-        before: Counter[int] = Counter()
-        for end in set(ends.values()):
-            before.update(set(self._ends(end).values()) - {end})
-        furthest = max((before[end] for end in ends.values()), default=0)
-        tokens = [token for token, end in ends.items() if before[end] == furthest]
-        return tokens[0] if len(tokens) == 1 else None
-
-    def _ends(self, state: int) -> dict[int, int]:
-        """The tokens that are allowed in a state, each with the state that it leads to; none if there are too many."""
-        index, tokens = self.index, self.index.get_allowed_tokens(state) or ()
-        ends = {token: index.get_next_state(state, token) for token in tokens if len(tokens) <= _MOST_LEADS}
-        return {token: end for token, end in ends.items() if end is not None}
 
     def take(self, token: int) -> bool | None:
         if not self.matcher.accepts_tokens([token]):
@@ -264,6 +245,6 @@ LIBRARIES: dict[str, Adapter] = {
         LLGuidance(matcher) for matcher in _private(processor, "ll_matchers")
     ],
     "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": lambda processor, input_ids: [
-        OutlinesCore(_private(processor, "_guides"), row, _private(processor, "index")) for row in range(len(input_ids))
+        OutlinesCore(_private(processor, "_guides"), row) for row in range(len(input_ids))
     ],
 }
