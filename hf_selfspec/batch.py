@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -207,6 +207,19 @@ class Draft:
             self._children[row] = children
         return self._children[row][node]
 
+    def line(self, row: int) -> Collection[int]:
+        """The nodes of a row's longest path, of several the one that ends at the first node; others are siblings."""
+        if self.parents is None:
+            return range(1, self.lengths[row] + 1)
+        depths, parents = [0], self.parents[row]
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        node, nodes = depths.index(max(depths)), set[int]()
+        while node:
+            nodes.add(node)
+            node = parents[node - 1]
+        return nodes
+
     def candidates(self, row: int, node: int, children: list[int]) -> tuple[torch.Tensor | None, int]:
         """The distribution ``[v]`` from which the first children were sampled, and how many of them were."""
         if self.q is None or not children:
@@ -248,3 +261,29 @@ class Verdict:
     def up_to(self, last: int) -> Verdict:
         """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""
         return replace(self, nodes=[node if node <= last else -1 for node in self.nodes])
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens on the lines of one round's drafts, and how many of these were accepted: what α is estimated from.
+
+    A sibling that was accepted shows that the line was wrong, so it counts as neither.
+
+    Attributes:
+        drafted, accepted: the numbers of each row.
+    """
+
+    drafted: list[int]
+    accepted: list[int]
+
+    @classmethod
+    def of(cls, draft: Draft, verdicts: Sequence[Verdict]) -> Acceptance:
+        """What came of the first nodes of a draft that was verified."""
+        lines = map(draft.line, range(len(verdicts)))
+        accepted = [sum(node in line for node in verdict.nodes) for line, verdict in zip(lines, verdicts, strict=True)]
+        return cls(draft.lengths, accepted)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Drafted and accepted tokens of all rows."""
+        return sum(self.drafted), sum(self.accepted)

@@ -18,6 +18,7 @@ class GenerationStats:
         rounds: verification passes, counted for each row that took part; the prefill does not count.
         drafted: drafting steps, all rows (siblings in a tree do not count).
         accepted: drafted tokens that were kept.
+        siblings: how many of these were siblings in a tree, which are no drafting steps.
         accepted_lengths: for each number of drafted tokens how many rounds kept that many.
         draft_steps: forwards of the draft, each counted once for the whole batch.
         verify_passes: forwards of verification, each counted once for the whole batch.
@@ -49,6 +50,7 @@ class GenerationStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    siblings: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     draft_steps: int = 0
     verify_passes: int = 0
@@ -82,8 +84,8 @@ class GenerationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """α, accepted draft tokens / drafting steps (0 if nothing was drafted)."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        """α, accepted draft tokens but siblings / drafting steps (0 if nothing was drafted)."""
+        return (self.accepted - self.siblings) / self.drafted if self.drafted else 0.0
 
     @property
     def mean_generated_length(self) -> float:
@@ -119,7 +121,7 @@ class GenerationStats:
         m, alpha = self.mean_generated_length, self.acceptance_rate
         if not self.drafted:
             return 1.0
-        if not self.accepted:
+        if not alpha:
             return 1.0 / (1.0 + self.draft_cost * self.drafted / self.rounds)
         return m * alpha / ((m - 1) * self.draft_cost + alpha)
 

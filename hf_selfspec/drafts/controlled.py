@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Draft, Text, Verdict
+from ..batch import Acceptance, Draft, Text, Verdict
 from ..model.logits import Logits, Tops
 from ..model.transfer import read
 from ..stats import GenerationStats
@@ -134,10 +134,11 @@ class ControlledDrafter(Drafter):
         if not is_usual:
             return
         if draft is not None:
-            accepted = sum(node >= 0 for verdict in of_used for node in verdict.nodes)
+            drafted, accepted = Acceptance.of(draft, of_used).totals
             # Free tokens beside and after its draft are not what it is chosen for.
-            gained = min(new, accepted + sum(bool(verdict.tokens) for verdict in of_used))
-            self.controller.record(self._asked, 0, new, seconds, accepted, sum(draft.lengths), gained)
+            kept = sum(node >= 0 for verdict in of_used for node in verdict.nodes)
+            gained = min(new, kept + sum(bool(verdict.tokens) for verdict in of_used))
+            self.controller.record(self._asked, 0, new, seconds, accepted, drafted, gained)
         else:
             nodes = logits.shape[1] - 1
             # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.

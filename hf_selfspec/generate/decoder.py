@@ -69,7 +69,7 @@ class Decoder:
         logits, prefilled = Logits(last_logits[:, None]), moment(last_logits.device)
         verdicts = self._judge(Draft.none(self.text), logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
-        self._commit(verdicts, logits)
+        self._commit(Draft.none(self.text), verdicts, logits)
         with decoding_experts(self.target.model, self.target.is_exact):
             if self.waits_for is not None:
                 self.waits_for(True)  # as plain generate, on other processes, does before the prefill's token
@@ -161,7 +161,7 @@ class Decoder:
         stats.verify_passes += 1
         stats.drafted += sum(draft.lengths)
         stats.rounds += self.output.done.count(False)
-        self._commit(verdicts, logits)
+        self._commit(draft, verdicts, logits)
         stats.round_sizes.append((draft.size, stats.tokens - tokens))
         committed = perf_counter()
         with self._surviving():
@@ -214,7 +214,7 @@ class Decoder:
             return verdicts
         return verify(self.text, draft, logits, *common, self.output.scores, whose, tops)
 
-    def _commit(self, verdicts: list[Verdict], logits: Logits) -> None:
+    def _commit(self, draft: Draft, verdicts: list[Verdict], logits: Logits) -> None:
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
         # again, so this is exact too.
         done = self.output.done
@@ -231,7 +231,7 @@ class Decoder:
             for depth, node in enumerate(verdict.nodes[:count], start=1):
                 if node > depth:
                     moves.append((row, roots[row] + node, roots[row] + depth))
-            new[row] = self.output.take(row, verdict, count, logits)
+            new[row] = self.output.take(row, verdict, count, logits, draft.line(row))
         self.output.append(new)
         if self._ids is not None:
             self.text.ids[:, : self._ids.shape[1]], self._ids = self._ids, None

@@ -1,5 +1,6 @@
 """What a call has generated so far: rows, where they end, what a streamer has shown and what is returned with them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,10 @@ class Output:
         """The tokens of each row that are shown, at most ``most``."""
         return [tokens[: min(count, most)] for tokens, count in zip(self.text.new, self.counts(), strict=True)]
 
-    def take(self, row: int, verdict: Verdict, count: int, logits: Logits) -> list[int]:
-        """Takes the first ``count`` tokens of a verdict, and returns them."""
+    def take(self, row: int, verdict: Verdict, count: int, logits: Logits, line: Collection[int]) -> list[int]:
+        """Takes the first ``count`` tokens of a verdict on a draft with this ``line`` of nodes, and returns them."""
         accepted = [node >= 0 for node in verdict.nodes[:count]]
+        self.stats.siblings += sum(node >= 0 and node not in line for node in verdict.nodes[:count])
         self.stats.from_draft[row] += accepted
         self.stats.tokens += count
         self.stats.accepted += sum(accepted)

@@ -18,7 +18,8 @@ from helpers.models import BATCH, ROW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled, Table
-from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec
+from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec, Verdict
+from hf_selfspec.batch import Acceptance
 from hf_selfspec.drafts import Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
 from hf_selfspec.drafts.stop.rules import Memory
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
@@ -218,6 +219,33 @@ def test_tokens_that_a_source_lists_count(llama: LlamaForCausalLM) -> None:
         assert torch.equal(llama.generate(**ROW, **options, assistant=spec), plain)
         assert spec.stats is not None
         assert spec.stats.accepted
+
+
+def test_acceptance_by_hand() -> None:
+    """A line of three tokens with siblings of each, one of two, and a tree whose longest path is 2, 3, 5."""
+    parents = [[0, 1, 2, 0, 1, 2], [0, 1, -1, 0, 1, -1], [0, 0, 2, 1, 3, -1]]
+    draft = Draft(torch.zeros(3, 6, dtype=torch.long), [3, 2, 3], parents)
+    for paths, accepted in (
+        (((1, 2, 3, -1), (1, 2, -1), (2, 3, 5, -1)), [3, 2, 3]),
+        (((1, 5, -1), (4, -1), (2, 3, -1)), [1, 0, 2]),
+        (((4, -1), (1, 5, -1), (1, 4, -1)), [0, 1, 0]),
+        (((1, 2, 6, -1), (-1,), (-1,)), [2, 0, 0]),
+    ):
+        verdicts = [Verdict([7] * len(nodes), list(nodes), False, [0] * len(nodes)) for nodes in paths]
+        assert Acceptance.of(draft, verdicts) == Acceptance([3, 2, 3], accepted)
+
+
+def test_siblings_that_are_accepted_are_no_drafting_steps(llama: LlamaForCausalLM) -> None:
+    """Where each line is wrong, and a sibling right: α is 0, and the tokens are kept."""
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = llama.generate(**ROW, **options)
+    never = next(token for token in range(3, 97) if token not in plain)
+    spec = SelfSpec(Fixed(torch.tensor([[never, int(plain[0, -1])]]), [1], [[0, 0]]))
+    assert torch.equal(llama.generate(**ROW, **options, assistant=spec), plain)
+    stats = spec.stats
+    assert stats is not None
+    assert stats.siblings == stats.accepted == sum(stats.from_draft[0]) > 0
+    assert stats.acceptance_rate == 0.0 < stats.drafted
 
 
 @pytest.mark.parametrize(

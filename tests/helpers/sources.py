@@ -84,7 +84,7 @@ class Recalling(Drafter):
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         if any(self._drafted):
-            self.rule.update(self._drafted, [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts])
+            self.rule.update(self._drafted, [sum(node > 0 for node in verdict.nodes) for verdict in verdicts])
         self.observe(text, verdicts, logits)
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ...batch import Draft, Text, Verdict
+from ...batch import Acceptance, Draft, Text, Verdict
 from ...errors import SettingError, SettingTypeError, warn_once
 from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
@@ -16,7 +16,7 @@ from ...stats import GenerationStats
 from ..growing import DraftStep, GrowingDraft
 from ..source import Drafter, Session
 from ..stop.adaptive import AdaptiveThreshold
-from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
+from ..stop.rules import FixedLength, RunningBound, start
 
 
 class PlanDrafter(Drafter):
@@ -32,8 +32,9 @@ class PlanDrafter(Drafter):
         self.plan = plan
         self.head = head
         self.reuse_from = 0
-        self._running: tuple[StopRule, RunningRule] | None = None
-        self._drafted: list[int] = []
+        assert session.stop is not None
+        self._rule = start(session.stop, session.num_rows, session.longest, session.memory)
+        self._acceptance = Acceptance([], [])  # of the last draft
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
         slots = min(session.longest, session.new_tokens) + siblings
@@ -42,96 +43,32 @@ class PlanDrafter(Drafter):
     @torch.no_grad()
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token, with the hidden states that verification starts from."""
-        draft = self._in_steps(text, max_new)
-        self._drafted = draft.lengths
-        return draft
-
-    @property
-    def _prefix(self) -> int:
-        """The layer whose input states are kept for verification, 0 for none."""
-        return self.plan.first_altered if self.target.anatomy.replay else 0
-
-    def _in_steps(self, text: Text, max_new: list[int]) -> Draft:
         roots, prefix = text.last_slots(), self._prefix
         limit = min(self.session.longest, max(max_new))
-        rule = self._rule(text.batch_size)
-        rule.begin()
-        # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
-        is_line = self.session.tree is None and self.scorer.prefix_free
-        bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
-        grown = GrowingDraft(text, max_new, write_to_text=bound is None)
+        self._rule.begin()
+        is_read = not (self.scorer.prefix_free and isinstance(self._rule, RunningBound))
+        grown = GrowingDraft(text, max_new, write_to_text=is_read)
         feed = text.last_tokens()
         while grown.depth < limit and any(grown.drafting):
             step = self._step(text, feed, roots.ahead(grown.depth), grown.drafting)
             self.steps += 1
             if step.is_sure is not None:
                 grown.keep_rows(step.is_sure)
+                if not any(grown.drafting):
+                    break
             logits = step.logits.to(text.ids.device, torch.float32)
-            if bound is not None:
-                feed = self._add(grown, step, logits, bound)
-                continue
             scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
-            sound, logits, scores = self._sound(grown, logits, scores)
-            if not any(grown.drafting):
-                break
-            width = 1
-            if self.session.tree is not None:
-                top = _of_rows(grown.drafting, logits.softmax(-1).amax(-1))
-                width = min(self.session.tree.width(top), logits.shape[-1])
-                # The rest of the line has to fit, too.
-                room = self.session.cap_by_logit_memory(limit * width) - grown.size - (limit - grown.depth - 1)
-                width = max(1, min(width, room))
-            picks, q = self._pick(scores, width)
+            picks, q = self._pick(scores, self._width(grown, logits, limit))
             grown.add(picks, q, step.prefix_state if prefix else None)
+            self._close(grown, text, picks[:, 0], logits, scores, step.state)
             feed = picks[:, :1]
-            ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), grown.depth)
-            if ended is None:
-                grown.close_rows([False] * text.batch_size)
-            elif sound is None:
-                grown.close_rows(ended.tolist())
-            else:
-                counts, ends = read(sound, ended)
-                grown.keep_rows(counts)
-                grown.close_rows(ends)
-        return grown.draft(prefix, self.reuse_from)
-
-    def _add(self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, bound: RunningBound) -> torch.Tensor:
-        """Adds the next token of each line, and returns them, ``[b, 1]``; one read finds which count and which end."""
-        picks, q = self._pick(self.scorer.everywhere(logits), 1)
-        grown.add(picks, q, step.prefix_state if self._prefix else None)
-        eos = self.session.eos_tokens
-        if self._length_is_fixed and logits.device.type != "cpu":
-            # A read would have to wait; the full model rejects junk.
-            grown.close_rows([False] * len(picks))
-            return picks
-        values, *listed = read(bound.values(logits, step.state), *([picks[:, 0]] if eos else []))
-        has_ended = [token in eos for token in listed[0]] if eos else [False] * len(values)
-        are_low = [value < least for value, least in zip(values, bound.thresholds, strict=True)]
-        grown.keep_rows([math.isfinite(value) for value in values])  # NaN logits predict nothing
-        grown.close_rows([is_low or ends for is_low, ends in zip(are_low, has_ended, strict=True)])
-        return picks
-
-    def _sound(
-        self, grown: GrowingDraft, logits: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Which rows' scores ``[b, v]`` a token can be chosen from, for a later read, else ``None``; logits and scores,
-        made finite where needed (float16 overflows). On a CPU the drafts of other rows end at once."""
-        on_cpu, sound = scores.device.type == "cpu", None
-        if not on_cpu and self._length_is_fixed and self.session.tree is None:
-            return None, logits, scores
-        highest = scores.amax(-1)
-        if on_cpu:
-            grown.keep_rows(finite := torch.isfinite(highest).tolist())
-            if all(finite):
-                return None, logits, scores
-        else:
-            sound = highest - highest == 0
-        whole = scores.nan_to_num()
-        return sound, whole if scores is logits else logits.nan_to_num(), whole
+        self._draft = grown.draft(prefix, self.reuse_from)
+        return self._draft
 
     @property
-    def _length_is_fixed(self) -> bool:
-        return isinstance(self.session.stop, FixedLength) and (self.in_one_forward or not self.session.eos_tokens)
+    def _prefix(self) -> int:
+        """The layer whose input states are kept for verification, 0 for none."""
+        return self.plan.first_altered if self.target.anatomy.replay else 0
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""
@@ -142,6 +79,16 @@ class PlanDrafter(Drafter):
         assert step.exit_state is not None
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.captured)
 
+    def _width(self, grown: GrowingDraft, logits: torch.Tensor, limit: int) -> int:
+        """How many tokens the next depth gets."""
+        if self.session.tree is None:
+            return 1
+        top = _of_rows(grown.drafting, logits.softmax(-1).amax(-1))
+        width = min(self.session.tree.width(top), logits.shape[-1])
+        # The rest of the line has to fit, too.
+        room = self.session.cap_by_logit_memory(limit * width) - grown.size - (limit - grown.depth - 1)
+        return max(1, min(width, room))
+
     def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens ``[b, width]`` for one depth, the one to extend first, and what they were sampled from, ``[b, v]``."""
         if not self.scorer.do_sample:
@@ -149,37 +96,48 @@ class PlanDrafter(Drafter):
         q = scores.softmax(-1)
         return draw_without_replacement(q, width), q
 
-    def _ended(
-        self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
-    ) -> torch.Tensor | None:
-        """Whether each row's draft ends with its token, ``[b]``; ``None`` if a fixed length alone decides."""
-        if self._length_is_fixed:
-            return None
-        done = self._rule(text.batch_size)(text.with_draft(depth), logits, state)
-        is_tensor = isinstance(done, torch.Tensor) and done.shape == tokens.shape
+    def _close(
+        self,
+        grown: GrowingDraft,
+        text: Text,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        state: torch.Tensor,
+    ) -> None:
+        """Finds with one read which of the tokens ``[b]`` count, and which drafts end with them."""
+        stop, eos = self.session.stop, self.session.eos_tokens
+        if type(stop) is FixedLength and (self.in_one_forward or not eos) and logits.device.type != "cpu":
+            # A read would have to wait; the full model rejects junk.
+            return grown.close_rows([False] * len(tokens))
+        rule, state = self._rule, state.to(logits.device)
+        bound = rule if isinstance(rule, RunningBound) else None
+        decided = bound.values(logits, state) if bound is not None else self._asked(text, grown.depth, logits, state)
+        highest = [] if bound is not None and self.scorer.prefix_free else [scores.amax(-1)]
+        values, drafted, *checked = read(decided, tokens, *highest)
+        if bound is None:
+            ends = values
+        else:
+            ends = [value < least for value, least in zip(values, bound.thresholds, strict=True)]
+        # NaN logits predict nothing, nor do those of tokens that all are forbidden.
+        grown.keep_rows([math.isfinite(value) for value in (checked[0] if checked else values)])
+        grown.close_rows([is_last or token in eos for is_last, token in zip(ends, drafted, strict=True)])
+
+    def _asked(self, text: Text, depth: int, logits: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Whether each row's draft ends with its last token, ``[b]``, by a rule that is a function."""
+        done = self._rule(text.with_draft(depth), logits, state)
+        is_tensor = isinstance(done, torch.Tensor) and done.shape == logits.shape[:1]
         if not is_tensor or done.is_floating_point() or done.is_complex():  # of probabilities no threshold is known
             raise SettingTypeError(
-                f"the stop rule {self.session.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
+                f"the stop rule {self.session.stop!r} must return a BoolTensor [{len(logits)}], one value per row, got "
                 f"{done!r}."
             )
-        ended = done.bool().to(tokens.device)
-        for token in self.session.eos_tokens:
-            ended = ended | (tokens == token)
-        return ended
-
-    def _rule(self, rows: int) -> RunningRule:
-        """The running stop rule; a new one starts when the rule was changed."""
-        stop = self.session.stop
-        assert stop is not None
-        if self._running is None or self._running[0] is not stop:
-            self._running = stop, start(stop, rows, self.session.longest, self.session.memory)
-        return self._running[1]
+        return done.bool().to(logits.device)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        if any(self._drafted):
-            accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
-            self._rule(text.batch_size).update(self._drafted, accepted)
-        self._drafted = []
+        self._acceptance = Acceptance.of(self._draft, verdicts)
+        if any(self._draft.lengths):
+            self._rule.update(self._acceptance.drafted, self._acceptance.accepted)
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = self.plan.picture()

@@ -47,9 +47,8 @@ class SearchingDraft(PlanDrafter):
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Reports the accepted tokens to the search, and tries a set if its budget allows that."""
-        drafted = sum(self._drafted)
         super().update(text, verdicts, logits)
-        self._learn(text, drafted, sum(node >= 0 for verdict in verdicts for node in verdict.nodes))
+        self._learn(text, *self._acceptance.totals)
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """As :meth:`update`, after a round in which another source drafted, or none."""

@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from ...errors import SettingTypeError
 from ...learned.saving import register
 from ...model.forks import new_lock
-from ...model.transfer import upload
 from ...validation import MOST_DRAFT, check_count, check_share
 
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
@@ -107,33 +105,20 @@ class RunningBound(RunningRule):
 
     def __init__(self, rule: BoundedRule, thresholds: Sequence[float]) -> None:
         self.thresholds = tuple(thresholds)
-        self.needs_logits_alone = rule.confidence is None
         self._rule = rule
         self._value: torch.Tensor | None = None
-        self._uploaded: tuple[tuple[float, ...], torch.Tensor | None] = self.thresholds, None
 
     def begin(self) -> None:
         self._value = None
 
     def values(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The value ``[b]`` of the next token."""
+        """The value ``[b]`` of the next token; a draft ends where it is below the row's threshold."""
         self._value = self._rule.value(self._value, self._rule.sure(logits, hidden_states))
         return self._value
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         values = self.values(logits, hidden_states)
-        return values < self._on(values.device)
-
-    def _on(self, device: torch.device) -> torch.Tensor:
-        """The thresholds ``[b]``, uploaded after each change; equal ones need no upload."""
-        uploaded, bounds = self._uploaded
-        if bounds is None or uploaded is not self.thresholds or bounds.device != device:
-            if len(set(self.thresholds)) == 1:
-                bounds = torch.full((len(self.thresholds),), self.thresholds[0], device=device, dtype=torch.float32)
-            else:
-                bounds = upload(np.array(self.thresholds, np.float32), device)
-            self._uploaded = self.thresholds, bounds
-        return bounds
+        return values < torch.tensor(self.thresholds, device=values.device)
 
 
 class _Function(RunningRule):
