@@ -200,7 +200,9 @@ def _calls(
                 ids = new_tokens(model, output, batch.inputs["input_ids"].shape[1])
                 stats = None if spec is None else spec.stats
                 plain = "" if stats is None else stats.left_to_generate
-                rounds = None if stats is None or plain else (stats.rounds, stats.drafted, stats.accepted)
+                rounds = None
+                if stats is not None and not plain:
+                    rounds = stats.rounds, stats.drafted, stats.accepted, stats.siblings
                 calls[method.name].append(Call(batch.kind, ids, seconds, rounds, plain))
                 bar.update()
     return calls

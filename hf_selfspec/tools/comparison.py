@@ -50,7 +50,7 @@ class Call:
     kind: str
     ids: list[list[int]]
     seconds: float
-    rounds: tuple[int, int, int] | None = None  # rounds, drafted and accepted tokens of a ``SelfSpec``
+    rounds: tuple[int, int, int, int] | None = None  # rounds, drafted and accepted tokens, siblings of a ``SelfSpec``
     left_to_generate: str = ""
 
     @property
@@ -70,7 +70,7 @@ def measures(
         kinds = dict.fromkeys(call.kind for call in plain)
         of_kinds = {kind: [pair for pair in zip(plain, mine, strict=True) if pair[0].kind == kind] for kind in kinds}
         rounds = [call.rounds for call in mine if call.rounds is not None]
-        count, drafted, accepted = map(sum, zip(*rounds, strict=True)) if rounds else (0, 0, 0)
+        count, drafted, accepted, siblings = map(sum, zip(*rounds, strict=True)) if rounds else (0, 0, 0, 0)
         texts = [text for call in calls[method.name] for text in call.ids]
         expected = [text for call in calls[PLAIN] for text in call.ids]
         figures.append(
@@ -81,7 +81,7 @@ def measures(
                 "by_kind": {kind: speedup(*zip(*pairs, strict=True)) for kind, pairs in of_kinds.items()},
                 "tokens_per_second": float(np.mean([call.tokens / call.seconds for call in mine])),
                 "tokens_a_round": 1 + accepted / count if count else None,
-                "acceptance_rate": accepted / drafted if drafted else None,
+                "acceptance_rate": (accepted - siblings) / drafted if drafted else None,
                 "texts": len(texts),
                 "equal_ids": sum(map(list.__eq__, texts, expected)) if differing else None,
                 "differences": list(differing.get(method.name, ())),
