@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .drafts.cascade import Cascade
-from .drafts.free.lookup import Lookup
-from .drafts.free.observing import observe
 from .drafts.layers.choice import ExitChoice
 from .errors import SettingError
 from .generate.call import Call, serve
@@ -27,11 +23,10 @@ from .generate.refusals import check_options
 from .learned import saving
 from .learned.files import path_of, reported
 from .model.anatomy import Anatomy, causal_lm
-from .model.encoding import checked_texts, token_ids
 from .search.skip_search import SkipChoice, SkipSearch
 from .settings import Settings
 from .stats import GenerationStats
-from .validation import StrPath, check_count
+from .validation import StrPath
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,44 +90,6 @@ class SelfSpec(Settings):
             SettingTypeError: ``model`` is neither.
         """
         return self._knowledge.choice(causal_lm(model, "SelfSpec.choice"))
-
-    def observe(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], *, max_new_tokens: int | None = None
-    ) -> None:
-        """Shows texts to free drafts, so that the first call is drafted as well as later ones.
-
-        The model runs once over each text, or answers each as a prompt. What follows is kept as after a call, see
-        :class:`Lookup`: in the memory of this process, in ``cache_dir`` and by :meth:`save_pretrained`.
-
-        Args:
-            model: a causal LM of transformers, or a PEFT model around one.
-            tokenizer: the model's tokenizer.
-            texts: strings, or chats as lists of messages, like those that the model will read and write.
-            max_new_tokens: tokens of the model's own answer to each text; ``None`` to only read the texts.
-
-        Raises:
-            SettingError, SettingTypeError: there are no texts, this ``SelfSpec`` has no free drafts, or an argument is
-                not allowed.
-        """
-        inner = causal_lm(model, "SelfSpec.observe")
-        sources = self._source.sources if isinstance(self._source, Cascade) else (self._source,)
-        lookup = next((source for source in sources if isinstance(source, Lookup)), None)
-        if lookup is None:
-            raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
-        if max_new_tokens is not None:
-            check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
-        texts = checked_texts("SelfSpec.observe", texts, chats=True)
-        rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in texts]
-        if max_new_tokens is None:
-            size = inner.config.get_text_config(decoder=True).vocab_size
-            knowledge = self._knowledge_of(inner)
-            observe(inner, lookup.findings(knowledge, size), rows)
-            knowledge.write(0.0)
-            return
-        for row in rows:
-            ids = torch.tensor([row], device=inner.device)
-            mask = torch.ones_like(ids)
-            model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, assistant=self)
 
     def forget(self) -> None:
         """Drops the texts of earlier calls, and what was kept of the model's logits on them.

@@ -57,8 +57,8 @@ def checked_texts(
     return items
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answered: bool = True) -> list[int]:
-    """Returns the tokens of a text, or of a chat, which ends where an answer begins if it is to be ``answered``."""
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Returns the tokens of a text, or of a chat up to where an answer begins."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
     if not is_chat(prompt):
@@ -67,7 +67,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answered: bool
             '[{"role": "user", "content": "..."}].'
         )
     check_chats(tokenizer)
-    encoding = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=answered, return_dict=True)
+    encoding = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
     return list(encoding["input_ids"])
 
 

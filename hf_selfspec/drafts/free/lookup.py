@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ...learned.knowledge import KnowledgeOfCall
 from ...learned.saving import register
 from ...validation import check_count
 from ..controlled import ControlledDrafter, controller_of
@@ -44,12 +43,10 @@ class Lookup(DraftSource):
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
-    def findings(self, knowledge: KnowledgeOfCall, vocabulary: int) -> LookupFindings:
-        """What calls have learned about a model with ``vocabulary`` tokens, shared by all kinds of calls."""
-        return knowledge.of_all_kinds("lookup", lambda _: LookupFindings(self.stored_tokens, vocabulary))
-
     def free_drafts(self, session: Session) -> FreeDrafts:
-        findings = self.findings(session.knowledge, session.vocabulary)
+        findings = session.knowledge.of_all_kinds(
+            "lookup", lambda _: LookupFindings(self.stored_tokens, session.vocabulary)
+        )
         return FreeDrafts(findings, session, controller_of(session), self.max_nodes)
 
     def start(self, session: Session) -> Drafter:
