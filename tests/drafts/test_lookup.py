@@ -54,7 +54,7 @@ def play(row: LookupRow, text: Sequence[int]) -> None:
     at = 0
     rng = random.Random(0)
     while at < len(text):
-        tree = grow(row.sources, STEPS, 1.0, 8)
+        tree = grow(row, STEPS, 1.0, 8)
         count = sum(1 for _ in tree.walk(text[at:]))  # what is accepted and one more
         tokens, shares = zip(*(random_top(rng) for _ in range(len(tree) + 1)), strict=True)
         row.learn(tree, text[at : at + count], np.array(tokens), np.array(shares))
@@ -73,7 +73,7 @@ def test_nothing_matches_or_goes_on_across_texts() -> None:
     assert match.length == 2
     knowledge = LookupFindings()
     knowledge.add_texts([[1, 2, 3, 4, 5], [6, 7]])
-    assert grow(row_of([1, 2, 3, 4, 5], knowledge).sources, FREE, 1.0, 8).tokens == ()
+    assert grow(row_of([1, 2, 3, 4, 5], knowledge), FREE, 1.0, 8).tokens == ()
 
 
 def test_a_store_keeps_the_latest_texts() -> None:
@@ -107,7 +107,7 @@ def test_texts_are_stored_without_what_is_known_of_them() -> None:
 
 
 def test_a_continuation_repeats_where_the_text_ends() -> None:
-    tree = grow(row_of([7, 8, 9] * 4).sources, FREE, 1.0, deepest=10, branching=False)
+    tree = grow(row_of([7, 8, 9] * 4), FREE, 1.0, deepest=10, branching=False)
     assert tree.tokens == (7, 8, 9, 7, 8, 9, 7, 8, 9, 7)
     assert tree.parents == tuple(range(10))
 
@@ -160,7 +160,7 @@ def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
 def test_trees_hold_together(seed: int, branching: bool, costs: tuple[float, ...]) -> None:
     _, row = taught(seed)
     for deepest in (0, 1, 3, 12):
-        tree = grow(row.sources, costs, 1.0, deepest, branching)
+        tree = grow(row, costs, 1.0, deepest, branching)
         assert len(tree) < len(costs)
         assert len(tree.reach) == len(tree.tokens) == len(tree.parents)
         check(tree, deepest, branching)
@@ -171,7 +171,7 @@ def test_trees_hold_together(seed: int, branching: bool, costs: tuple[float, ...
 def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
     row = row_of([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
     seed = TokenTree((8, 4), (0, 1), (0.6, 0.3)) if branching else TokenTree((4,), (0,), (0.9,))
-    tree = grow(row.sources, FREE, 1.0, 6, branching, seed)
+    tree = grow(row, FREE, 1.0, 6, branching, seed)
     kept = len(seed)
     assert tree.tokens[:kept] == seed.tokens
     assert tree.parents[:kept] == seed.parents
@@ -189,20 +189,20 @@ def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
 
 def test_a_seed_stays_where_nothing_pays() -> None:
     row = row_of([1, 2, 3, 4, 1, 2, 3])
-    known = grow(row.sources, FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
+    known = grow(row, FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
     assert (known.tokens[:3], known.parents[:3]) == ((4, 8, 1), (0, 0, 1))  # what the seed has is not drafted again
     check(known, 6)
     seed = TokenTree((9,), (0,), (0.1,))
-    assert grow(row.sources, STEEP, 1.0, 8, True, seed).tokens == (9,)
+    assert grow(row, STEEP, 1.0, 8, True, seed).tokens == (9,)
     many = TokenTree(tuple(range(40)), tuple(range(40)), (0.5,) * 40)
-    assert grow(row.sources, FREE, 1.0, 50, True, many).tokens == many.tokens
+    assert grow(row, FREE, 1.0, 50, True, many).tokens == many.tokens
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
-    assert grow(row.sources, STEEP, 1.0, 8).tokens == ()
-    assert grow(row.sources, (1.0,), 1.0, 8).tokens == ()
-    assert grow(row_of([]).sources, FREE, 1.0, 8).tokens == ()
+    assert grow(row, STEEP, 1.0, 8).tokens == ()
+    assert grow(row, (1.0,), 1.0, 8).tokens == ()
+    assert grow(row_of([]), FREE, 1.0, 8).tokens == ()
 
 
 @pytest.mark.every_run("(0.0|1.7|3.0)-[01]")
@@ -211,9 +211,9 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
 def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     """Of the nodes in the order of their probabilities, so many as bring most for their time."""
     _, row = taught(seed)
-    every = grow(row.sources, FREE, 1.0, 8)
+    every = grow(row, FREE, 1.0, 8)
     values = [1 + sum(every.reach[:size]) - max(pace, 1 / STEPS[0]) * STEPS[size] for size in range(len(every) + 1)]
-    tree = grow(row.sources, STEPS, pace, 8)
+    tree = grow(row, STEPS, pace, 8)
     assert tree.tokens == every.tokens[: values.index(max(values))]
 
 
@@ -239,18 +239,18 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
 
 def test_matches_that_fail_are_trusted_less() -> None:
     rng, row = random.Random(3), row_of(random_text(3, alphabet=4))
-    before = grow(row.sources, FREE, 1.0, 8, branching=False).expected
+    before = grow(row, FREE, 1.0, 8, branching=False).expected
     for _ in range(300):
-        tree = grow(row.sources, FREE, 1.0, 8)
+        tree = grow(row, FREE, 1.0, 8)
         row.learn(tree, [rng.randrange(100, 104)], *np.zeros((2, len(tree) + 1, 0)))
         row.text.extend([rng.randrange(4) for _ in range(4)])
-    assert grow(row.sources, FREE, 1.0, 8, branching=False).expected < before
+    assert grow(row, FREE, 1.0, 8, branching=False).expected < before
 
 
 def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     knowledge = LookupFindings()
     row = row_of([1, 2, 3, 4, 1, 2, 3], knowledge)
-    tree = grow(row.sources, STEEP, 1.0, 8)
+    tree = grow(row, STEEP, 1.0, 8)
     assert len(tree) == 0
     key = tree.offers[0][0][1]
     before = knowledge.rates[""].rates[key]
@@ -266,7 +266,7 @@ def test_what_is_known_lasts() -> None:
     assert other.state() == knowledge.state()
     trees = []
     for found in (knowledge, other):
-        trees.append(grow(row_of(row.text.tokens, found, "greedy").sources, FREE, 1.0, 8))
+        trees.append(grow(row_of(row.text.tokens, found, "greedy"), FREE, 1.0, 8))
     assert trees[0] == trees[1]
     assert len(trees[0]) > 5
 

@@ -17,16 +17,12 @@ from ..controller import Controller
 from ..cost_curve import SIZES
 from ..source import Session
 from .kept_texts import LookupFindings
-from .rates import Rates
 from .row import LookupRow
-from .successors import Successors
-from .suffix import SuffixIndex
-from .tree import Sources, TokenTree, grow
+from .tree import TokenTree, grow
 
 # The first guess for the longest matches: no higher probability is believed.
 _SUREST = 0.975
 _NOTHING = TokenTree()
-_NO_SOURCES = Sources(SuffixIndex(), SuffixIndex(), Successors(0), Rates(), 0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -132,10 +128,10 @@ class FreeDrafts:
         with self._lock:
             for row, count in enumerate(max_new):
                 if count:
-                    sources = self._rows[row].sources if is_awake else _NO_SOURCES
+                    free = self._rows[row] if is_awake else None
                     deepest = min(count, session.max_draft) if is_awake else count
                     guide = constraint.at(text, row) if constraint else None
-                    trees[row] = grow(sources, curve.costs, pace / rows, deepest, branching, begun[row], guide)
+                    trees[row] = grow(free, curve.costs, pace / rows, deepest, branching, begun[row], guide)
         sizes, bound = [len(tree) for tree in begun], self._max_nodes
         most = self._together(trees, sizes, pace) if rows > 1 else bound
         return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]

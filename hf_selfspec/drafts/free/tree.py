@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
 
 from ..grammar.rows import DraftCursor
-from .rates import Offer, Rates, store_key, successor_keys, text_key, view_of
-from .successors import Likeliest, Successors
-from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
+from .rates import Offer
+from .row import LookupRow
+from .suffix import LONGEST_MATCH, SEPARATOR
 
 # Nodes that are reached less often are never drafted.
 LEAST_REACH = 0.004
-# The sum of all probabilities and a little more, so that something remains when all known ones are subtracted.
-_WHOLE = 1.001
-# A shorter match in earlier texts is no better than chance.
-SHORTEST_STORED = 4
 # The key of a token that only a guide named.
 _NO_KEY = -1
 
@@ -69,20 +64,8 @@ class TokenTree:
             node = children.get((node, token))
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where free tokens come from; ``acceptance_ratio`` is how often drafts were right over how often expected."""
-
-    text: SuffixIndex
-    store: SuffixIndex
-    successors: Successors
-    rates: Rates
-    text_number: int
-    acceptance_ratio: float
-
-
 def grow(
-    sources: Sources,
+    row: LookupRow | None,
     costs: tuple[float, ...],
     pace: float,
     deepest: int,
@@ -90,7 +73,7 @@ def grow(
     seed: TokenTree | None = None,
     guide: DraftCursor | None = None,
 ) -> TokenTree:
-    """Grows the tree that is expected to bring the most tokens for its time.
+    """Grows the tree that is expected to bring the most tokens for its time, of what a row offers, if there is one.
 
     Nodes are taken in order of descending probability that they are accepted; their number maximises
     ``expected tokens - pace * seconds``.
@@ -100,7 +83,7 @@ def grow(
     yet. Nodes of ``seed`` are drafted already: they come first and stay. ``guide`` forbids tokens, and names those that
     have to come next.
     """
-    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
+    growth = _Growth(row, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs[0])  # a plain round brings one token
     prices, corners = [pace * seconds for seconds in costs], _corners(costs)
@@ -142,13 +125,13 @@ class _Growth:
     """A growing tree, and a heap of possible nodes: minus their probability, a running number, parent, token."""
 
     def __init__(
-        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: DraftCursor | None
+        self, row: LookupRow | None, deepest: int, branching: bool, seed: TokenTree, guide: DraftCursor | None
     ) -> None:
-        self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
-        self.text_tail = sources.text.tokens[-LONGEST_MATCH:]
+        self.row, self.deepest, self.branching, self.guide = row, deepest, branching, guide
+        self.text_tail = [] if row is None else row.text.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
-        self.tokens = [self.text_tail[-1] if self.text_tail else SEPARATOR, *seed.tokens]
+        self.tokens = [SEPARATOR, *seed.tokens]
         self.parents = [-1, *seed.parents]
         self.reach = [1.0, *seed.reach]
         self.offers: dict[int, list[Offer]] = {}
@@ -177,8 +160,12 @@ class _Growth:
         likely = self.guide.likely(path) if self.guide is not None and not drafted else None
         if likely is not None and likely[1] == 1.0:
             return self.push(reach, node, likely[0])
-        reach *= 1.0 if node else self.sources.acceptance_ratio
-        offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
+        offers: list[Offer] = []
+        if self.row is not None:
+            reach *= 1.0 if node else self.row.acceptance_ratio
+            tail = (self.text_tail + path)[-LONGEST_MATCH:]
+            offers = self.allowed(path, self.row.offers(tail, LEAST_REACH / max(reach, LEAST_REACH)))
+            self.offers[node] = offers
         if drafted:
             # Free tokens share the probability that the drafted ones leave.
             free = 1.0 - sum(probability for token, _, probability in offers if token in drafted)
@@ -204,69 +191,8 @@ class _Growth:
         scale = 1.0 - sum(map(_probability, offers)) + sum(map(_probability, kept))
         return [(token, key, probability / max(scale, probability)) for token, key, probability in kept]
 
-    def offered(self, path: list[int], least: float) -> list[Offer]:
-        """What the sources offer after drafted tokens with at least this probability, the surest evidence first."""
-        sources = self.sources
-        rates = sources.rates.rates
-        tail = (self.text_tail + path)[-LONGEST_MATCH:]
-        successors = sources.successors.get(tail[-2], tail[-1]) if len(tail) > 1 else None
-        left, whole = 1.0, _WHOLE
-        offers: list[Offer] = []
-        for token, key, share in matched(sources, tail, successors):
-            offers.append((token, key, left * rates[key]))
-            left *= 1.0 - rates[key]
-            whole -= share
-        if successors is None:
-            return offers
-        named = [offer[0] for offer in offers]
-        first_key, edges = successor_keys(successors.is_pair, successors.text == sources.text_number)
-        for token, share in zip(successors.tokens, successors.probabilities, strict=True):
-            if token < 0 or left < least:
-                break
-            if token not in named:
-                key = first_key + bisect(edges, share / whole)
-                probability = left * rates[key]
-                offers.append((token, key, probability))
-                left -= probability
-                whole -= share
-        return offers
-
     def tree(self) -> TokenTree:
         return TokenTree(tuple(self.tokens[1:]), tuple(self.parents[1:]), tuple(self.reach[1:]), self.offers)
-
-
-def matched(
-    sources: Sources, tail: Sequence[int], successors: Likeliest | None, shortest: int = 1
-) -> list[tuple[int, int, float]]:
-    """The tokens that followed the longest matches, their keys, and the share of each among the successors."""
-    in_text = sources.text.match(tail, shortest)
-    in_store = sources.store.match(tail, SHORTEST_STORED)
-    if in_store is not None and sources.store.tokens[in_store.position] == SEPARATOR:
-        in_store = None
-    is_longer = in_store is not None and (in_text is None or in_store.length > in_text.length)
-    matches: list[tuple[int, int, float]] = []
-    if in_text is not None:
-        token = sources.text.tokens[in_text.position]
-        # Successors of a single token are worth less than a match of two.
-        is_judged = in_text.length == 1 or (successors is not None and successors.is_pair)
-        share = _share(successors if is_judged else None, token)
-        support = CONTESTED if is_longer else in_text.support
-        matches.append((token, text_key(in_text.length, view_of(share), support), share or 0.0))
-    if in_store is not None:
-        token = sources.store.tokens[in_store.position]
-        share = _share(successors, token)
-        stored = token, store_key(in_store.length, view_of(share), is_longer), share or 0.0
-        others = [match for match in matches if match[0] != token]
-        # The longer match comes first.
-        return [stored, *others] if is_longer else [*matches, stored] if others else matches
-    return matches
-
-
-def _share(successors: Likeliest | None, token: int) -> float | None:
-    """The probability of ``token`` among successors, ``None`` where none are known."""
-    if successors is None:
-        return None
-    return successors.probabilities[successors.tokens.index(token)] if token in successors.tokens else 0.0
 
 
 def _with_likely(offers: list[Offer], token: int, probability: float) -> list[Offer]:
