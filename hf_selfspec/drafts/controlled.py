@@ -59,7 +59,7 @@ class ControlledDrafter(Drafter):
         self._asked: str | None = None
         self._used: str | None = None
         self._draft: Draft | None = None
-        self._is_free_awake = False  # whether free drafts take part in this round, with what grammars force
+        self._free_takes_part = False  # whether free drafts take part in this round, with what grammars force
         self._tops: Tops | None = None
         self._lengths: list[int] = []
         self._variants: dict[str, Any] = {name: drafter.variant for name, drafter in others.items()}
@@ -83,17 +83,17 @@ class ControlledDrafter(Drafter):
                 controller.begin_anew(name)
                 self._variants[name] = drafter.variant
         self._asked, self._used, self._draft = self._free_arm(max_new), None, None
-        self._is_free_awake, constraint = self._asked is not None, self._session.constraint
+        self._free_takes_part, constraint = self._asked is not None, self._session.constraint
         trees = list[TokenTree]()
-        if self._is_free_awake or constraint:
-            trees = self.free.plan(text, max_new, is_awake=self._is_free_awake)
+        if self._free_takes_part or constraint:
+            trees = self.free.plan(text, max_new, takes_part=self._free_takes_part)
         size = max(map(len, trees), default=0)
         drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if trees else []
-        is_free = self._is_free_awake or size > 0
+        is_free = self._free_takes_part or size > 0
         free = controller.expected(size, sum(tree.expected for tree in drafting)) if is_free else 0.0
         other = None
         # Where a grammar forces tokens in all rows, no other source is asked; else a draft is for the other rows, too.
-        if self._is_free_awake or not size or not all(map(len, drafting)):
+        if self._free_takes_part or not size or not all(map(len, drafting)):
             promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
             other = self._always or controller.choose(promised, free)
         if other is not None:
@@ -101,13 +101,13 @@ class ControlledDrafter(Drafter):
             draft = allowed(text, self.others[other].propose(text, max_new), constraint)
             if draft.size:
                 self._used, self._draft = other, draft
-                return self._grafted(text, max_new, draft, other) if self._is_free_awake else draft
-        if size and not self._is_free_awake:
+                return self._grafted(text, max_new, draft, other) if self._free_takes_part else draft
+        if size and not self._free_takes_part:
             self._asked = None
         return self.free.draft(trees, Draft.none(text)) if trees else Draft.none(text)
 
     def _free_arm(self, max_new: list[int]) -> str | None:
-        """Which of the free drafts are awake in this round, if any."""
+        """Which of the free drafts take part in this round, if any."""
         if self.free.findings is None or not any(max_new) or self.controller.curve.wants_plain:
             return None
         if self.controller.pays(FREE):
@@ -115,7 +115,7 @@ class ControlledDrafter(Drafter):
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def look(self, logits: Logits) -> Tops | None:
-        self._tops = Tops(logits) if self._is_free_awake else None
+        self._tops = Tops(logits) if self._free_takes_part else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..model.forks import new_lock
-from .cost_curve import CostCurve, one_at_a_time
+from .cost_curve import CostCurve
 
 # A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
@@ -36,9 +36,9 @@ _SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
 class ArmStats:
     """The results of one source."""
 
-    trusted_after: int = _TRIED  # rounds after which they are trusted
-    most_lost: float = math.inf  # the most that a round is taken to lose, in plain rounds
-    may_lose: float = math.inf  # plain rounds, before results are trusted sooner
+    min_rounds: int = _TRIED  # rounds after which they are trusted
+    round_regret_cap: float = math.inf  # the most that a round is taken to lose, in plain rounds
+    regret_cap: float = math.inf  # plain rounds, before results are trusted sooner
     rounds: int = 0  # in which it drafted, since they were doubted last
     weight: float = 0.0  # number of rounds in the sums, in which older ones count less
     gained: float = 0.0  # tokens of a row
@@ -47,7 +47,7 @@ class ArmStats:
     accepted: float = 0.0  # of its own tokens
     drafted: float = 0.0
     waiting: int = 0  # rounds since it drafted last
-    lost: float = 0.0  # plain rounds, since it was doubted last
+    regret: float = 0.0  # plain rounds, since it was doubted last
 
     @property
     def acceptance_rate(self) -> float:
@@ -57,7 +57,7 @@ class ArmStats:
     @property
     def is_trusted(self) -> bool:
         """Whether there are enough results, or it has lost enough."""
-        return self.rounds >= self.trusted_after or (self.rounds >= _TRIED and self.lost >= self.may_lose)
+        return self.rounds >= self.min_rounds or (self.rounds >= _TRIED and self.regret >= self.regret_cap)
 
     def speedup(self, promised: float | None) -> float:
         """Tokens per second over those of plain rounds. Until results are trusted it is ``promised``, the source's own
@@ -74,7 +74,7 @@ class ArmStats:
         self.rounds += 1
         if self.rounds == 1 and not self.weight:
             return  # the first round selects and warms up kernels
-        self.lost += spent - gained
+        self.regret += spent - gained
         self._scale(_MEMORY)
         self.weight += 1.0
         self.gained += gained
@@ -95,7 +95,7 @@ class ArmStats:
         if is_tried and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
             rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
-            if rounds_lost * min(loss, self.most_lost) <= self.waiting * _PRICE:
+            if rounds_lost * min(loss, self.round_regret_cap) <= self.waiting * _PRICE:
                 if self.is_trusted:
                     return self.doubt()
                 self.begin_anew()
@@ -103,41 +103,41 @@ class ArmStats:
     def begin_anew(self) -> None:
         """Drops the results."""
         self._scale(0.0)
-        self.rounds, self.lost = 1, 0.0  # kernels are warm
+        self.rounds, self.regret = 1, 0.0  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""
         if self.is_trusted:
             self._scale(min(1.0, _TRIED / self.weight))
-            self.rounds, self.lost = self.trusted_after - _TRIED, 0.0
+            self.rounds, self.regret = self.min_rounds - _TRIED, 0.0
 
 
 class Measurements:
     """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
 
-    _lock = new_lock()  # held while curves are looked up, and results read or changed
+    _lock = new_lock()  # held while curves are looked up or changed, and results read or changed
 
     def __init__(self, other: Measurements | None = None) -> None:
         self.arms = defaultdict[str, ArmStats](ArmStats, {FREE: ArmStats(_TRIED_FREE, _MOST_LOST, _LOST)})
         self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
 
-    @one_at_a_time
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
         """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
-        reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
-        step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
-        rows = -(-rows // step) * step
-        curve = self._curves.pop((device, rows, reach), None)
-        if curve is None:
-            curve = CostCurve(on_cpu, rows, is_frozen)
-            measured = [key for key, other in self._curves.items() if key[0] == device and other.is_measured]
-            if measured:
-                nearest = min(measured, key=lambda key: (abs(math.log(key[1] / rows)), abs(key[2] - reach)))
-                curve.begin_like(self._curves[nearest])
-            if len(self._curves) >= _MOST:
-                self._curves.pop(next(iter(self._curves)))
-        self._curves[device, rows, reach] = curve  # the last one in use
-        return curve
+        with self._lock:
+            reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
+            step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
+            rows = -(-rows // step) * step
+            curve = self._curves.pop((device, rows, reach), None)
+            if curve is None:
+                curve = CostCurve(on_cpu, rows, is_frozen)
+                measured = [key for key, other in self._curves.items() if key[0] == device and other.is_measured]
+                if measured:
+                    nearest = min(measured, key=lambda key: (abs(math.log(key[1] / rows)), abs(key[2] - reach)))
+                    curve.begin_like(self._curves[nearest])
+                if len(self._curves) >= _MOST:
+                    self._curves.pop(next(iter(self._curves)))
+            self._curves[device, rows, reach] = curve  # the last one in use
+            return curve
 
 
 class Controller:
@@ -155,15 +155,15 @@ class Controller:
         self._rows = rows
         self.curve = self._measurements.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 
-    @one_at_a_time
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""
-        if not self._rows:
-            return 0.0
-        if self._is_frozen:
-            return math.inf if name == FREE else 0.0
-        # The first rounds tell what nothing costs, against which all else is measured.
-        return 0.0 if self.curve.wants_plain else self.arms[name].speedup(promised)
+        with self._lock:
+            if not self._rows:
+                return 0.0
+            if self._is_frozen:
+                return math.inf if name == FREE else 0.0
+            # The first rounds tell what nothing costs, against which all else is measured.
+            return 0.0 if self.curve.wants_plain else self.arms[name].speedup(promised)
 
     def pays(self, name: str, promised: float | None = None) -> bool:
         """Whether a source is expected to be faster than nothing by more than the error of the estimate."""
@@ -181,7 +181,6 @@ class Controller:
         speedup = self.speedup(best, promised[best])
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
-    @one_at_a_time
     def record(
         self,
         name: str | None,
@@ -194,27 +193,28 @@ class Controller:
     ) -> None:
         """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
         rows gain ``tokens``, of which the source has brought ``gained``, by default all."""
-        if not self._rows:
-            return
-        curve = self.curve
-        if name is None:
-            curve.add_plain(tokens, seconds)
-        elif name in (FREE, MATCHES):
-            curve.add(nodes, tokens, seconds)
-            seconds = curve.costs[min(nodes, len(curve.costs) - 1)]  # whatever disturbed this round
-        elif curve.is_measured:
-            curve.see(tokens, seconds)
-        if curve.is_measured:
-            used = self.arms.get(name or "")
-            pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
-            for stats in self.arms.values():
-                if stats is used:
-                    gained = tokens if gained is None else gained
-                    stats.add(gained / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
-                else:
-                    stats.wait(pace)
+        with self._lock:
+            if not self._rows:
+                return
+            curve = self.curve
+            if name is None:
+                curve.add_plain(tokens, seconds)
+            elif name in (FREE, MATCHES):
+                curve.add(nodes, tokens, seconds)
+                seconds = curve.costs[min(nodes, len(curve.costs) - 1)]  # whatever disturbed this round
+            elif curve.is_measured:
+                curve.see(tokens, seconds)
+            if curve.is_measured:
+                used = self.arms.get(name or "")
+                pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
+                for stats in self.arms.values():
+                    if stats is used:
+                        gained = tokens if gained is None else gained
+                        stats.add(gained / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
+                    else:
+                        stats.wait(pace)
 
-    @one_at_a_time
     def begin_anew(self, name: str) -> None:
         """Drops the results of a source that drafts with something else from now on."""
-        self.arms[name].begin_anew()
+        with self._lock:
+            self.arms[name].begin_anew()

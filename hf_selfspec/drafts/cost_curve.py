@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from statistics import median
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-from ..model.forks import new_lock
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
 # larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
@@ -36,32 +29,24 @@ _PLAIN, _PLAIN_AGAIN = 2, 128
 _MEMORY = 0.99
 
 
-def one_at_a_time(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """Lets one thread at a time into such methods of objects that share a ``_lock``."""
-
-    @wraps(method)
-    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return call
-
-
 class CostCurve:
-    """Times of rounds for one model on one device, batch size and range of context; ``costs`` are the seconds that one
-    of free drafts takes with 0, 1, 2, ... drafted tokens, their own work included. Threads may share it."""
+    """Times of rounds for one model on one device, batch size and range of context. One thread at a time may change it.
+
+    Attributes:
+        costs: seconds of a round of free drafts with 0, 1, 2, ... drafted tokens, their own work included.
+        plain: seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft.
+    """
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
         self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
         self._is_frozen = is_frozen
-        self._lock = new_lock()
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
         self._tokens = self._seconds = 0.0
         self._total = self._until_refresh = self._since_plain = 0
-        self.costs = self._measured()
+        self._refresh()
 
     @property
     def is_measured(self) -> bool:
@@ -69,22 +54,14 @@ class CostCurve:
         return any(self._times) or bool(self._plain)
 
     @property
-    @one_at_a_time
-    def plain(self) -> float:
-        """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
-        return min((_lower_quartile(times) for times in (self._plain, self._times[0]) if times), default=self.costs[0])
-
-    @property
     def wants_plain(self) -> bool:
         return not self._is_frozen and (len(self._plain) < _PLAIN or self._since_plain >= _PLAIN_AGAIN)
 
     @property
-    @one_at_a_time
     def pace(self) -> float:
         """Present speed of decoding in tokens per second, all rows; at least one token for each plain round."""
         return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / self.plain)
 
-    @one_at_a_time
     def add_plain(self, tokens: int, seconds: float) -> None:
         """Records a round in which nothing was done but to generate ``tokens`` tokens."""
         if seconds > 0 and not self._is_frozen:
@@ -92,11 +69,9 @@ class CostCurve:
                 self.see(tokens, seconds)
                 self._since_plain = 0
                 self._plain.append(seconds)
-                if len(self._plain) == 1:
-                    self.costs = self._measured()
+                self._refresh(with_costs=len(self._plain) == 1)
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
-    @one_at_a_time
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
         if self._is_frozen:
             return self.see(tokens, self.costs[min(drafted, SIZES[-1])])
@@ -113,32 +88,35 @@ class CostCurve:
         if self._rounds[size] > 1:  # as above
             self._times[size].append(seconds)
         self._until_refresh -= 1
-        if self._until_refresh <= 0 or self._rounds[size] == 2:
+        if is_due := self._until_refresh <= 0 or self._rounds[size] == 2:
             self._until_refresh = _REFRESHED
             for other, last in enumerate(self._last):
                 if self._total - last >= _STALE and self._times[other]:
                     self._times[other].popleft()
                     self._last[other] = self._total
-            self.costs = self._measured()
+        self._refresh(with_costs=is_due)
 
-    @one_at_a_time
     def begin_like(self, other: CostCurve) -> None:
         """Starts with the times of rounds over other rows, or another context, as one time of each size."""
         self._rounds[0] = 1  # kernels are warm
-        with other._lock:
-            if other._plain:
-                ratio = self._forwards[0] / other._forwards[0]
-                self._plain.extend([median(other._plain) * ratio] * _PLAIN)
-            for size, times in enumerate(other._times):
-                if times:
-                    self._times[size].append(median(times) * self._forwards[size] / other._forwards[size])
-        self.costs = self._measured()
+        if other._plain:
+            ratio = self._forwards[0] / other._forwards[0]
+            self._plain.extend([median(other._plain) * ratio] * _PLAIN)
+        for size, times in enumerate(other._times):
+            if times:
+                self._times[size].append(median(times) * self._forwards[size] / other._forwards[size])
+        self._refresh()
 
-    @one_at_a_time
     def see(self, tokens: int, seconds: float) -> None:
         self._since_plain += 1
         self._tokens = self._tokens * _MEMORY + tokens
         self._seconds = self._seconds * _MEMORY + seconds
+
+    def _refresh(self, with_costs: bool = True) -> None:
+        if with_costs:
+            self.costs = self._measured()
+        times = [_lower_quartile(of_kind) for of_kind in (self._plain, self._times[0]) if of_kind]
+        self.plain = min(times, default=self.costs[0])
 
     def _measured(self) -> tuple[float, ...]:
         times = [self._times[0] or self._plain, *self._times[1:]]

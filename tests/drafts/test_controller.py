@@ -200,35 +200,30 @@ def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatc
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("what", ["costs", "results"])
-def test_threads_change_what_they_share_one_after_the_other(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_record_rounds_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that share costs alone, and those that share results, too."""
     found, threads = Measurements(), list[Thread]()
-    first, second = (Controller(found if kind == 0 else Measurements(found), "cpu", True) for kind in range(2))
-    for controller in (first, second):
+    controllers = [Controller(of, "cpu", True) for of in (found, found, Measurements(found))]
+    for controller in controllers:
         controller.begin(1, 1, 100)
-        fed(controller.curve, {0: 0.02}, 8)
-    assert first.curve is second.curve
-    arms = first.arms
-    other = second if what == "costs" else Controller(found, "cpu", True)
-    other.begin(1, 1, 100)
-    owner, name = (CostCurve, "_measured") if what == "costs" else (ArmStats, "add")
-    original = getattr(owner, name)
+    first, *others = controllers
+    fed(first.curve, {0: 0.02}, 8)
+    assert all(other.curve is first.curve for other in others)
+    add = ArmStats.add
 
-    def half_way(*args: Any) -> Any:
-        """Another thread records a round while this one does."""
+    def half_way(*given: Any) -> None:
+        """Other threads record a round while this one does."""
         if not threads:
-            task = other.curve.add if what == "costs" else other.record
-            threads.append(Thread(target=task, args=(0, 1, 0.02) if what == "costs" else ("source", 0, 1, 0.02)))
-            threads[0].start()
-            threads[0].join(0.3)
-            assert threads[0].is_alive()
-        return original(*args)
+            threads.extend(Thread(target=other.record, args=("source", 0, 1, 0.02)) for other in others)
+            for thread in threads:
+                thread.start()
+            threads[0].join(0.2)
+            assert all(thread.is_alive() for thread in threads)
+        add(*given)
 
-    monkeypatch.setattr(owner, name, half_way)
-    arms["source"].rounds = 0
-    if what == "costs":
-        fed(first.curve, {3: 0.02}, 2)
-    else:
-        first.record("source", 0, 1, 0.02)
-    threads[0].join()
-    assert what == "costs" or arms["source"].rounds == 2
+    monkeypatch.setattr(ArmStats, "add", half_way)
+    _ = [controller.arms["source"] for controller in controllers]
+    first.record("source", 0, 1, 0.02)
+    for thread in threads:
+        thread.join()
+    assert [controller.arms["source"].rounds for controller in controllers] == [2, 2, 1]

@@ -157,7 +157,7 @@ class Replay:
         max_new = [max(self._left(row) - 1, 0) for row in range(len(self.streams))]
         draft = drafter.propose(text, max_new)
         self.now += seconds_of(self.table, active * (draft.size + 1)) * self.random.gauss(1, 0.02)
-        if drafter._is_free_awake:  # what planning and learning of a round take
+        if drafter._free_takes_part:  # what planning and learning of a round take
             self.now += self.awake
         self.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -88,51 +87,25 @@ class FreeDrafts:
         )
 
     def plan(
-        self, text: Text, max_new: list[int], seeds: Sequence[Seed] = (), is_awake: bool = True
+        self, text: Text, max_new: list[int], seeds: Sequence[Seed] = (), takes_part: bool = True
     ) -> list[TokenTree]:
         """The trees of all rows, each as large as pays when they are verified together; of what grammars force alone
-        unless ``is_awake``."""
-        rows, curve = sum(count > 0 for count in max_new), self.controller.curve
-        if not is_awake:  # forced tokens only have to be faster than nothing
-            return self._grown(text, max_new, seeds, is_awake, rows / curve.costs[0])
-        trees = self._grown(text, max_new, seeds, is_awake, curve.pace)
-        if max(max_new) < len(curve.costs):
-            # Near the end the tokens that are left have no room for the longest drafts, whose pace is out of reach.
-            tokens, pace = self._rest(trees, max_new)
-            if tokens > 0 and pace < curve.pace:
-                shorter = self._grown(text, max_new, seeds, is_awake, pace)
-                trees = min(trees, shorter, key=lambda each: self._seconds(each, max_new))
-        return trees
-
-    def _rest(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> tuple[float, float]:
-        """The expected tokens of a row that a round with these trees leaves, and the pace of all rows for them."""
-        tokens = max(count - sum(tree.reach) for tree, count in zip(trees, max_new, strict=True))
-        curve, rows = self.controller.curve, sum(count > 0 for count in max_new)
-        costs = enumerate(curve.costs[: max(math.ceil(tokens), 1)], start=1)
-        return max(tokens, 0.0), min(curve.pace, rows * max(size / cost for size, cost in costs))
-
-    def _seconds(self, trees: Sequence[TokenTree], max_new: Sequence[int]) -> float:
-        """Expected time to the end of the call from a round with these trees on."""
-        tokens, pace = self._rest(trees, max_new)
-        costs, rows = self.controller.curve.costs, sum(count > 0 for count in max_new)
-        # Drafts of others can have more nodes than are priced.
-        return costs[min(max(map(len, trees)), len(costs) - 1)] + tokens * rows / pace
-
-    def _grown(
-        self, text: Text, max_new: list[int], seeds: Sequence[Seed], is_awake: bool, pace: float
-    ) -> list[TokenTree]:
-        """See :meth:`plan`: the trees that pay where text is else written at a ``pace``, in tokens a second."""
-        rows, session, curve = sum(count > 0 for count in max_new), self._session, self.controller.curve
-        trees = [seed.tree for seed in seeds] or [_NOTHING] * len(max_new)
-        begun, constraint, branching = list(trees), session.constraint, session.takes_trees and is_awake
+        unless free drafts take part."""
+        session, costs, constraint = self._session, self.controller.curve.costs, self._session.constraint
+        rows, left, bound = sum(count > 0 for count in max_new), max(max_new), self._max_nodes
+        # Forced tokens only have to be faster than nothing.
+        pace = self.controller.curve.pace if takes_part else rows / costs[0]
+        if takes_part and left < len(costs):  # what a draft leaves has no room for the pace of the longest ones
+            pace = min(pace, rows * max(size / cost for size, cost in enumerate(costs[: max(left // 2, 1)], start=1)))
+        begun = [seed.tree for seed in seeds] or [_NOTHING] * len(max_new)
+        trees, sizes, branching = list(begun), [len(tree) for tree in begun], session.takes_trees and takes_part
         with self._lock:
             for row, count in enumerate(max_new):
                 if count:
-                    free = self._rows[row] if is_awake else None
-                    deepest = min(count, session.max_draft) if is_awake else count
+                    free = self._rows[row] if takes_part else None
+                    deepest = min(count, session.max_draft) if takes_part else count
                     guide = constraint.at(text, row) if constraint else None
-                    trees[row] = grow(free, curve.costs, pace / rows, deepest, branching, begun[row], guide)
-        sizes, bound = [len(tree) for tree in begun], self._max_nodes
+                    trees[row] = grow(free, costs, pace / rows, deepest, branching, begun[row], guide)
         most = self._together(trees, sizes, pace) if rows > 1 else bound
         return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
 
