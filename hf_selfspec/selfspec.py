@@ -128,7 +128,7 @@ class SelfSpec(Settings):
         """
         saved = saving.read(path_of(folder) / saving.FILE_NAME)
         with saving.reading(saved.path):
-            spec = cls(**saved.settings)
+            spec = cls(**saving.decode_settings(saved.settings))
         spec._knowledge.saved = saved
         return spec
 

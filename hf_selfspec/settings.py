@@ -83,7 +83,8 @@ class Settings:
 
     def _knowledge_of(self, model: PreTrainedModel, do_sample: bool = False, has_rows: bool = False) -> KnowledgeOfCall:
         """What was learned of a model, for calls that draw tokens or not, with several rows or one."""
-        return KnowledgeOfCall(self._knowledge, model, (do_sample, has_rows), self._saved, self.cache_dir, self.task)
+        kind = f"{'sampled' if do_sample else 'greedy'}{', several rows' if has_rows else ''}"
+        return KnowledgeOfCall(self._knowledge, model, kind, self._saved, self.cache_dir, self.task)
 
     def _saved(self) -> dict[str, Any]:
         """The settings that are saved, as JSON values; raises an error if they cannot be."""

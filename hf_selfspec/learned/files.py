@@ -1,6 +1,5 @@
 """Reading files that may be damaged, and writing files whole or not at all."""
 
-import hashlib
 import json
 import math
 import os
@@ -37,7 +36,7 @@ def path_of(path: StrPath) -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{_beside(path)}-{uuid4().hex}.tmp")
+    beside = path.with_name(f".{path.name}-{uuid4().hex[:8]}.tmp")
     try:
         yield beside
         _sync(beside)
@@ -48,17 +47,13 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def unfinished(path: Path) -> Iterable[Path]:
     """The files beside ``path`` that :func:`written_whole` has left there where a process was killed."""
-    return path.parent.glob(f".{_beside(path)}-*.tmp")
-
-
-def _beside(path: Path) -> str:
-    """Stands for a file in names, which must not become longer."""
-    return hashlib.sha256(path.name.encode()).hexdigest()[:12]
+    return path.parent.glob(f".{path.name}-*.tmp")
 
 
 @contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
-    """Yields a folder inside ``folder``; the files written there move to ``folder``, unless an error was raised."""
+    """Yields a folder inside ``folder``; the files written there move to ``folder``, weights first, unless an error was
+    raised."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(".tmp", ".", folder, ignore_cleanup_errors=True) as name:
         inside = Path(name)
@@ -66,7 +61,7 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
         for file in inside.rglob("*"):
             if file.is_file():
                 _sync(file)
-        for file in sorted(inside.iterdir()):
+        for file in sorted(inside.iterdir(), key=lambda file: (file.suffix != ".safetensors", file.name)):
             os.replace(file, folder / file.name)
 
 
@@ -87,35 +82,26 @@ def reported(path: StrPath) -> Iterator[None]:
     """Turns an error about a file that cannot be written into one for the user."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, NotImplementedError) as error:  # the last one where files cannot be locked
         raise SettingError(
             f"{os.fspath(path)} cannot be written ({_reason(error)}). Give another place, or make room there."
         ) from error
 
 
-def check_folder(name: str, folder: StrPath, files: Iterable[str] = ()) -> None:
-    """Checks that a folder, called ``name`` in messages, exists or can be created, and so can ``files`` in it."""
+def check_folder(name: str, folder: StrPath) -> None:
+    """Checks that files can be written in a folder, called ``name`` in messages, or that it can be created."""
     if not os.fspath(folder):
         raise SettingError(f"{name} is empty. Name a folder; the current one is `.`.")
     at = path_of(folder).absolute()
-    while True:
-        try:
-            os.stat(at)
-            break
-        except FileNotFoundError:
+    try:
+        while not at.exists():
             at = at.parent
-        except (OSError, ValueError) as error:
-            raise SettingError(f"{name} {folder}: this cannot be a folder ({_reason(error)}).") from error
-    if not at.is_dir():
-        raise SettingError(f"{name} {folder}: {at} is a file. Name a folder.")
-    try:  # a file system can still refuse what os.access allows
-        with TemporaryDirectory(".tmp", ".", at):
+        with TemporaryDirectory(".tmp", ".", at):  # a file system can still refuse what os.access allows
             pass
     except OSError as error:
-        raise SettingError(f"{name} {folder}: nothing can be written in {at} ({_reason(error)}).") from error
-    for file in files:
-        if (path_of(folder) / file).is_dir():
-            raise SettingError(f"{name} {folder}: {file} is a folder there, but is to be a file. Move it away.")
+        raise SettingError(
+            f"{name} {folder}: nothing can be written there ({at}: {_reason(error)}). Name a folder."
+        ) from error
 
 
 def read_text(path: Path) -> str:

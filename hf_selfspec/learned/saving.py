@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import hf_selfspec
 
@@ -17,7 +17,7 @@ FILE_NAME = "selfspec.json"
 FORMAT = 1
 # The settings in a file; classes that they may hold are registered. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
-_SETTINGS = ("draft", "stop", "tree", "max_draft", "exact")
+_SETTINGS = ("draft", "stop", "tree", "max_draft", "exact", "trust")
 # Settings that name the folder or repository to load a part from, and whether they may be left out.
 PARTS = {"adapter": False, "head": True, "head_rows": True, "heads": False, "lora": False}
 
@@ -29,26 +29,19 @@ _INSIDE: dict[str, Place] = {"sources": "draft", "layers": "draft"}
 _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
 
-# Whether tokens are sampled, and whether there are several rows.
-CallKind = tuple[bool, bool]
-
-
-class Key(NamedTuple):
-    """What findings are about: a kind of calls, and the draft source that keeps them."""
-
-    call_kind: CallKind | None  # None for all
-    source: str
+# By a kind of calls and a source what that has learned, see Findings.state.
+States = dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """The content of a file."""
 
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]  # as JSON values, see decode_settings
     fingerprint: Fingerprint | None  # of the model to which all this belongs, None for any
-    findings: dict[Key, dict[str, Any]]  # states, see Findings.state
+    findings: States
     path: Path
-    text_id: str = ""  # see CacheFile
+    stamp: str = ""  # of a file in cache_dir: another one once texts were forgotten
 
 
 def register(*places: Place) -> Callable[[_T], _T]:
@@ -162,14 +155,10 @@ def write(saved: Saved) -> None:
     """Writes a file, whole or not at all."""
     content = {
         "format": FORMAT,
-        "settings": saved.settings,
+        "settings": dict(saved.settings),
         "fingerprint": None if saved.fingerprint is None else dataclasses.asdict(saved.fingerprint),
-        "findings": [
-            {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}
-            for key, state in saved.findings.items()
-            for do_sample, several_rows in [key.call_kind or (None, None)]
-        ],
-        "text_id": saved.text_id,
+        "findings": saved.findings,
+        "stamp": saved.stamp,
     }
     write_json(saved.path, content)
 
@@ -187,11 +176,11 @@ def read(path: Path) -> Saved:
             )
         fingerprint = content["fingerprint"]
         return Saved(
-            settings=decode_settings(content["settings"]),
+            settings=content["settings"],
             fingerprint=None if fingerprint is None else Fingerprint.read(fingerprint, "fingerprint"),
-            findings={_key(entry): dict(entry["state"]) for entry in content["findings"]},
+            findings={name: dict(state) for name, state in content["findings"].items()},
             path=path,
-            text_id=str(content["text_id"]),
+            stamp=str(content["stamp"]),
         )
 
 
@@ -207,10 +196,3 @@ def reading(path: Path) -> Iterator[None]:
         raise SettingError(
             f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."
         ) from error
-
-
-def _key(entry: dict[str, Any]) -> Key:
-    flags, source = (entry["do_sample"], entry["several_rows"]), entry["source"]
-    if not isinstance(source, str) or {type(flag) for flag in flags} not in ({bool}, {type(None)}):
-        raise TypeError(f"{flags!r}, {source!r} is not a kind of call and a source")
-    return Key(None if flags[0] is None else flags, source)

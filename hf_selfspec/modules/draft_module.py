@@ -23,7 +23,7 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import Fingerprint
 
-CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _DIGEST = "weights_sha256"  # in the config; files are replaced one by one
 # Copies of modules on other devices, or of other types.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()

@@ -123,7 +123,6 @@ class SkipSearch(Findings):
             self._since_better = 0 if best != before else self._since_better + 1
             is_old = self.steps >= settings.max_steps or self._since_better >= settings.patience
             self.is_over = is_old or self.choice.matchness > settings.target_matchness
-        self.changed()
 
     def watch(self, plan: LayerPlan, drafted: int, accepted: int, tokens: int) -> None:
         """Records a round of ``plan``; a search that is over begins again where much less is accepted than at first."""

@@ -141,7 +141,6 @@ def fit(args: argparse.Namespace) -> None:
 
     from .. import SettingError
     from ..learned.files import check_folder
-    from ..modules.draft_module import FILES
     from ..train.loading import NamedModel
     from ..train.mtp import read_prompts_file
     from ..train.prompts import texts
@@ -160,7 +159,7 @@ def fit(args: argparse.Namespace) -> None:
         chosen["prompts"] = read_prompts_file(args.prompts)
     settings = args.fit_class(**chosen | {"output_dir": args.out})
     settings.check()
-    check_folder("--out", args.out, FILES)
+    check_folder("--out", args.out)
     dataset = [] if args.data is None else texts(args.data, args.field)
     weights = {"dtype": args.dtype, "attn_implementation": args.attn_implementation}
     named = NamedModel(args.model, device, args.revision, **weights)

@@ -298,11 +298,10 @@ def tune(args: Namespace) -> None:
     """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from .. import OfflineSearch, tune
     from ..learned.files import check_folder
-    from ..learned.saving import FILE_NAME
     from ..train.prompts import texts
 
     named = _named(args)
-    check_folder("--out", args.out, [FILE_NAME])
+    check_folder("--out", args.out)
     rows, tokenizer = texts(args.data, args.field)[: args.prompts], named.tokenizer()
     model, search = named.model(), OfflineSearch(max_steps=args.steps, seed=args.seed)
     limits: dict[str, Any] = {name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens")}

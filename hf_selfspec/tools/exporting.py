@@ -183,15 +183,16 @@ def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[
 def _choice(knowledge: KnowledgeOfCall, choice_class: type[_C]) -> _C | None:
     """The choice of that class that was used last, else one that was loaded and not used yet."""
     used: _C | None = knowledge.knowledge.choice(knowledge.model, choice_class)
-    if used is not None or (saved := knowledge.read()) is None:
+    if used is not None:
         return used
+    saved = knowledge.kept()
     with saving.reading(saved.path):
         choices = [SkipChoice.of_state(state) for state in saved.findings.values() if "set" in state]
     return next((choice for choice in choices if isinstance(choice, choice_class)), None)
 
 
 def _check_place(folder: StrPath, at: Path) -> None:
-    check_folder(f"{_NAME}(folder)", folder, (_README,))
+    check_folder(f"{_NAME}(folder)", folder)
     card = at / _README
     is_ours = card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace")
     held = [file.name for pattern in _MODEL_FILES for file in at.glob(pattern)]

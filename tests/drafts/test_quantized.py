@@ -96,7 +96,9 @@ def test_models_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
         model.generate(**BATCH, max_new_tokens=16, do_sample=False, assistant=spec)
     [told] = [record for record in caplog.records if "packing 42 layers" in record.message]
     assert told.levelno == logging.INFO
-    assert f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).in_process["rounds", (False, True)].arms
+    assert (
+        f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).in_process["rounds", "greedy, several rows"].arms
+    )
 
 
 @in_float32

@@ -106,7 +106,7 @@ def test_findings_of_an_own_source_last(llama: LlamaForCausalLM, tmp_path: Path)
     assert assert_same(llama, loaded, ROW).drafted > early
     assert kept.keys() == loaded._knowledge.latest(llama, lambda found: isinstance(found, Table)).logits.keys()
     again = SelfSpec(Recalled(), cache_dir=tmp_path / "cache")
-    assert assert_same(llama, again, ROW).drafted == early
+    assert assert_same(llama, again, ROW).drafted > early
     batch = {name: value.repeat(2, 1) for name, value in ROW.items()}
     assert assert_same(llama, first, batch).drafted > 2 * early
 

@@ -213,9 +213,9 @@ def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
     model.generate(**ragged_batch((5,)), do_sample=False, max_new_tokens=12, assistant=spec)
     assert spec.stats is not None
     shorter = sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4)
-    memory = spec._knowledge.record(model).in_process["stop rule", (False, False)]
+    memory = spec._knowledge.record(model).in_process["stop rule", "greedy"]
     # Everything is accepted: each draft that could have been longer lowers the threshold.
     assert memory.value[0] == pytest.approx(0.5 - 0.001 * shorter)
     assert memory.value[0] < 0.5
-    assert ("stop rule", (False, True)) not in spec._knowledge.record(model).in_process
+    assert ("stop rule", "greedy, several rows") not in spec._knowledge.record(model).in_process
     assert SelfSpec.adaspeed(2).stop == AdaptiveThreshold(ProductThreshold(0.8))

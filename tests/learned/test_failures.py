@@ -79,7 +79,7 @@ def plain(model: PreTrainedModel, inputs: Any, texts: dict[str, Any] = {}) -> An
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 BROKEN = RuntimeError("broken")
 AFTER: dict[str, tuple[SelfSpec, Any, str, Exception]] = {
-    "texts": (SKIPS, LookupFindings, "end", OUT),
+    "texts": (SKIPS, LookupFindings, "add_texts", OUT),
     "report": (SKIPS, ControlledDrafter, "report", BROKEN),
     "state": (SKIPS, SkipSearch, "state", BROKEN),
     "state of texts": (SKIPS, LookupFindings, "state", OUT),

@@ -256,8 +256,7 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     plan = LayerPlan(6, frozenset({3}), frozenset({3}))
     assert not (tmp_path / "draft").exists()
     search.choice = SkipChoice(plan, 0.9)
-    search.changed()
-    spec._knowledge_of(llama).write()
+    spec._knowledge.write(llama, 0.0)
     spec.save_pretrained(tmp_path / "spec", llama)
     others = replace(spec), SelfSpec.from_pretrained(tmp_path / "spec")
     for each in (spec, *others):  # also of another process

@@ -174,7 +174,7 @@ class FreeDrafts:
 
     def finish(self, text: Text) -> None:
         if self.findings is not None:
-            self.findings.end([row.text.tokens for row in self._rows] or self._tokens(text))
+            self.findings.add_texts([row.text.tokens for row in self._rows] or self._tokens(text))
 
     def _tokens(self, text: Text) -> list[list[int]]:
         """The tokens of each row after the last id that is not one; with given embeddings, ids may be anything."""

@@ -14,7 +14,7 @@ from ...learned.findings import Findings
 from ...model.forks import new_lock
 from .rates import Rates
 from .successors import Successors
-from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
+from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
 
 # How many tokens of earlier texts are kept by default.
 STORED = 65_536
@@ -38,10 +38,6 @@ class LookupFindings(Findings):
         with self.lock:
             self._texts += 1
             return self._texts
-
-    def end(self, texts: Sequence[Sequence[int]]) -> None:
-        self.add_texts(texts)
-        self.changed()
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Adds texts to the store, without beginnings that it or a later text has already (in chats)."""
@@ -95,52 +91,19 @@ class LookupFindings(Findings):
             }
             return {"known": _packed(knowledge)}
 
-    def merge(self, state: dict[str, Any]) -> None:
-        """Adds unknown texts, as older ones, and unknown pairs of another's :meth:`state`, as long as there is room."""
-        theirs = self._checked(state)
-        with self._adding, self.lock:
-            self.successors.merge(theirs["successors"])
-            mine = self.store.tokens
-            older: list[int] = []
-            for text in reversed(_unknown(texts_of(theirs["store"]), texts_of(mine))):
-                if len(older) + len(text) + 1 > self._most_stored - len(mine):
-                    break
-                older = [SEPARATOR, *text, *older]
-            if older:
-                self.store = SuffixIndex()
-                self.store.extend([*older, *mine])
-
     def restore(self, state: dict[str, Any]) -> None:
-        knowledge = self._checked(state)
+        knowledge = _unpacked(state["known"])
+        tokens = np.asarray(knowledge["store"])
+        if tokens.ndim != 1:
+            raise ValueError(f"a store of the shape {tokens.shape}")
+        for of_model in (tokens, np.asarray(knowledge["successors"]["tokens"])):
+            _check_tokens(of_model, self._vocabulary)
         store = SuffixIndex()
-        store.extend(knowledge["store"][-self._most_stored :] if self._most_stored else [])
+        store.extend(tokens.tolist()[-self._most_stored :] if self._most_stored else [])
         rates = {mode: Rates.of(of_mode) for mode, of_mode in knowledge["rates"].items()}
         with self._adding, self.lock:
             self.successors.restore(knowledge["successors"])
             self.store, self.rates = store, defaultdict(Rates, rates)
-
-    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The knowledge in the state of another or an earlier process, with tokens of this model alone."""
-        knowledge: dict[str, Any] = _unpacked(state["known"])
-        _check_tokens(np.asarray(knowledge["successors"]["tokens"]), self._vocabulary)
-        store = np.asarray(knowledge["store"])
-        _check_tokens(store, self._vocabulary)
-        if store.ndim != 1:
-            raise ValueError(f"a store of the shape {store.shape}")
-        return knowledge | {"store": store.tolist()}
-
-
-def _unknown(texts: list[list[int]], stored: list[list[int]]) -> list[list[int]]:
-    """The texts that are not among the stored ones; the beginning of either may be missing."""
-    by_end = defaultdict[tuple[int, ...], list[list[int]]](list)
-    for text in stored:
-        by_end[tuple(text[-LONGEST_MATCH:])].append(text)
-
-    def is_stored(text: list[int]) -> bool:
-        alike = by_end[tuple(text[-LONGEST_MATCH:])]
-        return any(text[-(shorter := min(len(text), len(other))) :] == other[-shorter:] for other in alike)
-
-    return [text for text in texts if not is_stored(text)]
 
 
 def _packed(state: Any) -> Any:

@@ -76,18 +76,6 @@ class Successors:
             "probabilities": self._probabilities[order],
         }
 
-    def merge(self, state: dict[str, Any]) -> None:
-        """Adds unknown pairs of another's :meth:`state`, the latest first, as long as there is room."""
-        pairs, tokens, probabilities = _checked(state)
-        for place in range(len(pairs) - 1, -1, -1):
-            if len(self._pairs) >= self.most:
-                break
-            pair = int(pairs[place])
-            if pair not in self._slots:
-                slot = self._new(pair)
-                self._tokens[slot], self._probabilities[slot] = tokens[place], probabilities[place]
-                self._singles.setdefault(pair & _LAST, slot)
-
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned, only its latest pairs if there are too many."""
         pairs, tokens, probabilities = (values[-self.most :] for values in _checked(state))

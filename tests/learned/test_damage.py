@@ -1,0 +1,155 @@
+"""Every loader and every damage: one error before anything is generated, which names the file; a cache begins anew."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.findings import generate, prompt
+from helpers.models import VOCABULARY, tiny_llama
+from hf_selfspec import (
+    Adapter,
+    Cascade,
+    ExitHeads,
+    LinearProbe,
+    Lookup,
+    MtpHead,
+    OnTheFlySearch,
+    ReducedHead,
+    SelfSpec,
+    SkipLayers,
+    load_head,
+)
+from hf_selfspec.errors import SettingError
+from hf_selfspec.learned import knowledge
+
+pytestmark = pytest.mark.usefixtures("no_grad", "no_warnings_yet")
+
+MODEL = tiny_llama(4, factor=0.6)
+SOURCES = Cascade([Lookup(), SkipLayers(search=OnTheFlySearch(8, max_steps=3, budget=1.0))])
+
+
+def kept(folder: Path) -> None:
+    spec = SelfSpec(SOURCES)
+    generate(MODEL, prompt(), 24, assistant=spec)
+    spec.save_pretrained(folder)
+
+
+def use_kept(folder: Path) -> torch.Tensor:
+    forwards: list[int] = []
+    handle = MODEL.register_forward_pre_hook(lambda *_: forwards.append(1))
+    try:
+        ids: torch.Tensor = generate(MODEL, prompt(), 12, assistant=SelfSpec.from_pretrained(folder))
+        return ids
+    except SettingError:
+        assert not forwards
+        raise
+    finally:
+        handle.remove()
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "adapter": lambda: Adapter(2, 64, 4),
+    "exit heads": lambda: ExitHeads([1, 3], 64, VOCABULARY),
+    "probe": lambda: LinearProbe(2, 64),
+    "reduced head": lambda: ReducedHead.of(range(9), VOCABULARY),
+    "MTP head": lambda: MtpHead.of(MODEL),
+}
+# What writes a folder, and what reads it.
+LOADERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
+    "from_pretrained": (kept, use_kept),
+    **{name: (lambda at, make=make: make().save_pretrained(at), type(make()).load) for name, make in PARTS.items()},  # type: ignore[misc]
+    "load_head": (lambda at: PARTS["MTP head"]().save_pretrained(at), lambda at: load_head(MODEL, at)),
+}
+OTHER_CONTENT = (b"", b"null", b"{}", b"[1]", b'{"format": NaN}', b"\xff\xfe\x00", b"[" * 100_000, b"\0" * 64)
+
+
+def damaged(file: Path) -> Iterator[None]:
+    """Damages a file in one way after another; only what decides what is loaded."""
+    content = file.read_bytes()
+    for other in (*OTHER_CONTENT, *(content[: len(content) * part // 9] for part in range(9)), content[:-1]):
+        file.write_bytes(other)
+        yield
+    file.unlink()
+    yield
+    file.write_bytes(content)
+    if file.suffix == ".safetensors":
+        for name, value in load_file(file).items():
+            wrong = torch.full_like(value, torch.nan) if value.is_floating_point() else value - 1
+            save_file(load_file(file) | {name: wrong}, file)
+            yield
+            file.write_bytes(content)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_damaged_file_is_one_error(loader: str, tmp_path: Path) -> None:
+    write, read = LOADERS[loader]
+    write(tmp_path)
+    files = [file for file in tmp_path.iterdir() if file.suffix in (".json", ".safetensors")]
+    assert files
+    for file in files:
+        for _ in damaged(file):
+            with pytest.raises(SettingError) as error:
+                read(tmp_path)
+            assert str(tmp_path) in str(error.value), (file.name, error.value)
+        read(tmp_path)
+
+
+def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something can be replaced; of lists the first and the last."""
+    if keys:
+        yield keys
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from places(value, (*keys, key))
+    elif isinstance(content, list) and content:
+        for index in sorted({0, len(content) - 1}):
+            yield from places(content[index], (*keys, index))
+
+
+@pytest.mark.parametrize("value", [None, -1, [[0.5]]], ids=repr)
+def test_findings_that_do_not_fit(value: Any, tmp_path: Path) -> None:
+    """Whatever was changed: the output is that of the model, or one error names the file before any forward."""
+    kept(tmp_path)
+    file, refused = tmp_path / "selfspec.json", 0
+    content, plain = file.read_text(), generate(MODEL, prompt(), 12)
+    for keys in places(json.loads(content)["findings"], ("findings",)):
+        changed = json.loads(content)
+        reduce(getitem, keys[:-1], changed)[keys[-1]] = value
+        file.write_text(json.dumps(changed))
+        try:
+            ids, told = use_kept(tmp_path), ""
+        except SettingError as error:
+            ids, told = plain, str(error)
+        refused += bool(told)
+        assert torch.equal(ids, plain), keys
+        assert not told or str(file) in told, keys
+    assert refused > 5
+
+
+def test_a_damaged_cache_begins_anew(tmp_path: Path) -> None:
+    """With one warning, and the next write takes its place."""
+    expected = generate(MODEL, prompt(), 20)
+
+    def told() -> list[str]:
+        spec = SelfSpec(SOURCES, cache_dir=tmp_path)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert torch.equal(generate(MODEL, prompt(), 20, assistant=spec), expected)
+            knowledge.write_all()
+        return [str(one.message) for one in found]
+
+    assert told() == []
+    (file,) = tmp_path.rglob("*.json")
+    for content in (*OTHER_CONTENT, file.read_bytes()[:-2], file.read_bytes().replace(b'"store"', b'"stores"')):
+        file.write_bytes(content)
+        (words,) = told()
+        assert words.startswith(f"findings begin anew, since their file cannot be used: {file} is not a saved")
+        assert told() == []
