@@ -1,9 +1,9 @@
-"""Answers to many prompts by several processes, each with its share of them and all with one store of texts.
+"""Answers to many prompts by several processes, each with its share of them and a store of texts.
 
     torchrun --nproc-per-node 2 examples/batch_inference.py --model MODEL --data prompts.jsonl --output answers.jsonl \
         --cache-dir cache
 
-The processes keep the texts of their answers in the cache folder, and later runs draft from them. For runs that go on
+Each process keeps the texts of its answers in the cache folder, and drafts from them in later runs. For runs that go on
 after they were stopped, and for several machines, see ``ray_batches.py``.
 """
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parts = [args.output.with_name(f"{args.output.name}.part-{part}") for part in range(count)]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    spec = SelfSpec(cache_dir=args.cache_dir)
+    spec = SelfSpec(cache_dir=args.cache_dir, task=f"process-{process}")
     with parts[process].open("w", encoding="utf-8") as file:
         for prompt in tqdm(share, disable=not state.is_local_main_process):
             inputs = inputs_of(tokenizer, prompt).to(state.device)

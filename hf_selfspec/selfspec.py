@@ -55,7 +55,8 @@ class SelfSpec(Settings):
         tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with one either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
-            for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
+            for one model (its weights, not its name), these settings and one task; the last writer wins. Models that
+            several processes share use none.
         task: name of what the model is used for; use another name for another kind of text.
         graphs: ``False`` for none. Otherwise, on CUDA, the kernels of a forward over a few tokens are captured when its
             shape comes for the third time, which takes about as long as ten forwards, and one launch runs them. Results
@@ -94,8 +95,9 @@ class SelfSpec(Settings):
     def forget(self) -> None:
         """Drops the texts of earlier calls, and what was kept of the model's logits on them.
 
-        They are dropped from the memory of this process, for all models, and from the files of ``cache_dir`` that it
-        has used. Findings about layers, and the times of forwards, stay.
+        They are dropped from the memory of this process, for all models, with the files of ``cache_dir`` that it has
+        used; other processes drop them before they write. Findings about layers, and the times of forwards, stay in
+        memory.
         """
         self._knowledge.forget_texts()
 

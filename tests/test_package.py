@@ -28,6 +28,7 @@ from hf_selfspec.model import internals
 TORCHS = {
     *("_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_has_any_global_hook", "_compiled_call_impl"),
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_ConvNd", "_DropoutNd", "_linear_pointwise"),
+    "_version",
     *("_convert_weight_to_int4pack", "_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm"),
     *("_weight_int4pack_mm_for_cpu", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_flash_attention", "_fused_sdp_choice"),

@@ -267,7 +267,7 @@ def in_float32(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path, in_float32: Path) -> None:
+def test_processes_answer_their_share_and_draft_from_their_answers(tmp_path: Path, in_float32: Path) -> None:
     prompts = [f"def {name}(path):\n" for name in ("read_text", "write_lines", "remove", "copy_file", "size_of")]
     data, output, cache = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "cache"
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -276,10 +276,10 @@ def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path,
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == prompts
     model, tokenizer = (kind.from_pretrained(in_float32) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    for answer in (answers[0], answers[-1]):  # of the first process, and of the second
+    for process, answer in enumerate((answers[0], answers[-1])):
         inputs, rounds = tokenizer(answer["prompt"], return_tensors="pt"), []
         for folder in (None, cache):
-            spec = SelfSpec(cache_dir=folder)
+            spec = SelfSpec(cache_dir=folder, task=f"process-{process}")
             ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
             rounds.append(spec.stats.rounds)
         assert tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) == answer["answer"]
