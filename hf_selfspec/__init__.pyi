@@ -18,7 +18,7 @@ from .drafts import SkipLayers as SkipLayers
 from .drafts.attached import load_head as load_head
 from .drafts.grammar import Grammar as Grammar
 from .drafts.grammar import register_grammar as register_grammar
-from .drafts.layers.choice import ExitChoice as ExitChoice
+from .drafts.layers.early_exit import ExitChoice as ExitChoice
 from .drafts.siblings import TopKTree as TopKTree
 from .drafts.stateless import register_stateless as register_stateless
 from .drafts.stop.adaptive import AdaptiveThreshold as AdaptiveThreshold

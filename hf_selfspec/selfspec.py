@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .drafts.layers.choice import ExitChoice
+from .drafts.layers.early_exit import ExitChoice
 from .errors import SettingError
 from .generate.call import Call, serve
 from .generate.refusals import check_options

@@ -7,11 +7,13 @@ from itertools import chain
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
 from ..model.anatomy import Anatomy
+from ..model.plan import LayerPlan
+from ..modules.mtp import MtpHead
 from ..modules.shipped import attached_head
 from .attached import source_of
 from .controlled import ControlledDrafter
 from .free.lookup import Lookup
-from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from .source import Drafter, DraftSource, FindChoice, Session
 
 
 @register("draft")
@@ -47,7 +49,7 @@ class Cascade(DraftSource):
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single sources.")
         object.__setattr__(self, "sources", sources)
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan | MtpHead:
         """See :meth:`DraftSource.blocks`; free drafts are left out.
 
         Raises:

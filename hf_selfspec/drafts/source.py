@@ -17,10 +17,8 @@ from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.mtp import MtpHead
-from ..search.skip_search import SkipChoice
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
-from .layers.choice import ExitChoice
 from .scoring import Scorer
 from .siblings import Tree
 from .stop.rules import Memory, StopRule, longest_draft
@@ -166,25 +164,6 @@ class Session:
         return replace(self, stop=self.stop or usual_stop)
 
 
-@dataclass(frozen=True)
-class DraftBlocks:
-    """A draft that needs nothing but the blocks of a plan, and perhaps MTP layers."""
-
-    plan: LayerPlan
-    mtp: MtpHead | None = None
-
-    @classmethod
-    def of_choice(cls, name: str, choice: ExitChoice | SkipChoice | None, anatomy: Anatomy) -> DraftBlocks:
-        """The blocks that were chosen for the source ``name``."""
-        if choice is None:
-            raise SettingError(
-                f"{name} has chosen no part of {anatomy.model_name} yet, or none pays on this machine, so there is "
-                "nothing to export. Generate (more) with this SelfSpec first, use what hf_selfspec.tune returns, or "
-                "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
-            )
-        return cls(choice.plan)
-
-
 class DraftSource:
     """Settings of a way to draft. To write your own, derive a frozen dataclass from it.
 
@@ -243,7 +222,7 @@ class DraftSource:
             SelfSpecError: the source cannot draft for this model or call.
         """
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan | MtpHead:
         """Returns the part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.
 
         Args:
@@ -257,3 +236,15 @@ class DraftSource:
             f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
             "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
         )
+
+
+def chosen_plan(source: DraftSource, choice: Any, anatomy: Anatomy) -> LayerPlan:
+    """Returns the plan of what was chosen for a source, where something was."""
+    if choice is None:
+        raise SettingError(
+            f"{source!r} has chosen no part of {anatomy.model_name} yet, or none pays on this machine, so there is "
+            "nothing to export. Generate (more) with this SelfSpec first, use what hf_selfspec.tune returns, or "
+            "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
+        )
+    plan: LayerPlan = choice.plan
+    return plan

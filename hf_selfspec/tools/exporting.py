@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..drafts.layers.choice import ExitChoice
+from ..drafts.layers.early_exit import ExitChoice
 from ..drafts.source import DraftSource
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
@@ -67,19 +67,19 @@ def export_draft(
     _check_place(folder, at)
     _check_model(inner)
     anatomy = Anatomy.of(inner)
-    blocks = source.blocks(anatomy, partial(_choice, knowledge))
-    if blocks.mtp is not None:
-        blocks.mtp.check(knowledge.fingerprint)
-        _write_mtp(inner, blocks.mtp, at, tokens)
+    part = source.blocks(anatomy, partial(_choice, knowledge))
+    if isinstance(part, MtpHead):
+        part.check(knowledge.fingerprint)
+        _write_mtp(inner, part, at, tokens)
         return
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
             f"{_NAME}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
         )
-    draft = draft_model(inner, anatomy, blocks.plan)
-    _check_agreement(inner, anatomy, blocks.plan, draft)
-    card = _card_of(source, tokens, at, knowledge, blocks.plan, draft)
+    draft = draft_model(inner, anatomy, part)
+    _check_agreement(inner, anatomy, part, draft)
+    card = _card_of(source, tokens, at, knowledge, part, draft)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:

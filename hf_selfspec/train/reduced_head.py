@@ -26,7 +26,7 @@ class ReducedHeadFit(Fit[ReducedHead], command="head", function="fit_reduced_hea
         output_dir: folder in which the head is saved, with a model card.
 
     Returns:
-        The head, for ``EarlyExit(layer, head=head)`` or ``EarlyExitAdapter(adapter, head=head)``.
+        The head, for ``EarlyExit(layer, head=head)``.
 
     Raises:
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.

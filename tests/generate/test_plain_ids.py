@@ -73,9 +73,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "default": lambda model: SelfSpec(),
     "cascade": lambda model: SelfSpec(Cascade([Lookup(), EarlyExit(2)]), ConfidenceThreshold(0.1)),
     "adapter": lambda model: SelfSpec(EarlyExitAdapter(adapter_of(model, exit_layer=1)), FixedLength(4)),
-    "adapter tree": lambda model: SelfSpec(
-        EarlyExitAdapter(adapter_of(model, exit_layer=1), reduced(model)), FixedLength(4), _WIDE
-    ),
+    "adapter tree": lambda model: SelfSpec(EarlyExitAdapter(adapter_of(model, exit_layer=1)), FixedLength(4), _WIDE),
     "quantized": lambda model: SelfSpec(Quantized(), FixedLength(3)),
     "quantized tree": lambda model: SelfSpec(Quantized(), FixedLength(3), _WIDE),
     "heads": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6)),

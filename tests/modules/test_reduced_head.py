@@ -11,14 +11,11 @@ from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import check_lossless
-from helpers.fitted import adapter_of
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
 from helpers.watched import drafts_into
 from hf_selfspec import (
-    Adapter,
     EarlyExit,
-    EarlyExitAdapter,
     FixedLength,
     ReducedHead,
     SelfSpec,
@@ -48,15 +45,10 @@ def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, **options: Any) -> set[i
     return set(torch.cat(lines).tolist())
 
 
-@pytest.mark.every_run("EarlyExit-True|EarlyExitAdapter-False")
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("source_class", [EarlyExit, EarlyExitAdapter])
-def test_only_these_are_drafted(source_class: Any, do_sample: bool, llama: LlamaForCausalLM) -> None:
+def test_only_these_are_drafted(do_sample: bool, llama: LlamaForCausalLM) -> None:
     torch.manual_seed(0)
-    draft = (
-        EarlyExit(2, head_of(KEPT)) if source_class is EarlyExit else EarlyExitAdapter(adapter_of(llama), head_of(KEPT))
-    )
-    drafted = drafted_by(llama, SelfSpec(draft, FixedLength(3)), do_sample=do_sample)
+    drafted = drafted_by(llama, SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3)), do_sample=do_sample)
     assert len(drafted) > 2
     assert drafted <= set(KEPT)
 
@@ -121,9 +113,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     weight = model.lm_head.weight
     model.lm_head = type("Other", (torch.nn.Linear,), {})(64, VOCABULARY, bias=False)
     model.lm_head.weight = weight
-    with_head = Adapter(2, 64, 4, vocabulary=VOCABULARY)
     for wrong, error, words in (
-        (lambda: EarlyExitAdapter(with_head, head_of(KEPT)), SettingError, "has a head of its own"),
         (lambda: EarlyExit(2, 8192), SettingTypeError, r"EarlyExit\(head\) must be ReducedHead or the path"),
         (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved reduced head"),
         (lambda: reduced.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),

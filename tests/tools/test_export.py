@@ -43,7 +43,6 @@ from hf_selfspec import (
     UnsupportedOptionError,
     load_head,
 )
-from hf_selfspec.drafts.source import DraftBlocks
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.tools import exporting
@@ -65,7 +64,7 @@ def no_choice(choice_class: type) -> Any:
     raise AssertionError(f"{choice_class} is not needed")
 
 
-def blocks_of(source: DraftSource, model: PreTrainedModel) -> DraftBlocks:
+def blocks_of(source: DraftSource, model: PreTrainedModel) -> Any:
     return source.blocks(Anatomy.of(model), no_choice)
 
 
@@ -84,7 +83,7 @@ def exported(source: DraftSource, model: PreTrainedModel, folder: Path) -> PreTr
     SelfSpec(source).export_draft(folder, model)
     draft = loaded(folder, model)
     ids = TEXT["input_ids"]
-    expected = partial_logits(model, Anatomy.of(model), blocks_of(source, model).plan, ids)
+    expected = partial_logits(model, Anatomy.of(model), blocks_of(source, model), ids)
     assert (draft(input_ids=ids, use_cache=False).logits - expected).abs().max() <= CLOSE
     return draft
 
@@ -121,7 +120,7 @@ def test_ids_with_transformers_own_loop(name: str, part: str, tmp_path: Path) ->
 def test_what_goes_by_a_layers_place_is_found() -> None:
     model = build("diffllama")
     with pytest.raises(UnsupportedModelError, match=r"layer 2 of DiffLlamaForCausalLM .* layer 1 .*lambda_init"):
-        draft_model(model, Anatomy.of(model), blocks_of(SkipLayers([1], [1]), model).plan)
+        draft_model(model, Anatomy.of(model), blocks_of(SkipLayers([1], [1]), model))
 
 
 def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +147,7 @@ def test_nothing_is_copied_and_the_model_stays_as_it_was(
     for layer in model.model.layers:
         layer.gradient_checkpointing = True
     anatomy = Anatomy.of(model)
-    draft = draft_model(model, anatomy, blocks_of(SKIP, model).plan)
+    draft = draft_model(model, anatomy, blocks_of(SKIP, model))
     whole = {value.data_ptr() for value in model.state_dict().values()}
     assert all(value.data_ptr() in whole for value in draft.state_dict().values())
     before, config = dict(model.state_dict()), model.config.to_dict()

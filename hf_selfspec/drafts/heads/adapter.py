@@ -5,64 +5,52 @@ from dataclasses import dataclass
 import torch
 
 from ...batch import Text
-from ...errors import SettingError
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.cache.speculative_cache import SpeculativeCache
 from ...model.forward_pass import ForwardPass
-from ...model.head import HeadRows
 from ...model.plan import LayerPlan
 from ...model.transfer import RowNumbers
 from ...modules.adapter import Adapter
-from ...modules.reduced_head import ReducedHead
 from ...validation import StrPath
 from ..growing import DraftStep
-from ..layers.early_exit import ExitSource
+from ..layers.early_exit import FittedExit
 from ..source import Drafter, Session
 from ..states import StatesDraft
 from ..stop.rules import ConfidenceThreshold
 
 
 @register("draft")
-@dataclass(frozen=True, repr=False)
-class EarlyExitAdapter(ExitSource[Adapter]):
+@dataclass(frozen=True)
+class EarlyExitAdapter(FittedExit[Adapter]):
     """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.
 
     Args:
         adapter: the adapter, or the folder or Hub repository that holds one, see ``fit_adapter``.
-        head: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`; for adapters that have no head
-            of their own.
 
     Raises:
-        SettingError, SettingTypeError: there is no such adapter or head, or they do not fit together.
+        SettingError, SettingTypeError: there is no such adapter.
     """
 
     adapter: Adapter | StrPath
-    head: ReducedHead | StrPath | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "module", self._load("adapter", Adapter))
-        self._load_head()
-        if self.head is not None and self.module.head is not None:
-            raise SettingError(
-                "EarlyExitAdapter(head): this adapter has a head of its own, so the model's is not run. Leave `head` "
-                "out, or fit an adapter with own_head=False."
-            )
+        self._load("adapter", Adapter)
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         return self.exit_at(self.module.exit_layer, anatomy)
 
     def start(self, session: Session) -> Drafter:
-        plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
+        plan = self.plan(session.anatomy)
         self.module.check(session.knowledge.fingerprint)
-        return AdapterDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.module, head)
+        return AdapterDraft(session.with_usual_stop(ConfidenceThreshold()), plan, self.module)
 
 
 class AdapterDraft(StatesDraft):
     """Drafts with the layers below an exit, an adapter, which has keys and values of its own, and a head."""
 
-    def __init__(self, session: Session, plan: LayerPlan, adapter: Adapter, head: HeadRows | None) -> None:
-        super().__init__(session, (adapter.exit_layer,), plan, head)
+    def __init__(self, session: Session, plan: LayerPlan, adapter: Adapter) -> None:
+        super().__init__(session, (adapter.exit_layer,), plan)
         self._adapter = adapter
         self._cache = SpeculativeCache(1, len(self._entered_count), session.target.cache.capacity)
 
@@ -73,11 +61,7 @@ class AdapterDraft(StatesDraft):
         self.take_in(text)
         entries = cursors.minus(RowNumbers([first - 1 for first in self._first_slot]))
         if self._adapter.head is None:
-            run = ForwardPass(
-                self.plan,
-                head_input_fn=lambda states: self._adapted(states, entries).to(states.dtype),
-                head_rows=self.head,
-            )
+            run = ForwardPass(self.plan, head_input_fn=lambda states: self._adapted(states, entries).to(states.dtype))
             step = self.target.step(feed, cursors, run)
             logits, states = step.logits, step.exit_state
         else:

@@ -20,7 +20,7 @@ from ...modules.heads import METRICS, ExitHeads
 from ...stats import GenerationStats
 from ...validation import StrPath, check_share
 from ..growing import DraftStep
-from ..layers.early_exit import ExitSource
+from ..layers.early_exit import FittedExit
 from ..layers.partial import PlanDrafter
 from ..source import Drafter, Session
 from ..stop.rules import ConfidenceThreshold
@@ -28,7 +28,7 @@ from ..stop.rules import ConfidenceThreshold
 
 @register("draft")
 @dataclass(frozen=True)
-class DynamicExit(ExitSource[ExitHeads]):
+class DynamicExit(FittedExit[ExitHeads]):
     """Drafts each token at the first exit head that is sure enough; the draft ends where none is.
 
     Args:
@@ -47,7 +47,7 @@ class DynamicExit(ExitSource[ExitHeads]):
 
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
-        object.__setattr__(self, "module", self._load("heads", ExitHeads))
+        self._load("heads", ExitHeads)
         object.__setattr__(self, "_thresholds", self.module.draft_thresholds(self.epsilon, self.metric))
 
     @property

@@ -18,7 +18,6 @@ from ...model.cache.speculative_cache import SpeculativeCache
 from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
 from ...model.patching import within
-from ...model.plan import LayerPlan
 from ...model.transfer import RowNumbers, at_places
 from ...modules.draft_module import module_of
 from ...modules.eagle import load_eagle3
@@ -26,7 +25,7 @@ from ...modules.mtp import MtpHead
 from ...modules.reduced_head import ReducedHead
 from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
-from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from ..source import Drafter, DraftSource, FindChoice, Session
 from ..states import StatesDraft, picked
 from ..stop.rules import ProductThreshold
 
@@ -77,12 +76,13 @@ class MTP(DraftSource):
         """
         return cls(load_eagle3(checkpoint, state_layers))
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> MtpHead:
         if self.head is None:
             raise UnsupportedOptionError(
                 f"{anatomy.model_name}'s own MTP layers need no export: engines read them from its checkpoint."
             )
-        return DraftBlocks(LayerPlan(anatomy.num_layers), mtp=self.__dict__["_head"])
+        head: MtpHead = self.__dict__["_head"]
+        return head
 
     def start(self, session: Session) -> Drafter:
         target = session.target

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
-
-from transformers import PreTrainedModel
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ...errors import SettingError, UnsupportedModelError
+from ...learned.findings import Findings
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.head import HeadRows
@@ -18,10 +17,9 @@ from ...modules.draft_module import DraftModule, module_of
 from ...modules.reduced_head import ReducedHead
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
 from ..controlled import among
-from ..controller import Measurements
-from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from ..controller import LEAST_SPEEDUP, ArmStats, Measurements
+from ..source import Drafter, DraftSource, FindChoice, Session, chosen_plan
 from ..stop.rules import FixedLength
-from .choice import ExitChoice, MeasuredExits
 from .partial import PlanDrafter
 
 _M = TypeVar("_M", bound=DraftModule)
@@ -33,34 +31,55 @@ _USUAL_STOP = FixedLength(3)
 _EXITS = 5
 
 
-class ExitSource(DraftSource, Generic[_M]):
-    """A source that drafts at an exit layer, perhaps with a fitted ``module``, or some rows of the head."""
+@dataclass(frozen=True)
+class ExitChoice:
+    """The exit layer that has been the fastest so far.
+
+    Attributes:
+        plan: the blocks that run in a draft.
+        speedup: tokens per second over those of rounds without a draft.
+        acceptance_rate: share of its drafted tokens that were accepted, α.
+    """
+
+    plan: LayerPlan
+    speedup: float
+    acceptance_rate: float
+
+    @property
+    def layer(self) -> int:
+        """The exit layer ``E``."""
+        return self.plan.first_altered
+
+
+class MeasuredExits(Findings):
+    """The exits that have drafted in calls of one kind, and the results of all sources in these calls."""
+
+    def __init__(self) -> None:
+        self.plans: dict[str, LayerPlan] = {}
+        self.arms: Mapping[str, ArmStats] = {}
+
+    @property
+    def choice(self) -> ExitChoice | None:
+        """The fastest exit, ``None`` where none has drafted yet or none pays."""
+        arms = [(plan, self.arms[name]) for name, plan in list(self.plans.items()) if name in self.arms]
+        measured = [ExitChoice(plan, arm.gained / arm.spent, arm.acceptance_rate) for plan, arm in arms if arm.spent]
+        best = max(measured, key=lambda choice: choice.speedup, default=None)
+        return None if best is None or best.speedup < LEAST_SPEEDUP else best
+
+
+class FittedExit(DraftSource, Generic[_M]):
+    """A source that drafts at an exit layer with a fitted ``module``."""
 
     module: _M
-    head: ReducedHead | StrPath | None = None
 
-    def _load(self, setting: str, module_class: type[DraftModule]) -> Any:
+    def _load(self, setting: str, module_class: type[_M]) -> None:
         """Loads the module that a setting holds or names, and makes a relative path a whole one."""
         whole, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
         object.__setattr__(self, setting, whole)
-        return module
+        object.__setattr__(self, "module", module)
 
-    def _load_head(self) -> None:
-        if self.head is not None:
-            object.__setattr__(self, "_reduced", self._load("head", ReducedHead))
-
-    def __repr__(self) -> str:
-        settings: Any = fields(self)  # type: ignore[arg-type]  # of a dataclass that derives from it
-        shown = [(setting.name, getattr(self, setting.name)) for setting in settings]
-        values = ", ".join(f"{name}={value!r}" for name, value in shown if name != "head" or value is not None)
-        return f"{type(self).__name__}({values})"
-
-    def head_rows(self, model: PreTrainedModel) -> HeadRows | None:
-        """Returns what runs in place of a model's head in one generation, ``None`` for the whole head."""
-        return None if self.head is None else HeadRows(model, self.__dict__["_reduced"].tokens)
-
-    def plan(self, anatomy: Anatomy) -> LayerPlan | None:
-        """The blocks that run for this model, ``None`` where several exits are compared."""
+    def plan(self, anatomy: Anatomy) -> LayerPlan:
+        """The blocks that run for this model."""
         raise NotImplementedError
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
@@ -78,7 +97,7 @@ class ExitSource(DraftSource, Generic[_M]):
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExit(ExitSource[DraftModule]):
+class EarlyExit(DraftSource):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
     Lossless with any model; fast with a model whose early layers were trained to predict tokens.
@@ -99,21 +118,32 @@ class EarlyExit(ExitSource[DraftModule]):
     def __post_init__(self) -> None:
         if self.layer is not None:
             check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
-        self._load_head()
+        if self.head is not None:
+            whole, reduced = module_of("EarlyExit(head)", self.head, ReducedHead)
+            object.__setattr__(self, "head", whole)
+            object.__setattr__(self, "_reduced", reduced)
+
+    def __repr__(self) -> str:
+        return f"EarlyExit(layer={self.layer}{'' if self.head is None else f', head={self.head!r}'})"
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        self.plan(anatomy)
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
-        return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
+        """The blocks that run for this model, ``None`` where several exits are compared."""
+        if self.layer is None:
+            return None
+        check_exit("EarlyExit", "layer", self.layer, anatomy.num_layers, anatomy.model_name)
+        return LayerPlan.early_exit(anatomy.num_layers, self.layer)
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan:
         if self.head is not None:
             raise SettingError(
                 f"{self!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
                 "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
                 "--speculative-token-map)."
             )
-        if (plan := self.plan(anatomy)) is not None:
-            return DraftBlocks(plan)
-        return DraftBlocks.of_choice(repr(self), find_choice(ExitChoice), anatomy)
+        return self.plan(anatomy) or chosen_plan(self, find_choice(ExitChoice), anatomy)
 
     def arms(self, anatomy: Anatomy) -> Sequence[DraftSource]:
         if self.layer is not None:
@@ -135,7 +165,8 @@ class EarlyExit(ExitSource[DraftModule]):
         plan = self.plan(session.anatomy)
         if plan is None:
             return self._compared(session)
-        draft = PlanDrafter(session.with_usual_stop(_USUAL_STOP), plan, self.head_rows(session.target.model))
+        head = None if self.head is None else HeadRows(session.target.model, self.__dict__["_reduced"].tokens)
+        draft = PlanDrafter(session.with_usual_stop(_USUAL_STOP), plan, head)
         if session.in_cascade:
             exits: MeasuredExits = session.knowledge.of("exits", lambda _: MeasuredExits())
             exits.plans[session.name] = plan
@@ -153,8 +184,3 @@ class EarlyExit(ExitSource[DraftModule]):
                 "the exit layer."
             )
         return among(self.arms(session.anatomy), session)
-
-
-def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:
-    check_exit(name, "layer", layer, anatomy.num_layers, anatomy.model_name)
-    return LayerPlan.early_exit(anatomy.num_layers, layer)

@@ -11,7 +11,7 @@ from ...model.plan import LayerPlan, check_plan
 from ...search.skip_search import SkipChoice
 from ...search.skip_space import OnTheFlySearch
 from ...validation import MOST_LAYERS, check_count, check_share
-from ..source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from ..source import Drafter, DraftSource, FindChoice, Session, chosen_plan
 from .partial import PlanDrafter
 from .searching import USUAL_STOP, SearchingDraft
 
@@ -120,10 +120,10 @@ class SkipLayers(DraftSource):
                 ignore_numbers=True,
             )
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan:
         if self.search is None:
-            return DraftBlocks(self.plan(anatomy))
-        return DraftBlocks.of_choice(repr(self), find_choice(SkipChoice), anatomy)
+            return self.plan(anatomy)
+        return chosen_plan(self, find_choice(SkipChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
         plan = self.plan(session.anatomy)
