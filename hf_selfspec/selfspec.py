@@ -17,9 +17,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from .drafts.layers.early_exit import ExitChoice
-from .errors import SettingError
+from .errors import SettingError, UnsupportedModelError
 from .generate.call import Call, serve
 from .generate.refusals import check_options
+from .generate.unseen import why_plain
 from .learned import saving
 from .learned.files import path_of, reported
 from .model.anatomy import Anatomy, causal_lm
@@ -210,6 +211,8 @@ class SelfSpec(Settings):
     ) -> Any:
         """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
         check_options(model, generation_config)
+        if why := why_plain(model):
+            raise UnsupportedModelError(why)
         prepared = (Anatomy.of(model), model, input_ids, logits_processor, stopping_criteria, generation_config)
         return serve(Call(*prepared, synced_gpus, streamer, model_kwargs), self)
 

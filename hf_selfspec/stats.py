@@ -14,7 +14,7 @@ class GenerationStats:
     """What one call of ``generate`` did.
 
     Attributes:
-        tokens: tokens generated, all rows; 0 where a call was left to plain ``generate`` before it began.
+        tokens: tokens generated, all rows; 0 where a call was left to plain ``generate``.
         rounds: verification passes, counted for each row that took part; the prefill does not count.
         drafted: drafting steps, all rows (siblings in a tree do not count).
         accepted: drafted tokens that were kept.
@@ -35,8 +35,8 @@ class GenerationStats:
         promise: how far ids are plain ``generate``'s: ``bit for bit`` (see :attr:`SelfSpec.exact`), ``token for token``
             (float32), others where logits are ``near-ties`` (16 bits, or float32 that may be multiplied in TF32 or
             bfloat16 by torch's flags), or the ``distribution`` alone of drawn ones.
-        left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
-            verified then.
+        left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted,
+            verified or counted then.
         checked: what of the model the tests of this package have not seen, so that drafting with it was first compared
             with plain ``generate``; empty where there is nothing. ``left_to_generate`` has what failed.
         together_for: what may keep a state, or change the model, between tokens, so that all rows advanced together.
@@ -73,14 +73,9 @@ class GenerationStats:
     timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of_plain(cls, counts: list[int], seconds: float, why: str, plan: str) -> GenerationStats:
-        """Statistics of a call that plain ``generate`` has served, from the number of tokens of each row."""
-        tokens, rounds = sum(counts), sum(counts) - len(counts)
-        stats = cls(tokens, rounds, total_seconds=seconds, left_to_generate=why, promise="bit for bit")
-        stats.accepted_lengths[0] = rounds
-        stats.from_draft = [[False] * count for count in counts]
-        stats.plan, stats.timeline = plan, [(tokens, seconds)]
-        return stats
+    def of_plain(cls, seconds: float, why: str) -> GenerationStats:
+        """Statistics of a call that plain ``generate`` has served."""
+        return cls(total_seconds=seconds, left_to_generate=why, promise="bit for bit")
 
     @property
     def acceptance_rate(self) -> float:
@@ -104,31 +99,9 @@ class GenerationStats:
         parts = self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.search_seconds
         return self.total_seconds - parts
 
-    @property
-    def draft_cost(self) -> float:
-        """c, time of a drafting step / time of a verification pass, both measured in this call (0 without a draft).
-
-        The papers divide by the time of a one-token pass of the full model. A verification pass takes as long where
-        memory bandwidth is the limit. ``examples/benchmarks/engine.py`` measures the one-token pass itself.
-        """
-        if not self.draft_steps or not self.verify_passes or not self.verify_seconds:
-            return 0.0
-        return (self.draft_seconds / self.draft_steps) / (self.verify_seconds / self.verify_passes)
-
-    @property
-    def expected_speedup(self) -> float:
-        """``M α / ((M - 1) c + α)`` (SWIFT, equation 6) with the measured ``c``; 1 if nothing was drafted."""
-        m, alpha = self.mean_generated_length, self.acceptance_rate
-        if not self.drafted:
-            return 1.0
-        if not alpha:
-            return 1.0 / (1.0 + self.draft_cost * self.drafted / self.rounds)
-        return m * alpha / ((m - 1) * self.draft_cost + alpha)
-
     def __str__(self) -> str:
         if self.left_to_generate:
-            tokens = f"{self.tokens} tokens in " if self.tokens else ""
-            return f"left to plain generate, since {self.left_to_generate}: {tokens}{self.total_seconds:.2f} seconds"
+            return f"left to plain generate, since {self.left_to_generate}: {self.total_seconds:.2f} seconds"
         seconds = (
             f"{self.total_seconds:.2f} = prefill {self.prefill_seconds:.2f} + draft {self.draft_seconds:.2f}"
             f" + verify {self.verify_seconds:.2f} + search {self.search_seconds:.2f} + rest {self.other_seconds:.2f}"
@@ -142,9 +115,6 @@ class GenerationStats:
             ("seconds", seconds),
             ("plain generate's ids", self.promise),
         ]
-        if self.draft_steps:
-            lines.append(("c (step / verify pass)", f"{self.draft_cost:.3f}"))
-            lines.append(("expected speed-up", f"{self.expected_speedup:.2f}"))
         if self.together_for:
             lines.append(("rows advance together", f"since {self.together_for} may keep a state"))
         if self.exit_layers:
@@ -157,14 +127,3 @@ class GenerationStats:
             lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
             lines.append(("MLP blocks", self.plan.translate(_MLP)))
         return "\n".join(f"{name:<24} {value}" for name, value in lines)
-
-
-def generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
-    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding at its end."""
-    for index, token in enumerate(row, start=1):
-        if token in eos_tokens:
-            return index
-    count = len(row)
-    while count and row[count - 1] == padding:
-        count -= 1
-    return count

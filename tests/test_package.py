@@ -173,8 +173,6 @@ def test_stats_by_hand() -> None:
     assert stats.acceptance_rate == 0.5
     assert stats.mean_generated_length == 2.5
     assert [stats.ctar(w) for w in (1, 2, 3, 4)] == [0.75, 0.5, 0.25, 0.0]
-    assert stats.draft_cost == pytest.approx(0.2)
-    assert stats.expected_speedup == pytest.approx(2.5 * 0.5 / (1.5 * 0.2 + 0.5))
     assert stats.other_seconds == pytest.approx(0.3)
     assert "acceptance rate α        0.500" in str(stats)
 

@@ -26,7 +26,7 @@ from ..drafts.scoring import Scorer
 from ..drafts.siblings import Tree
 from ..drafts.source import Session
 from ..drafts.stateless import stateful
-from ..errors import UnsupportedModelError, left_to_plain, only_warned, warn_once
+from ..errors import SelfSpecError, UnsupportedModelError, left_to_plain, only_warned, warn_once
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.attention.exact import reduced_precision
@@ -38,17 +38,16 @@ from ..model.inputs import Inputs
 from ..model.internals import is_cast_by_accelerate, is_of_user, pad_token, sample
 from ..model.module_tools import others_are_unfinished
 from ..model.patching import without_checkpointing
-from ..model.plan import LayerPlan
 from ..model.prompt import cache_name, given_cache
 from ..model.target import Target
 from ..settings import Settings
-from ..stats import GenerationStats, generated
+from ..stats import GenerationStats
 from .decoder import Decoder
 from .output import Output
-from .probation import TOKENS, cannot_be_laid_out, compare, decoded_logits
+from .probation import TOKENS, compare, decoded_logits
 from .refusals import check_call, check_exact, check_length
 from .stopping import Stopper
-from .unseen import UNKNOWN, Unseen, why_plain
+from .unseen import UNKNOWN, Unseen
 
 # Initial cache slots where the final length of the text is not known.
 FIRST_SLOTS = 1024
@@ -125,7 +124,8 @@ def serve(prepared: Call, spec: Settings) -> Any:
             return _run(prepared, decoder, knowledge)
     except Exception as error:
         has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
-        if has_begun or not (call.default_of or (unseen and cannot_be_laid_out(call, error, _build))):
+        may_be_the_models = bool(unseen) and not isinstance(error, SelfSpecError)
+        if has_begun or not (call.default_of or may_be_the_models):
             raise
         call, why = prepared, left_to_plain(call.anatomy.model_name, call.default_of, error)
     return _decode_plainly(prepared if prepared.has_static_cache else call, knowledge, why)
@@ -145,7 +145,7 @@ def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
     """Returns the call, with what a comparison has left of what its model supports, and why transformers' own loop
     serves it; empty where we do."""
     name = call.anatomy.model_name
-    if why := why_plain(call.model) or ("" if spec.trust else unseen.why_plain):
+    if why := "" if spec.trust else unseen.why_plain:
         return call, left_to_plain(name, "", UnsupportedModelError(why))
     if call.inputs.prompt.has_gaps:
         warn_once(f"{_GAPS} This call is left to transformers' own loop, in which nothing is drafted.")
@@ -291,12 +291,6 @@ def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     begun = perf_counter()
     with without_checkpointing(call.model, call.anatomy.view.modules):
         output = sample(**options)
-    seconds = perf_counter() - begun
     with only_warned("keeping a call's statistics"):
-        ids = output if isinstance(output, torch.Tensor) else output.sequences
-        eos_tokens = call.stopper.eos_tokens
-        padding = pad_token(call.generation_config) if eos_tokens else None
-        counts = [generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
-        stats = GenerationStats.of_plain(counts, seconds, why, LayerPlan(call.anatomy.num_layers).picture())
-        knowledge.knowledge.add_call(stats)
+        knowledge.knowledge.add_call(GenerationStats.of_plain(perf_counter() - begun, why))
     return output

@@ -1,11 +1,10 @@
 """Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
-import gc
 import inspect
 import sys
 import weakref
 from collections.abc import Mapping
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any, Literal
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -14,11 +13,11 @@ from ..errors import SettingTypeError, UnsupportedOptionError, brief, warn_once
 from ..model.anatomy import causal_lm
 from ..model.forks import new_lock
 from ..selfspec import SelfSpec
-from .seams import is_wrapped
 
 # Options of a call or generation config that choose another way of decoding, and so override a SelfSpec set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _ALLOWED = "a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), or False for none"
+_NO_CODE = compile("", "", "exec")
 # Where a generation config may hold a SelfSpec, as in a call.
 CONFIG_NAMES = ("custom_generate", "assistant")
 
@@ -144,7 +143,7 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
     an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``
     calls that of a language model inside (BLIP-2, Kosmos-2), it is attached to that one, too. ``generate_batch`` is not
-    reached, nor is a ``generate`` that does not call transformers' own as it is now, of which a warning tells.
+    reached, nor is a ``generate`` that does not call transformers' own as it is now; a warning says where that may be.
 
     The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
     of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
@@ -172,25 +171,14 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
             f"{spec!r}."
         )
     inner = causal_lm(model, "attach")
-    if not _is_reached(inner):
+    own = vars(inner).get("generate", type(inner).generate)
+    if own is not GenerationMixin.generate and "generate" not in getattr(own, "__code__", _NO_CODE).co_names:
         warn_once(
-            f"the generate of {type(inner).__name__} is a decode loop of its own, or was replaced on this model before "
-            "hf_selfspec was imported, so an attached SelfSpec does not reach it: nothing is drafted. Import "
-            "hf_selfspec before what replaces it."
+            f"the generate of {type(inner).__name__} has a decode loop of its own, or calls a method that was taken "
+            "from the model before. An attached SelfSpec reaches it only if hf_selfspec was imported before that; "
+            "otherwise nothing is drafted, and spec.stats stays None."
         )
     return Attachment(inner, spec)
-
-
-def _is_reached(model: PreTrainedModel) -> bool:
-    """Whether ``model.generate`` calls what this package wraps. One that was set on the model may call a method that
-    was taken from the model before, which only what refers to the model shows."""
-    usual = getattr(type(model), "generate", GenerationMixin.generate)
-    generate = vars(model).get("generate", usual)
-    if generate is not usual:
-        methods = [referrer.__func__ for referrer in gc.get_referrers(model) if isinstance(referrer, MethodType)]
-        if taken := [method for method in methods if inspect.unwrap(method) is inspect.unwrap(usual)]:
-            return any(method is usual or is_wrapped(method) for method in taken)
-    return (code := _own_generate(model)) is None or "generate" in code.co_names
 
 
 def detach(model: Any) -> None:

@@ -26,7 +26,10 @@ from ..model.module_tools import is_trusted, library_of
 _DEPTH, _MOST, _MOST_BRIEFLY, _LONG = 6, 1 << 17, 1 << 14, 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _LEAVES = (*_PLAIN, torch.Tensor, torch.dtype, torch.device, CodeType, ModuleType, logging.Logger, io.IOBase)
-_COLLECTIONS = (dict, list, tuple, deque, set, frozenset, bytearray, np.ndarray, partial, MethodType)
+_SIZED = (dict, list, tuple, deque, set, frozenset)
+_COLLECTIONS = (*_SIZED, np.ndarray, partial, MethodType)
+# What a comparison would use up, or could not put back.
+_OPAQUE = (Iterator, bytearray, torch.Generator)
 # What a partial, a method and a property hold.
 _INSIDE = ("func", "args", "keywords", "__func__", "__self__", "fget")
 # What all modules have; their hooks and modules are looked at by themselves.
@@ -65,8 +68,8 @@ class Contents:
             if id(holder) in visited:
                 continue
             visited.add(id(holder))
-            if issubclass(type(holder), Iterator) and library_of(type(holder)) in ("builtins", "itertools"):
-                self.why_opaque = "it holds an iterator, which a comparison would use up"
+            if issubclass(type(holder), _OPAQUE) and library_of(type(holder)) in ("builtins", "itertools", "torch"):
+                self.why_opaque = f"it holds a {type(holder).__name__}, which a comparison would change"
             if self._is_brief and (size := _size_of(holder)) > _LONG:
                 yield size
                 continue
@@ -134,8 +137,7 @@ def _size_of(holder: Any) -> int:
     """The entries of a collection, or the kilobytes of an array."""
     if isinstance(holder, np.ndarray):
         return holder.nbytes >> 10
-    size = len(holder) if isinstance(holder, (dict, list, tuple, deque, set, frozenset, bytearray)) else 0
-    return size >> 10 if isinstance(holder, bytearray) else size
+    return len(holder) if isinstance(holder, _SIZED) else 0
 
 
 def _parts(holder: Any) -> list[_Part] | None:
@@ -151,10 +153,8 @@ def _parts(holder: Any) -> list[_Part] | None:
         return [(base, name, vars(base)[name]) for base, name in names] if theirs else None
     if isinstance(holder, (list, tuple, deque, set, frozenset)):
         return [(holder, index, value) for index, value in enumerate(list(holder))]
-    if isinstance(holder, bytearray) or (isinstance(holder, np.ndarray) and not holder.dtype.hasobject):
+    if isinstance(holder, np.ndarray) and not holder.dtype.hasobject:
         return [(holder, "", bytes(holder))]
-    if isinstance(holder, torch.Generator):
-        return [(holder, "", bytes(holder.get_state().numpy()))]
     if isinstance(holder, (partial, MethodType, staticmethod, classmethod, property)):
         return [(holder, name, getattr(holder, name)) for name in _INSIDE if hasattr(holder, name)]
     return None if isinstance(holder, _LEAVES) else _parts_of_object(holder)
@@ -198,27 +198,22 @@ def _names_in(code: CodeType) -> frozenset[str]:
 
 
 def _put_back(holder: Any, parts: list[_Part]) -> None:
-    before, now = ({(id(part[0]), part[1]): part for part in each} for each in (parts, _parts(holder) or ()))
-    changed = [part for place, part in before.items() if place not in now or not _is_same(part[2], now[place][2])]
-    if not changed and list(before) == list(now):
-        return
-    values = [value for *_, value in parts]
-    if isinstance(holder, (dict, set, list, deque)):
-        holder.clear()
-        refill: Any = holder.update if isinstance(holder, (dict, set)) else holder.extend
-        refill({name: value for _, name, value in parts} if isinstance(holder, dict) else values)
-    elif isinstance(holder, bytearray):
-        holder[:] = values[0]
-    elif isinstance(holder, np.ndarray):
-        np.copyto(holder, np.frombuffer(values[0], holder.dtype).reshape(holder.shape))
-    elif isinstance(holder, torch.Generator):
-        holder.set_state(torch.frombuffer(bytearray(values[0]), dtype=torch.uint8))
+    """Gives a holder the parts that it had; nothing is written where they are still there."""
+    places, values = [(id(owner), name) for owner, name, _ in parts], [value for *_, value in parts]
+    now = {(id(owner), name): (owner, value) for owner, name, value in _parts(holder) or ()}
+    changed = [
+        part for place, part in zip(places, parts, strict=True) if place not in now or now[place][1] is not part[2]
+    ]
+    if isinstance(holder, np.ndarray):
+        if bytes(holder) != values[0]:
+            np.copyto(holder, np.frombuffer(values[0], holder.dtype).reshape(holder.shape))
+    elif isinstance(holder, (dict, set, list, deque)):
+        if changed or places != list(now):
+            holder.clear()
+            refill: Any = holder.update if isinstance(holder, (dict, set)) else holder.extend
+            refill({name: value for _, name, value in parts} if isinstance(holder, dict) else values)
     else:
-        for owner, name, _ in (now[place] for place in now.keys() - before.keys()):
+        for owner, name in [(now[place][0], place[1]) for place in now.keys() - set(places)]:
             owner.pop(name) if isinstance(owner, dict) else delattr(owner, name)
         for owner, name, value in changed:
             operator.setitem(owner, name, value) if isinstance(owner, dict) else setattr(owner, name, value)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (type(value) is type(other) and isinstance(value, _PLAIN) and value == other)

@@ -14,7 +14,6 @@ import math
 import random
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,17 +26,15 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from ..drafts.free.lookup import Lookup
 from ..drafts.scripted import NeverCalledError, Scripted
 from ..drafts.source import DraftSource
-from ..errors import SelfSpecError, brief, muted
+from ..errors import brief, muted
 from ..model.anatomy import Anatomy
 from ..model.forks import new_lock
 from ..model.inputs import has_tensors
 from ..model.internals import attention_implementation, sample
 from ..model.patching import InstanceForwards, without_checkpointing
 from ..model.prompt import CACHE_NAMES, given_cache
-from ..model.transfer import is_out_of_memory
 from ..settings import Settings
 from .contents import Contents
 from .unseen import UNKNOWN, Unseen
@@ -52,8 +49,8 @@ TOKENS, _TOKENS_OF_ROWS, _TOKENS_IN_LINE = 6, 5, 4
 _TIMES, _TIMES_16 = 16.0, 4.0
 # Never more than this, in standard deviations of the logits; and how much further single logits may be apart.
 _MOST, _MOST_16, _PEAK = 1e-3, 0.5, 10.0
-# How many outcomes are kept for a model, and how often a call is compared whose comparison decides nothing.
-_KEPT, _TRIES = 64, 3
+# How many outcomes are kept for a model.
+_KEPT = 64
 # How far where the embeddings cannot be changed: in standard deviations of the logits and rounding errors of the dtype.
 _ROUNDINGS = 16.0
 
@@ -75,23 +72,12 @@ class Outcome:
         return replace(anatomy, tree=False, ragged=False, replay=False) if self.lines_in_step else anatomy
 
 
-class _Outcomes(dict[Hashable, Outcome]):
-    """Of one model, by what was compared, or by the reasons to compare where they decide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock, self.unsettled = new_lock(), Counter[Hashable]()
-
-
-_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, _Outcomes] = weakref.WeakKeyDictionary()
+# For each model its outcomes, by what was compared, or by the reasons to compare where they decide.
+_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Outcome]] = weakref.WeakKeyDictionary()
+_lock = new_lock()
 
 # Decodes a call with the drafts of a source, and returns its logits, for each new token ``[b, v]``.
 Decode = Callable[[Any, DraftSource], tuple[torch.Tensor, ...]]
-
-
-def outcomes_of(model: PreTrainedModel) -> list[Outcome]:
-    """Returns what comparisons of this process have shown of a model."""
-    return list(_outcomes.get(model, {}).values())
 
 
 def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
@@ -99,7 +85,7 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     dropouts = (module for module in call.anatomy.view.modules if isinstance(module, nn.modules.dropout._DropoutNd))
     if any(module.training and module.p for module in dropouts):
         return Outcome()  # with dropout, plain generate has other logits each time
-    outcomes = _outcomes.setdefault(call.model, _Outcomes())
+    outcomes = _outcomes.setdefault(call.model, {})
     if outcome := outcomes.get(reasons := (unseen.own, unseen.attached)):
         return outcome
     arguments = {name: value for name, value in call.model_kwargs.items() if name not in CACHE_NAMES}
@@ -120,16 +106,10 @@ def compare(call: Any, unseen: Unseen, decode: Decode) -> Outcome:
     )
     if outcome := outcomes.get(key):
         return outcome
-    with outcomes.lock:
+    with _lock:
         if outcome := outcomes.get(reasons) or outcomes.get(key):  # by now
             return outcome
-        try:
-            outcome = _compared(call, unseen, decode)
-        except _UnsettledError as unsettled:
-            outcome = Outcome(str(unsettled))
-            outcomes.unsettled[key] += 1
-            if outcomes.unsettled[key] < _TRIES:
-                return outcome
+        outcome = _compared(call, unseen, decode)
         if len(outcomes) >= _KEPT:  # the oldest goes
             del outcomes[next(iter(outcomes))]
         outcomes[reasons if outcome is _KEEPS else key] = outcome
@@ -157,12 +137,9 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
     count = TOKENS if len(call.input_ids) == 1 else _TOKENS_OF_ROWS
     try:
         short = _short(call, count)
-    except Exception as error:  # of the user's cache
-        raise _UnsettledError(f"its cache cannot be copied ({brief(error)})") from error
-    try:
         chosen, expected = _by_plain(short)
-    except Exception as error:  # which plain generate raises, too, unless it stops before
-        raise _UnsettledError(f"its own steps raise {brief(repr(error))}") from error
+    except Exception as error:  # of the user's cache, or what plain generate raises, too, unless it stops before
+        return Outcome(f"its own steps cannot be taken beforehand ({brief(repr(error))})")
     if not _is_used(given_cache(short.model_kwargs)):
         return Outcome("its forwards leave the cache empty, so each has to run over the whole text")
     if before.have_changed():
@@ -172,7 +149,7 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
             _by_plain(_short(call, count - 1))
         if later.have_changed():
             return _KEEPS
-        raise _UnsettledError("it has made something in its first forward, so a later call is compared")
+        return Outcome("it has made something in its first forward, so a later call is compared")
     allowed = _allowed(_short(call, 1), expected[0])
     ways = ((False, count), (True, _TOKENS_IN_LINE))
     for lines_in_step, number in ways if len(call.input_ids) == 1 else ways[:1]:
@@ -182,8 +159,6 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
             forced = replace(_short(call, number, chosen), anatomy=outcome.applied(call.anatomy))
             logits = decode(forced, Scripted(tuple(map(tuple, chosen.tolist())), lines_in_step))
         except Exception as error:  # whatever a model of others raises is a reason not to draft with it
-            if is_out_of_memory(error):
-                raise _UnsettledError(brief(error)) from error
             why = brief(error)
             if isinstance(error, NeverCalledError):
                 break
@@ -204,10 +179,6 @@ def _is_used(cache: Any) -> bool:
 
 
 _KEEPS = Outcome("it keeps something from forward to forward, which drafts would change")
-
-
-class _UnsettledError(Exception):
-    """Why plain ``generate`` serves a call, where an equal call may be drafted later on."""
 
 
 def _short(call: Any, count: int, forced: torch.Tensor | None = None) -> Any:
@@ -302,25 +273,13 @@ def _apart(expected: Sequence[torch.Tensor], drafted: Sequence[torch.Tensor]) ->
     return largest
 
 
-def _laid_out(call: Any, source: DraftSource, lay_out: Callable[..., Any]) -> Any:
-    settings = Settings(draft=source)
-    return lay_out(replace(call, default_of="probation"), settings, settings._knowledge_of(call.model), UNKNOWN)
-
-
 def decoded_logits(call: Any, source: DraftSource, lay_out: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
     """The logits ``[b, v]`` of each token of a call that is decoded with the drafts of ``source`` alone."""
-    decoder = _laid_out(call, source, lay_out)
+    settings = Settings(draft=source)
+    decoder = lay_out(replace(call, default_of="probation"), settings, settings._knowledge_of(call.model), UNKNOWN)
     try:
         with decoder.target.prepared():
             logits: tuple[torch.Tensor, ...] = decoder.output.returned(decoder.run(), None).logits
     finally:
         decoder.target.cache.free()
     return logits
-
-
-def cannot_be_laid_out(call: Any, error: Exception, lay_out: Callable[..., Any]) -> bool:
-    """Whether an error that nobody expected is the model's, whatever drafts."""
-    try:
-        return not (isinstance(error, SelfSpecError) or _laid_out(call, Lookup(), lay_out))
-    except Exception:  # of the user's model
-        return True

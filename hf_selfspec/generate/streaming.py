@@ -2,17 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..errors import SettingError
-from ..model.anatomy import causal_lm
-from ..model.encoding import Prompt, encoded
-from ..selfspec import SelfSpec
-from ..validation import check_count, check_share
 
 # What an unfinished character is decoded to.
 _UNFINISHED = "\ufffd"
@@ -92,66 +87,3 @@ class MarkedStreamer(BaseStreamer):
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def stream(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
-    write: Callable[[Piece], None],
-    *,
-    spec: SelfSpec | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-) -> str:
-    """Generates, and passes on each piece of text as soon as it is known.
-
-    ``spec.stats`` has the statistics afterwards.
-
-    Args:
-        model: a causal LM of transformers, or a PEFT model around one.
-        tokenizer: the model's tokenizer.
-        prompt: a text to continue, or a chat as a list of messages.
-        write: called with each :class:`Piece`.
-        spec: what drafts, ``SelfSpec()`` by default.
-        max_new_tokens: maximum number of tokens to generate.
-        temperature: sampling temperature, 0 for greedy decoding.
-        top_p: share of the probability to sample from (nucleus sampling); the generation config's by default.
-
-    Returns:
-        The whole text.
-
-    Raises:
-        SelfSpecError: a setting, the prompt or the model is not allowed.
-    """
-    inner = causal_lm(model, "stream")
-    check_count("stream(max_new_tokens)", max_new_tokens)
-    inputs, pieces = encoded(tokenizer, prompt, inner.device), list[str]()
-
-    def keep(piece: Piece) -> None:
-        pieces.append(piece.text)
-        write(piece)
-
-    model.generate(
-        **inputs,
-        max_new_tokens=max_new_tokens,
-        **sampling("stream", temperature, top_p),
-        assistant=spec or SelfSpec(),
-        streamer=MarkedStreamer(tokenizer, keep),
-    )
-    return "".join(pieces)
-
-
-def sampling(who: str, temperature: float, top_p: float | None) -> dict[str, Any]:
-    """Returns the options of ``generate`` for a temperature (0 for greedy decoding) and ``top_p``."""
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < torch.inf:
-        raise SettingError(f"{who}(temperature) must be a finite number of at least 0, got {temperature!r}.")
-    if top_p is not None:
-        check_share(f"{who}(top_p)", top_p, zero=False, one=True)
-        if temperature == 0:
-            raise SettingError(f"{who}(top_p={top_p!r}) has no effect at temperature 0: give a temperature, too.")
-    if temperature == 0:
-        return {"do_sample": False}
-    warping = {} if top_p is None else {"top_p": top_p}
-    return {"do_sample": True, "temperature": float(temperature), **warping}

@@ -12,7 +12,6 @@ import re
 import sys
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -118,12 +117,10 @@ class Unseen:
         if not _is_seen(model_class):
             note(f"its class {model_class.__name__}", True, model)
         foreign = {each for each in classes if _is_foreign(each)}
-        is_quantized = getattr(model, "hf_quantizer", None) is not None
         for module in [module for module in modules if type(module) in foreign] if foreign else ():
             library = library_of(type(module))
-            if not (is_quantized and library in _PARTS and _treats_rows_alone(model, module)):
-                holder = () if library in _PARTS else (module,)  # those keep nothing
-                note(f"modules of class {type(module).__name__}", library in libraries, *holder)
+            holder = () if library in _PARTS else (module,)  # those keep nothing
+            note(f"modules of class {type(module).__name__}", library in libraries, *holder)
         methods_of = {each: _methods_of(each) for each in classes}
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes, type_ = module.__dict__, type(module)
@@ -133,9 +130,8 @@ class Unseen:
                     of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}
                     if not of <= _METHODS_OF:
                         note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method, module)
-        for weight_class in view.weights.keys() - _PLAIN_WEIGHTS:
-            if not _treats_rows_alone(model, view.weights[weight_class]):
-                note(f"weights of class {weight_class.__name__}", True)
+        for weight_class in view.weight_classes - _PLAIN_WEIGHTS:
+            note(f"weights of class {weight_class.__name__}", True)
         files = {each.__module__ for each in classes if _is_of_models(each)}
         for file in files - {each.__module__ for each in classes if issubclass(each, PreTrainedModel)}:
             note(f"modules of {file.removeprefix(_MODELS)}", True)
@@ -243,30 +239,3 @@ def _is_foreign(type_: Any) -> bool:
 
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-def _treats_rows_alone(model: PreTrainedModel, part: Any) -> bool:
-    """Whether products with weights of a class, or results of a class of linear layers, do not depend on what else is
-    multiplied, tried once for a model."""
-    outcomes = _outcomes.setdefault(model, {})
-    if type(part) not in outcomes:
-        try:
-            is_module = isinstance(part, nn.Module)
-            width, weight = (part.in_features, next(model.parameters())) if is_module else (part.shape[-1], part)
-            generator = torch.Generator("cpu").manual_seed(0)
-            rows = torch.randn(2, width, generator=generator, dtype=torch.float32, device="cpu")
-            rows[1] *= 30
-            rows = rows.to(weight.device, model.dtype if is_module else weight.dtype)
-            multiply = part if is_module else partial(nn.functional.linear, weight=part)
-            with torch.no_grad():
-                together, alone = (multiply(batch)[0].float() for batch in (rows, rows[:1]))
-            rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps
-            outcomes[type(part)] = bool((together - alone).abs().max() <= rounding * alone.abs().max())
-        except Exception:  # which parts of others may raise in any operation
-            outcomes[type(part)] = False
-    return outcomes[type(part)]
-
-
-# For each model the classes of its parts that were tried, and whether they treat rows alone.
-_outcomes: weakref.WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = weakref.WeakKeyDictionary()
-_ROUNDINGS = 8

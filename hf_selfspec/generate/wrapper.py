@@ -24,14 +24,13 @@ from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionErro
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..model.internals import SANITIZE, options_of_pipeline
-from ..model.view import ModelView
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .call import Call, serve
 from .choosing import CONFIG_NAMES, choose
 from .refusals import check_options
 from .seams import add_seam
-from .unseen import Unseen, why_plain
+from .unseen import why_plain
 
 # These take arguments for generate in ``generate_kwargs`` alone: all others go to the processor, which ignores them.
 _PIPELINES = (ImageTextToTextPipeline, AnyToAnyPipeline)
@@ -55,13 +54,14 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             if why := why_plain(self):  # whoever chose the SelfSpec
                 raise UnsupportedModelError(why)
             served = _served(self, spec, default_of, named)
-        except Exception as error:  # a SelfSpec that the caller did not choose must not make the call fail
-            if not (default_of or why or _may_be_the_models(error, self)):
+        except Exception as error:
+            # A SelfSpec that the caller did not choose must not make the call fail, nor may a model of an unknown kind.
+            if isinstance(error, SelfSpecError) and not (default_of or why):
                 raise
             why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
             output = original(self, *args, **kwargs)
             seconds = perf_counter() - begun
-            spec._knowledge.add_call(GenerationStats(total_seconds=seconds, left_to_generate=why))
+            spec._knowledge.add_call(GenerationStats.of_plain(seconds, why))
             return output
         return original(self, **served)
 
@@ -73,16 +73,6 @@ def _by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[st
     arguments = signature.bind_partial(*args, **kwargs).arguments
     named = {name: value for name, value in arguments.items() if name not in ("self", "kwargs")}
     return named | arguments.get("kwargs", {})
-
-
-def _may_be_the_models(error: Exception, model: Any) -> bool:
-    """Whether an unexpected error may come from a part of the model that the tests have not seen."""
-    if isinstance(error, SelfSpecError):
-        return False
-    try:
-        return bool(Unseen.of(ModelView(model)))
-    except Exception:  # such a model may raise anything
-        return True
 
 
 def _without_assistant(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -222,14 +222,23 @@ def generate(args: Namespace) -> None:
     """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
     import torch
 
-    from .. import SettingError, stream
-    from ..generate.streaming import sampling
-    from ..model.encoding import check_chats, has_chats
+    from .. import MarkedStreamer, SettingError
+    from ..model.encoding import check_chats, encoded, has_chats
     from ..train.prompts import content
+    from ..validation import check_share
     from .spec_text import read_spec
 
     named = _named(args)
-    sampling("generate", args.temperature, args.top_p)
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    if not 0 <= args.temperature < float("inf"):
+        raise SettingError(f"--temperature must be a finite number of at least 0, got {args.temperature}.")
+    if args.temperature:
+        options["temperature"] = args.temperature
+    if args.top_p is not None:
+        check_share("--top-p", args.top_p, zero=False, one=True)
+        if not args.temperature:
+            raise SettingError(f"--top-p {args.top_p} has no effect at temperature 0: give a temperature, too.")
+        options["top_p"] = args.top_p
     if args.prompt is not None and args.file is not None:
         raise SettingError("--prompt and --file are both given: give one of the two.")
     prompt = args.prompt if args.file is None else content("--file", args.file)
@@ -242,24 +251,26 @@ def generate(args: Namespace) -> None:
     model, is_coloured = named.model(), sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def write(piece: Piece) -> None:
+        pieces.append(piece.text)
         print(f"{_DRAFTED}{piece.text}{_END}" if is_coloured and piece.from_draft else piece.text, end="", flush=True)
 
     torch.manual_seed(args.seed)
-    messages: list[dict[str, Any]] = []
-    options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
+    messages, pieces = list[dict[str, Any]](), list[str]()
+    options |= {"streamer": MarkedStreamer(tokenizer, write), "assistant": drafts}
     for text in _typed_lines() if prompt is None else [prompt]:
         messages.append({"role": "user", "content": text})
+        pieces.clear()
         try:
-            answer = stream(model, tokenizer, messages if is_chat else text, write, spec=drafts, **options)
+            model.generate(**encoded(tokenizer, messages if is_chat else text, model.device), **options)
         finally:
             print(flush=True)  # the message about an interruption gets a line of its own
         if (stats := drafts.stats) is not None:  # on stderr, so that only the text goes into a file
-            print(
+            counts = (
                 f"[{stats.tokens} tokens, {stats.tokens / stats.total_seconds:.1f} tokens/s; {stats.rounds} rounds, "
-                f"{stats.accepted / max(stats.rounds, 1):.2f} drafted tokens accepted in each]",
-                file=sys.stderr,
+                f"{stats.accepted / max(stats.rounds, 1):.2f} drafted tokens accepted in each]"
             )
-        messages.append({"role": "assistant", "content": answer})
+            print(str(stats) if stats.left_to_generate else counts, file=sys.stderr)
+        messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
 def _typed_lines() -> Iterator[str]:

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
-from ..generate.probation import outcomes_of
 from ..generate.unseen import Unseen, why_plain
 from ..model.anatomy import Anatomy
 from ..model.graphs.graph_runner import why_no_graphs
@@ -150,22 +149,14 @@ def inspect_model(model: Any) -> Inspection:
 
 
 def _unseen(model: PreTrainedModel) -> str:
-    """What of a model the tests have not seen, and what comparing it has shown."""
+    """What of a model the tests have not seen, and what follows from that."""
     if why := why_plain(model):
         return f"left to plain generate: {why}"
     if not (unseen := Unseen.of(ModelView(model))):
         return ""
     if unseen.attached:
         return f"left to plain generate: {unseen.why_plain}"
-    outcomes = [
-        f"left to plain generate: {outcome.why_plain}"
-        if outcome.why_plain
-        else "drafted, with lines alone"
-        if outcome.lines_in_step
-        else "drafted"
-        for outcome in outcomes_of(model)
-    ]
-    return f"{unseen}; {'; '.join(dict.fromkeys(outcomes)) or 'compared with plain generate in the first call'}"
+    return f"{unseen}; compared with plain generate in the first call"
 
 
 def _skippable(anatomy: Anatomy) -> tuple[tuple[tuple[str, ...], ...], str]:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,9 +45,8 @@ from helpers import architectures, multimodal
 from helpers.captured import Traced
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.drafts.scripted import Scripted
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.generate import contents, probation
+from hf_selfspec.generate import probation
 from hf_selfspec.generate.contents import Contents
 from hf_selfspec.generate.unseen import SEEN, Unseen
 from hf_selfspec.model.anatomy import Anatomy
@@ -147,6 +145,36 @@ class Unchanged(LlamaForCausalLM):
     pass
 
 
+class PassesOn(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class Pruned(LlamaForCausalLM):
+    """With layers that have no keys and values."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1], self.model.layers[2] = PassesOn(), PassesOn()
+
+
+class WithoutDecoder(LlamaForCausalLM):
+    def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class MaxScaled(nn.Parameter):
+    """Rounds what is multiplied with it by the largest number of all tokens."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.nn.functional.linear:
+                scale = args[0].abs().amax() / 7
+                args = ((args[0] / scale).round() * scale, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
 class Counting(nn.Module):
     """An embedding that counts positions itself."""
 
@@ -226,6 +254,33 @@ def with_a_block_of_another_family() -> LlamaForCausalLM:
     return model
 
 
+def with_weights_of_a_class() -> LlamaForCausalLM:
+    model = LLAMA()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = MaxScaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
+    return model
+
+
+def with_layers_that_are_never_called() -> LlamaForCausalLM:
+    model = LLAMA()
+    inner = model.model
+
+    def forward(input_ids: Any = None, **kwargs: Any) -> Any:
+        if (cache := kwargs.get("cache", kwargs.get("past_key_values"))) is not None:
+            cache.update(*[torch.zeros(len(input_ids), 1, input_ids.shape[1], 4)] * 2, 0)
+        return modeling_llama.BaseModelOutputWithPast(last_hidden_state=inner.embed_tokens(input_ids))
+
+    inner.forward = forward
+    return model
+
+
+def image_gpt() -> ImageGPTForCausalImageModeling:
+    """Masks what comes later by the last column of a forward, for all rows alike."""
+    torch.manual_seed(1)
+    config = ImageGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, n_inner=37)
+    return ImageGPTForCausalImageModeling(config).eval()
+
+
 def with_dynamic_quantization() -> LlamaForCausalLM:
     """Torch's own, by the largest number of all tokens."""
     model = LLAMA()
@@ -261,6 +316,41 @@ def steered(wanted: Callable[[int], bool], columns: Any = slice(None)) -> Callab
     return make
 
 
+def hooked(hook: Callable[..., Any]) -> LlamaForCausalLM:
+    model = LLAMA()
+    model.model.layers[2].register_forward_hook(hook)
+    return model
+
+
+def pruned() -> LlamaForCausalLM:
+    """With hooks that compress what the cache keeps of the prompt."""
+    model = tiny_llama(4, factor=1.0)
+
+    def compress(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        layer = kwargs.get("cache", kwargs.get("past_key_values")).layers[module.layer_idx]
+        if kwargs["hidden_states"].shape[1] > 1:
+            layer.keys, layer.values = layer.keys[:, :, -3:], layer.values[:, :, -3:]
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(compress, with_kwargs=True)
+    return model
+
+
+class Records:
+    def __init__(self) -> None:
+        self.seen = list[torch.Size]()
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        self.seen.append(output.shape)
+
+
+class HoldsMuch:
+    tables: ClassVar = [[[float(number)] * 60 for _ in range(60)] for number in range(40)]
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output
+
+
 def with_last_logits_changed() -> LlamaForCausalLM:
     model = LLAMA()
 
@@ -269,36 +359,6 @@ def with_last_logits_changed() -> LlamaForCausalLM:
         return output
 
     model.register_forward_hook(hook)
-    return model
-
-
-def pruned(only: Callable[[Any], bool], least: int = 0) -> Callable[[], LlamaForCausalLM]:
-    """With hooks that compress what the cache keeps of the prompt, or of more than ``least`` tokens."""
-
-    def make() -> LlamaForCausalLM:
-        model = tiny_llama(4, factor=1.0)
-
-        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-            cache = kwargs.get("cache", kwargs.get("past_key_values"))
-            layer = cache.layers[module.layer_idx]
-            if not only(layer) or (layer.keys.shape[2] <= least if least else kwargs["hidden_states"].shape[1] == 1):
-                return output
-            kept = layer.keys.norm(dim=-1).topk(3, dim=-1).indices.sort(-1).values[..., None]
-            kept = kept.expand(-1, -1, -1, layer.keys.shape[-1])
-            layer.keys, layer.values = layer.keys.gather(2, kept), layer.values.gather(2, kept)
-            return output
-
-        for layer in model.model.layers:
-            layer.self_attn.register_forward_hook(hook, with_kwargs=True)
-        return model
-
-    return make
-
-
-def recorded() -> LlamaForCausalLM:
-    model = LLAMA()
-    seen: list[torch.Size] = []
-    model.model.layers[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
     return model
 
 
@@ -385,6 +445,10 @@ OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]
     "last logits": (lambda: of_class(LastLogits), nullcontext, "logits of 1 of"),
     "something before the decoder": (lambda: of_class(SomethingBefore), nullcontext, ""),
     "a class without changes": (lambda: of_class(Unchanged), nullcontext, ""),
+    "layers without keys": (lambda: Pruned(LLAMA().config).eval(), nullcontext, ""),
+    "no decoder": (lambda: of_class(WithoutDecoder), nullcontext, "NotImplementedError"),
+    "weights of a class": (with_weights_of_a_class, nullcontext, "several tokens at once differ"),
+    "rows alike": (image_gpt, nullcontext, None),
     "layers in fewer bits": (with_dynamic_quantization, nullcontext, "several tokens at once differ"),
     "a block of another family": (with_a_block_of_another_family, nullcontext, ""),
     "other attention": (
@@ -405,14 +469,13 @@ ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager
         lambda: add_hook_to(with_a_forward_of_its_own()), nullcontext, "forward",
     ),
     "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
-    "hook on prompts": (steered(lambda count: count > 1), nullcontext, "hook"),
     "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
     "hook on all tokens": (steered(lambda count: True), nullcontext, ""),
     "hook on the last logits": (with_last_logits_changed, nullcontext, "hook"),
-    "hook that records": (recorded, nullcontext, "keeps something"),
-    "hook that prunes": (pruned(lambda layer: True), nullcontext, "hook"),
-    "hook that prunes where there are keys": (pruned(lambda layer: layer.keys is not None), nullcontext, "hook"),
-    "hook that prunes later": (pruned(lambda layer: True, 14), nullcontext, "hook"),
+    "hook that records": (lambda: hooked(Records()), nullcontext, "keeps something"),
+    "hook that holds much": (lambda: hooked(HoldsMuch()), nullcontext, "more than can be looked at"),
+    "hook that prunes": (pruned, nullcontext, "hook"),
+    "layers that are never called": (with_layers_that_are_never_called, nullcontext, "never called"),
     "other kernel": (
         LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
     ),
@@ -462,37 +525,6 @@ def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
     assert stats.checked or stats.left_to_generate
 
 
-def test_rows_at_different_lengths_are_compared(quiet: None) -> None:
-    """With a model that masks what comes later by the last column of a forward, for all rows alike."""
-    torch.manual_seed(1)
-    config = ImageGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=37)
-    model = ImageGPTForCausalImageModeling(config).eval()
-    ids, spec = torch.randint(1, VOCABULARY, (2, 7)), SelfSpec(EarlyExit(1), FixedLength(3))
-    options = OPTIONS | {"pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
-    output, plain = (model.generate(ids, **options, assistant=assistant) for assistant in (spec, False))
-    torch.testing.assert_close(output.scores, plain.scores, rtol=1e-4, atol=1e-5)
-    (outcome,) = probation.outcomes_of(model)
-    assert "differ" in outcome.why_plain
-    row = model.generate(ids[:1], **OPTIONS, pad_token_id=0, assistant=spec)
-    assert torch.equal(row, model.generate(ids[:1], **OPTIONS, pad_token_id=0, assistant=False))
-    assert not probation.outcomes_of(model)[1].why_plain
-
-
-def test_layers_that_are_never_called(quiet: None) -> None:
-    model = LLAMA()
-    inner = model.model
-
-    def forward(input_ids: Any = None, **kwargs: Any) -> Any:
-        if (cache := kwargs.get("cache", kwargs.get("past_key_values"))) is not None:
-            cache.update(*[torch.zeros(len(input_ids), 1, input_ids.shape[1], 4)] * 2, 0)
-        states = inner.embed_tokens(input_ids)
-        return modeling_llama.BaseModelOutputWithPast(last_hidden_state=states)
-
-    inner.forward = forward
-    for make in SPECS.values():
-        assert "never called" in why_plain(model, replace(make(), trust=True))
-
-
 @pytest.mark.parametrize("kind", ATTACHED)
 def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> None:
     """With one warning that names it; nothing of ours runs."""
@@ -535,155 +567,145 @@ def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> Non
         assert counts[1] == 0
 
 
-# For each place of a count, what counts there once more, and returns how often it has.
-COUNTERS: dict[str, Callable[[Any, Any], int]] = {
-    "attribute": lambda counts, module: setattr(counts, "number", counts.number + 1) or counts.number,
-    "class": lambda counts, module: setattr(_Counts, "of_class", _Counts.of_class + 1) or _Counts.of_class,
-    "dictionary of the class": lambda counts, module: (
-        _Counts.by_name.update(n=_Counts.by_name["n"] + 1) or _Counts.by_name["n"]
-    ),
-    "global": lambda counts, module: globals().update(_FORWARDS=_FORWARDS + 1) or _FORWARDS,
-    "module": lambda counts, module: setattr(module, "count", module.count + 1) or module.count,
-    "list": lambda counts, module: counts.items.append(1) or len(counts.items),
-    "deque": lambda counts, module: counts.last.append(len(counts.last)) or len(counts.last),
-    "set": lambda counts, module: counts.different.add(len(counts.different)) or len(counts.different),
-    "array": lambda counts, module: int(np.add(counts.array, 1, out=counts.array)[0]),
-    "tensor": lambda counts, module: int(counts.tensor.add_(1)),
-    "iterator": lambda counts, module: next(counts.iterator),
-    "far in a list": lambda counts, module: (
-        operator.setitem(counts.long, 700, counts.long[700] + 1) or counts.long[700]
-    ),
-    "base class": lambda counts, module: setattr(Counted, "of_base", Counted.of_base + 1) or Counted.of_base,
-    "function in a function": lambda counts, module: (lambda: globals().update(_INNER=_INNER + 1) or _INNER)(),
-    "static method": lambda counts, module: _Counts.static(),
-    "bytes": lambda counts, module: operator.setitem(counts.bytes, 0, counts.bytes[0] + 1) or counts.bytes[0],
-    "a module that was seen": lambda counts, module: _counted_on(next(module.children())),
-    "generator": lambda counts, module: int(torch.randint(0, 20, (), generator=counts.generator)),
-}
-_INNER = _STATIC = 0
-
-
-def _counted_on(module: Any) -> int:
-    module.count = getattr(module, "count", 0) + 1
-    return module.count
-
-
+# Where own code may count its forwards: how a count is set to zero there, and how it goes on.
+_COUNT, _SWITCH, switches = [0], False, ModuleType("switches")
 _FORWARDS = 0
+PLACES: dict[str, tuple[Callable[[Any], object], Callable[[Any], int]]] = {
+    "attribute": (lambda own: vars(own).update(n=0), lambda own: vars(own).update(n=own.n + 1) or own.n),
+    "slot": (
+        lambda own: setattr(own.slots, "n", 0),
+        lambda own: setattr(own.slots, "n", own.slots.n + 1) or own.slots.n,
+    ),
+    "class": (lambda own: setattr(Counted, "n", 0), lambda own: setattr(Counted, "n", Counted.n + 1) or Counted.n),
+    "global": (lambda own: globals().update(_FORWARDS=0), lambda own: counted_in_a_global()),
+    "inner function": (
+        lambda own: globals().update(_FORWARDS=0),
+        lambda own: (lambda: globals().update(_FORWARDS=_FORWARDS + 1) or _FORWARDS)(),
+    ),
+    "dictionary": (
+        lambda own: own.by_name.clear(),
+        lambda own: own.by_name.update(n=own.by_name["n"] + 1) or own.by_name["n"],
+    ),
+    "list": (lambda own: own.items.clear(), lambda own: own.items.append(1) or len(own.items)),
+    "far in a list": (
+        lambda own: operator.setitem(own.long, 700, 0),
+        lambda own: operator.setitem(own.long, 700, own.long[700] + 1) or own.long[700],
+    ),
+    "deque": (lambda own: own.last.clear(), lambda own: own.last.append(1) or len(own.last)),
+    "set": (lambda own: own.different.clear(), lambda own: own.different.add(len(own.different)) or len(own.different)),
+    "array": (lambda own: own.array.fill(0), lambda own: int(np.add(own.array, 1, out=own.array)[0])),
+    "tensor": (lambda own: own.tensor.zero_(), lambda own: int(own.tensor.add_(1))),
+    "default of a function": (lambda own: _COUNT.clear(), lambda own: counted_in_a_default()),
+    "module that was seen": (
+        lambda own: vars(own.lm_head).update(n=0),
+        lambda own: vars(own.lm_head).update(n=own.lm_head.n + 1) or own.lm_head.n,
+    ),
+    "iterator": (lambda own: vars(own).update(iterator=itertools.count(1)), lambda own: next(own.iterator)),
+    "generator": (
+        lambda own: vars(own).update(generator=torch.Generator().manual_seed(0)),
+        lambda own: int(torch.randint(0, 20, (), generator=own.generator)),
+    ),
+}
 
 
-class _Counts:
-    """Steers after the first 8 forwards."""
+class Slots:
+    __slots__ = ("n",)
 
-    of_class = 0
-    by_name: ClassVar = Counter[str]()
 
-    def __init__(self, where: str) -> None:
-        self.counted = COUNTERS[where]
+def counted_in_a_global() -> int:
+    global _FORWARDS
+    _FORWARDS += 1
+    return _FORWARDS
 
-    def __call__(self, module: Any, args: Any, output: Any) -> Any:
-        return output + 3 * _DIRECTION if self.counted(self, module) > 8 else output
 
-    @staticmethod
-    def static() -> int:
-        global _STATIC
-        _STATIC += 1
-        return _STATIC
-
-    def begin(self, module: Any) -> None:
-        globals().update(_INNER=0, _STATIC=0)
-        Counted.of_base, self.long, self.bytes = 0, [0] * 1000, bytearray(1)
-        self.generator = torch.Generator().manual_seed(0)
-        next(module.children()).count = 0
-        self.number = _Counts.of_class = module.count = 0
-        _Counts.by_name.clear()
-        globals().update(_FORWARDS=0)
-        self.items, self.last, self.different = [], deque[int](), set[int]()
-        self.array, self.tensor = np.zeros(1), torch.zeros(1)
-        if self.counted is COUNTERS["iterator"]:  # which alone is a reason
-            self.iterator = itertools.count(1)
+def counted_in_a_default(count: list[int] = _COUNT) -> int:
+    count.append(0)
+    return len(count)
 
 
 class Counted(LlamaForCausalLM):
-    """A class of one's own, whose forward counts."""
+    """Steers after 8 forwards, which its forward, or a hook, counts."""
 
-    counts: Any
-    of_base = 0
+    n, counted = 0, staticmethod(lambda own: 0)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.by_name, self.items, self.long, self.slots = Counter[str](), [], [0] * 1000, Slots()
+        self.last, self.different, self.array, self.tensor = deque(), set(), np.zeros(1), torch.zeros(1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        if self.counts.counted(self.counts, self) > 8:
+        if self.counted(self) > 8:
             output.logits = output.logits.roll(5, -1)
         return output
+
+    def held(self) -> str:
+        names = ("by_name", "items", "long", "last", "different", "array", "tensor")
+        attributes = {name: vars(self)[name] for name in names}
+        return str((attributes, vars(self).get("n"), Counted.n, _FORWARDS, len(_COUNT), vars(self.lm_head).get("n")))
 
 
 class Derived(Counted):
     pass
 
 
-@pytest.mark.parametrize("is_attached", [False, True])
-@pytest.mark.parametrize("where", COUNTERS)
-def test_counts_of_forwards(quiet: None, where: str, is_attached: bool) -> None:
-    """Plain serves, and a comparison leaves no trace, wherever own code counts, or what users trust in error."""
-    counts = _Counts(where)
-    if is_attached:
-        owner = (model := LLAMA()).model.layers[2]
-        owner.register_forward_hook(counts)
-    else:
-        model = owner = of_class(Derived)
-        model.counts = counts
-    texts, held, spec = [], [], SelfSpec.lookup()
-    spec = replace(spec, trust=is_attached)
+@pytest.mark.parametrize("where", PLACES)
+def test_counts_of_forwards(quiet: None, where: str) -> None:
+    """Plain serves, and a comparison leaves no trace, wherever own code counts."""
+    model, spec, (begin, counted) = of_class(Derived), SelfSpec.lookup(), PLACES[where]
+    begin(model)
+    model.counted, found = counted, []
     for assistant in (None, spec, spec):
-        counts.begin(owner)
-        texts.append(model.generate(**ROW, **OPTIONS, assistant=assistant))
-        numbers = (counts.number, _Counts.of_class, dict(_Counts.by_name), _FORWARDS, owner.count, len(counts.items))
-        numbers += (_INNER, _STATIC, Counted.of_base, counts.long[700], counts.bytes[0], next(owner.children()).count)
-        held.append((*numbers, len(counts.last), len(counts.different), counts.array.item(), counts.tensor.item()))
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
-    assert held[0] == held[1] == held[2]
+        begin(model)
+        found.append((model.generate(**ROW, **OPTIONS, assistant=assistant).tolist(), model.held()))
+    assert found[0] == found[1] == found[2]
     assert spec.stats is not None
     assert spec.stats.left_to_generate
 
 
-class Steered(LlamaForCausalLM):
+class Switched(LlamaForCausalLM):
     """Changes what single steps give where it finds that it has to, in one of several places."""
 
-    switch = SimpleNamespace(is_on=False)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.switch, self.gate = SimpleNamespace(is_on=False), nn.Parameter(torch.zeros(1))
 
     def forward(self, *args: Any, options: Any = None, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        is_on = (
-            getattr(self.config, "is_on", False) or self.switch.is_on or _SWITCH or switches.is_on
-            or (options or {}).get("is_on")
-        )  # fmt: skip
-        if is_on and output.logits.shape[1] == 1:
+        ons = getattr(self.config, "is_on", False), self.switch.is_on, _SWITCH, switches.is_on, bool(self.gate)
+        if (any(ons) or (options or {}).get("is_on")) and output.logits.shape[1] == 1:
             output.logits = output.logits.roll(5, -1)
         return output
 
 
-_SWITCH = False
-switches: Any = ModuleType("switches")
-switches.is_on = False
+class SwitchedHook:
+    is_on = False
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output + 4 * _DIRECTION if self.is_on and output.shape[1] == 1 else output
 
 
-@pytest.mark.parametrize("where", ["config", "object", "global", "global of a module", "argument"])
-def test_own_code_that_is_switched_is_compared_again(quiet: None, where: str) -> None:
-    model, spec = of_class(Steered), SelfSpec.lookup()
-    model.switch, left = SimpleNamespace(is_on=False), []
-    try:
-        for is_on in (False, True, False, True):
-            if where in ("config", "object", "global of a module"):
-                owner = {"config": model.config, "object": model.switch, "global of a module": switches}[where]
-                owner.is_on = is_on
-            elif where == "global":
-                globals().update(_SWITCH=is_on)
-            options = OPTIONS | ({"options": {"is_on": is_on}} if where == "argument" else {})
-            left.append(bool(why_plain(model, spec, **options)))
-    finally:
-        globals().update(_SWITCH=False)
-        switches.is_on = False
-    assert left == [False, True, False, True]
+SWITCHES: dict[str, Callable[[Any, SwitchedHook, bool], object]] = {
+    "config": lambda model, hook, is_on: setattr(model.config, "is_on", is_on),
+    "object": lambda model, hook, is_on: setattr(model.switch, "is_on", is_on),
+    "global": lambda model, hook, is_on: globals().update(_SWITCH=is_on),
+    "global of a module": lambda model, hook, is_on: setattr(switches, "is_on", is_on),
+    "weight": lambda model, hook, is_on: torch.no_grad()(model.gate.fill_)(float(is_on)),
+    "hook": lambda model, hook, is_on: setattr(hook, "is_on", is_on),
+    "argument": lambda model, hook, is_on: {"options": {"is_on": is_on}},
+}
+
+
+@pytest.mark.parametrize("where", SWITCHES)
+def test_what_is_switched_is_compared_again(quiet: None, where: str) -> None:
+    torch.manual_seed(0)
+    model, hook, spec = Switched(LLAMA().config).eval(), SwitchedHook(), replace(SelfSpec.lookup(), trust=True)
+    model.model.layers[2].register_forward_hook(hook)
+    switches.is_on, left = False, []
+    for is_on in (False, True, False, True, False):
+        options = SWITCHES[where](model, hook, is_on)
+        left.append(bool(why_plain(model, spec, **(options if where == "argument" else {}))))
+    assert left == [False, True, False, True, False]
 
 
 class Negated(torch.autograd.Function):
@@ -824,124 +846,6 @@ def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
     assert left == [True, False, False]
 
 
-def test_what_hooks_hold_costs_little_once_their_outcome_is_known(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing where they keep something; otherwise as much as the key of a call may look at."""
-    model, spec = recorded(), SelfSpec(trust=True)
-    assert "keeps something" in why_plain(model, spec)
-    looked, mark = list[Any](), contents._mark
-    monkeypatch.setattr(contents, "_mark", lambda value, is_last: looked.append(value) or mark(value, is_last))
-    assert "keeps something" in why_plain(model, spec)
-    assert not looked
-
-    class Holds:
-        def __init__(self, count: int) -> None:
-            self.states = [torch.zeros(1) for _ in range(count)]
-            self.array = np.zeros((count, count))
-
-        def __call__(self, module: Any, args: Any, output: Any) -> Any:
-            return output
-
-    lengths = list[int]()
-    for count in (100, 2_000):
-        model = LLAMA()
-        model.model.layers[2].register_forward_hook(Holds(count))
-        for _ in range(2):
-            looked.clear()
-            assert not why_plain(model, spec)
-        lengths.append(len(looked))
-    assert lengths[0] == lengths[1] < 50
-    model = LLAMA()
-    model.model.layers[2].register_forward_hook(hook := Holds(0))
-    for number in range(40):
-        setattr(hook, f"table_{number}", [[float(number)] * 60 for _ in range(60)])
-    assert "more than can be looked at" in why_plain(model, spec)
-
-
-def test_what_ran_out_of_memory_is_tried_again(quiet: None) -> None:
-    model, spec = of_class(Unchanged), SelfSpec.lookup()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scripted, "start", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
-        assert "out of memory" in why_plain(model, spec)
-    assert not why_plain(model, spec)
-
-
-def test_what_decides_nothing_is_compared_three_times(quiet: None) -> None:
-    model, spec = of_class(Unchanged), SelfSpec.lookup()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scripted, "start", started := Mock(side_effect=torch.OutOfMemoryError("out of memory")))
-        for _ in range(5):
-            assert "out of memory" in why_plain(model, spec)
-    assert started.call_count == 3
-
-
-class PassesOn(nn.Module):
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
-
-
-class Pruned(LlamaForCausalLM):
-    """With layers that have no keys and values."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.layers[1], self.model.layers[2] = PassesOn(), PassesOn()
-
-
-@pytest.mark.parametrize("rows", [ROW, BATCH], ids=["row", "batch"])
-@pytest.mark.parametrize("spec", SPECS)
-def test_layers_without_keys_are_served(quiet: None, spec: str, rows: Any) -> None:
-    torch.manual_seed(0)
-    model, assistant = Pruned(LLAMA().config).eval(), SPECS[spec]()
-    expected = model.generate(**rows, **OPTIONS)
-    assert torch.equal(model.generate(**rows, **OPTIONS, assistant=assistant), expected)
-    assert assistant.stats is not None
-    assert not assistant.stats.left_to_generate
-
-
-class MaxScaled(nn.Parameter):
-    """Rounds what is multiplied with it by the largest number of all tokens."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.nn.functional.linear:
-                scale = args[0].abs().amax() / 7
-                args = ((args[0] / scale).round() * scale, *args[1:])
-            return func(*args, **(kwargs or {}))
-
-
-def test_weights_of_a_class_that_looks_at_all_tokens(quiet: None) -> None:
-    model = LLAMA()
-    for layer in model.model.layers:
-        layer.mlp.down_proj.weight = MaxScaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
-    assert "weights of class MaxScaled" in why_plain(model, SelfSpec.lookup())
-
-
-class QuantizedLinear(nn.Linear):
-    """As of a library that quantises, which transformers has loaded."""
-
-    mixes = False
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        scale = states.abs().amax(None if self.mixes else -1, keepdim=True) / 127
-        return super().forward((states / scale).round() * scale)
-
-
-@pytest.mark.parametrize("mixes", [False, True])
-def test_layers_of_a_quantiser_are_tried_alone(quiet: None, mixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuantizedLinear, "__module__", "bitsandbytes.nn")
-    model = LLAMA()
-    for layer in model.model.layers:
-        inner = layer.mlp.down_proj
-        layer.mlp.down_proj = QuantizedLinear(inner.in_features, inner.out_features, bias=False)
-        layer.mlp.down_proj.weight, layer.mlp.down_proj.mixes = inner.weight, mixes
-    model.hf_quantizer = SimpleNamespace(is_compileable=False)
-    unseen = Unseen.of(ModelView(model))
-    assert unseen.own == (("modules of class QuantizedLinear",) if mixes else ())
-    assert not unseen.attached
-    assert bool(why_plain(model, SelfSpec.lookup())) is mixes
-
-
 def test_what_gradients_need_stays(quiet: None) -> None:
     model, vector = LLAMA(), nn.Parameter(torch.ones(64))
     model.model.layers[2].register_forward_hook(lambda module, args, output: output * vector)
@@ -949,40 +853,6 @@ def test_what_gradients_need_stays(quiet: None) -> None:
     model.generate(**ROW, **OPTIONS, assistant=SelfSpec(trust=True))
     loss.backward()
     assert vector.grad is not None
-
-
-class WithoutDecoder(LlamaForCausalLM):
-    def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-def test_a_model_that_cannot_be_looked_at(quiet: None) -> None:
-    model = of_class(WithoutDecoder)
-    expected = model.generate(**ROW, **OPTIONS)
-    assert torch.equal(model.generate(**ROW, **OPTIONS, assistant=SelfSpec()), expected)
-    with hf_selfspec.attach(model, SelfSpec()):
-        assert torch.equal(model.generate(**ROW, **OPTIONS), expected)
-
-
-class Gated(LlamaForCausalLM):
-    """Does something else for several tokens as far as a weight lets it."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.gate = nn.Parameter(torch.zeros(1))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits + self.gate * output.logits.shape[1] * output.logits.roll(1, -1)
-        return output
-
-
-def test_weights_that_were_trained_are_checked_again(quiet: None) -> None:
-    model = Gated(LLAMA().config).eval()
-    for gate in (0.0, 1.0):
-        with torch.no_grad():
-            model.gate.fill_(gate)
-        assert bool(why_plain(model, SelfSpec.lookup())) is bool(gate)
 
 
 def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
@@ -1022,27 +892,6 @@ def test_the_language_model_inside_is_looked_at() -> None:
     text = {name: value for name, value in settings["text_config"].items() if name != "model_type"}
     config = AutoConfig.for_model("llava", **settings | {"text_config": {"model_type": "minimax", **text}})
     assert "its decoder's class MiniMaxModel" in Unseen.of(ModelView(LlavaForConditionalGeneration(config))).own
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_changes_is_checked_again(quiet: None, dtype: torch.dtype) -> None:
-    """Steering that is off in the first call, of a hook that stays."""
-    model, direction = LLAMA().to(dtype), _DIRECTION.to(dtype)
-
-    class Hook:
-        strength = 0.0
-
-        def __call__(self, module: Any, args: Any, output: Any) -> Any:
-            return output + self.strength * direction if output.shape[1] == 1 else output
-
-    hook = Hook()
-    model.model.layers[2].register_forward_hook(hook)
-    for strength, is_drafted in ((0.0, True), (4.0, False), (0.0, True)):
-        hook.strength, spec = strength, replace(SelfSpec.lookup(), trust=True)
-        ids = model.generate(**ROW, **OPTIONS, assistant=spec)
-        assert spec.stats is not None
-        assert bool(spec.stats.left_to_generate) is not is_drafted
-        assert dtype is torch.bfloat16 or torch.equal(ids, model.generate(**ROW, **OPTIONS))
 
 
 def test_a_short_call_is_left_to_plain_without_a_warning() -> None:

@@ -4,19 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from helpers.calls import new_spec
 from helpers.models import character_tokenizer, ragged_batch
 from helpers.processes import DEMO_MODEL
-from hf_selfspec import (
-    MarkedStreamer,
-    Piece,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    stream,
-)
+from hf_selfspec import MarkedStreamer, Piece, SelfSpec, SettingError
 
 
 def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec | bool, **options: Any) -> list[Piece]:
@@ -77,42 +70,3 @@ def test_characters_of_several_tokens_are_whole() -> None:
         assert "".join(piece.text for piece in pieces) == (text if put is tokens else "\ufffd")
         assert len(pieces) < len(put) or put is not tokens
         assert not any("\ufffd" in piece.text for piece in pieces) or put is not tokens
-
-
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}a"
-    return tokenizer
-
-
-def test_stream_returns_the_text(llama: LlamaForCausalLM) -> None:
-    tokenizer, pieces, spec = character_tokenizer(), list[Piece](), new_spec()
-    text = stream(llama, tokenizer, "def f(x):", pieces.append, spec=spec, max_new_tokens=12)
-    ids = torch.tensor([tokenizer("def f(x):")["input_ids"]])
-    plain = llama.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-    assert text == tokenizer.decode(plain, skip_special_tokens=True) == "".join(piece.text for piece in pieces)
-    assert spec.stats.tokens == 12
-
-
-def test_stream_answers_chats(llama: LlamaForCausalLM) -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    options: dict[str, Any] = {"spec": new_spec(), "max_new_tokens": 8}
-    answer = stream(llama, chat_tokenizer(), chat, lambda piece: None, **options)
-    assert answer == stream(llama, character_tokenizer(), "uhia", lambda piece: None, **options)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "words"),
-    [
-        ("", {}, "the prompt is empty"),
-        ([], {}, "a prompt must be a string or a chat"),
-        ([{"role": "user", "content": "a"}], {}, "the tokenizer has no chat template, so the model cannot chat"),
-        ("a", {"max_new_tokens": 0}, r"stream\(max_new_tokens\) must be at least 1"),
-        ("a", {"temperature": float("nan")}, r"stream\(temperature\) must be a finite number of at least 0, got nan"),
-        ("a", {"top_p": 0.5}, "has no effect at temperature 0"),
-        ("a", {"temperature": 1.0, "top_p": 0}, r"stream\(top_p\) must lie between 0 and 1"),
-    ],
-)
-def test_what_cannot_be_streamed(prompt: Any, options: dict[str, Any], words: str, llama: LlamaForCausalLM) -> None:
-    with pytest.raises((SettingError, SettingTypeError), match=words):
-        stream(llama, character_tokenizer(), prompt, lambda piece: None, **options)

@@ -1,5 +1,6 @@
 """``hf-selfspec``: what its commands print, and one line for every ordinary mistake in any of them."""
 
+import functools
 import io
 import json
 import shutil
@@ -15,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_selfspec
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL, python, told_in_one_line
-from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
+from hf_selfspec import MarkedStreamer, NumericalError, SelfSpec, inspect_model
+from hf_selfspec.model import encoding
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.tools.cli import main, parser_of
 from hf_selfspec.tools.compare import texts_of
@@ -195,11 +197,12 @@ def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stopped_generate_ends_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
-        write(Piece("once upon", False))
-        raise KeyboardInterrupt
+    class Stopped(MarkedStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            print("once upon", end="")
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf_selfspec, "stream", stopped)
+    monkeypatch.setattr(hf_selfspec, "MarkedStreamer", Stopped)
     assert generated("--prompt", "a") == 130
     told = capsys.readouterr()
     assert (told.out, told.err) == ("once upon\n", "hf-selfspec: stopped.\n")
@@ -217,20 +220,23 @@ def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         except StopIteration:
             raise EOFError from None
 
-    def answer(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
+    def recorded(tokenizer: Any, prompt: Any, device: Any) -> Any:
         asked.append([dict(message) for message in prompt])
-        return "fine"
+        return encoding.encoded.__wrapped__(tokenizer, prompt, device)
 
     monkeypatch.setattr("builtins.input", next_turn)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(hf_selfspec, "stream", answer)
-    assert main(["generate", "--model", str(model)]) == 0
-    first = [{"role": "user", "content": "hello"}]
-    assert asked == [
-        first,
-        [*first, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "and then?"}],
+    monkeypatch.setattr(encoding, "encoded", functools.wraps(encoding.encoded)(recorded))
+    assert main(["generate", "--model", str(model), "--max-new-tokens", "8"]) == 0
+    first, answer = [{"role": "user", "content": "hello"}], capsys.readouterr().out.partition("\n")[0]
+    assert asked[0] == first
+    assert asked[1] == [
+        *first,
+        {"role": "assistant", "content": asked[1][1]["content"]},
+        {"role": "user", "content": "and then?"},
     ]
+    assert answer == asked[1][1]["content"].partition("\n")[0]
 
 
 # What each command needs, with `{}` for a folder of the test.
