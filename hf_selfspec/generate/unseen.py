@@ -130,7 +130,7 @@ class Unseen:
                     of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}
                     if not of <= _METHODS_OF:
                         note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method, module)
-        for weight_class in view.weight_classes - _PLAIN_WEIGHTS:
+        for weight_class in view.weights.keys() - _PLAIN_WEIGHTS:
             note(f"weights of class {weight_class.__name__}", True)
         files = {each.__module__ for each in classes if _is_of_models(each)}
         for file in files - {each.__module__ for each in classes if issubclass(each, PreTrainedModel)}:

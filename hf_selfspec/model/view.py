@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
@@ -30,10 +31,14 @@ class ModelView:
         return set(map(type, self.modules))
 
     @cached_property
-    def weight_classes(self) -> set[type]:
-        """The classes of the weights."""
-        parameters = [of for module in self.modules if (of := module.__dict__.get("_parameters"))]
-        return {type(weight) for each in parameters for weight in each.values()} - {type(None)}
+    def weights(self) -> dict[type, torch.Tensor]:
+        """One of the weights of each class of weights."""
+        weights: dict[type, torch.Tensor] = {}
+        for module in self.modules:
+            if parameters := module.__dict__.get("_parameters"):
+                weights.update((type(weight), weight) for weight in parameters.values())
+        weights.pop(type(None), None)
+        return weights
 
     @cached_property
     def hooks(self) -> list[tuple[nn.Module, Any]]:

@@ -479,7 +479,7 @@ ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager
     "other kernel": (
         LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
     ),
-    "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), ""),
+    "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), None),
     "other rotation": (LLAMA, lambda: replaced(modeling_llama, "apply_rotary_pos_emb", rotated_by_count), "rotate"),
     "other product": (LLAMA, lambda: replaced(torch, "matmul", rounded_by_all), ""),  # eager attention alone calls it
     "mode of torch": (LLAMA, Rounding, "several tokens at once differ"),
@@ -839,7 +839,7 @@ def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
     model, spec = of_class(Lazy), SelfSpec.lookup()
     left = []
     for seed in range(3):
-        prompt = ragged_batch(seed=seed)
+        prompt = ragged_batch((9,), seed=seed)
         model.generate(**prompt, **OPTIONS, assistant=spec)
         assert spec.stats is not None
         left.append(bool(spec.stats.left_to_generate))
