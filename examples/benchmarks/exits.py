@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from hf_selfspec import SelfSpec
 from hf_selfspec.tools.plots import new_figure
-from hf_selfspec.train.prompts import read_prompts
+from hf_selfspec.train.loading import read_prompts
 
 CHOOSING = 8
 MODES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from timing import Table, Way, add_numbers, add_trained, compare, load, parsed, 
 from transformers import TrainingArguments
 
 from hf_selfspec import SelfSpec
-from hf_selfspec.train.prompts import read_prompts
+from hf_selfspec.train.loading import read_prompts
 
 COLUMNS = ("method", "speed-up", "mean over prompts, 95 %", "α", "M", "mean exit layer", "discarded", "same ids")
 

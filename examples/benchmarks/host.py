@@ -15,7 +15,7 @@ from timing import Table, add_trained, load, parsed, parser_with, print_head, pr
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.drafts.controller import FREE, Controller
 from hf_selfspec.drafts.cost_curve import CostCurve
-from hf_selfspec.train.prompts import read_prompts
+from hf_selfspec.train.loading import read_prompts
 
 TOGETHER, MOST = 256, 31
 

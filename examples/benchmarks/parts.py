@@ -30,7 +30,7 @@ from hf_selfspec import (
     SettingError,
 )
 from hf_selfspec.model.encoding import as_prompts, encoded
-from hf_selfspec.train.prompts import read_prompts
+from hf_selfspec.train.loading import read_prompts
 
 SETTINGS = {"num_train_epochs": 2, "learning_rate": 1e-3, "warmup_steps": 10}
 

@@ -141,9 +141,7 @@ def fit(args: argparse.Namespace) -> None:
 
     from .. import SettingError
     from ..learned.files import check_folder
-    from ..train.loading import NamedModel
-    from ..train.mtp import read_prompts_file
-    from ..train.prompts import texts
+    from ..train.loading import NamedModel, read_prompts, texts
 
     names = {setting.name for setting in fields(args.fit_class)}
     chosen = {name: value for name, value in vars(args).items() if name in names}
@@ -156,7 +154,7 @@ def fit(args: argparse.Namespace) -> None:
             raise SettingError(str(error)) from error
         chosen["args"], device = training, training.device
     if chosen.get("prompts") is not None:
-        chosen["prompts"] = read_prompts_file(args.prompts)
+        chosen["prompts"] = read_prompts(args.prompts)
     settings = args.fit_class(**chosen | {"output_dir": args.out})
     settings.check()
     check_folder("--out", args.out)

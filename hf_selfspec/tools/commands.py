@@ -114,7 +114,7 @@ def audit(args: Namespace) -> int:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     from .. import audit
     from ..model.encoding import as_prompts
-    from ..train.prompts import read_prompts
+    from ..train.loading import read_prompts
     from .spec_text import read_spec, split
 
     named = _named(args)
@@ -192,7 +192,7 @@ def bench(args: Namespace) -> None:
 def exit_report(args: Namespace) -> None:
     """Show how well each layer of a model predicts the next token."""
     from .. import exit_report
-    from ..train.prompts import texts
+    from ..train.loading import texts
 
     named = _named(args)
     rows, tokenizer = texts(args.data, args.field)[: args.prompts], named.tokenizer()
@@ -224,7 +224,7 @@ def generate(args: Namespace) -> None:
 
     from .. import MarkedStreamer, SettingError
     from ..model.encoding import check_chats, encoded, has_chats
-    from ..train.prompts import content
+    from ..train.loading import content
     from ..validation import check_share
     from .spec_text import read_spec
 
@@ -241,7 +241,7 @@ def generate(args: Namespace) -> None:
         options["top_p"] = args.top_p
     if args.prompt is not None and args.file is not None:
         raise SettingError("--prompt and --file are both given: give one of the two.")
-    prompt = args.prompt if args.file is None else content("--file", args.file)
+    prompt = args.prompt if args.file is None else content(args.file)
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     drafts, tokenizer = read_spec(args.spec), named.tokenizer()
@@ -309,7 +309,7 @@ def tune(args: Namespace) -> None:
     """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from .. import OfflineSearch, tune
     from ..learned.files import check_folder
-    from ..train.prompts import texts
+    from ..train.loading import texts
 
     named = _named(args)
     check_folder("--out", args.out)

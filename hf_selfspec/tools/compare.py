@@ -29,7 +29,7 @@ from ..model.encoding import as_prompts, checked_texts, token_ids
 from ..model.kernels.linear import few_token_linears
 from ..model.patching import evaluating
 from ..model.transfer import wait_for
-from ..train.prompts import read_rows
+from ..train.loading import read_rows
 from ..validation import StrPath, check_count
 from .audits import differences_of, new_tokens
 from .comparison import Call, Comparison, measures

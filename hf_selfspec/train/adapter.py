@@ -11,8 +11,8 @@ from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
 from ..validation import check_count, check_exit
+from .exits import FrozenModel, Head, HiddenStates
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, Head, HiddenStates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from ..model.internals import use_one_device
 from ..modules.draft_module import DraftModule, about, not_finite
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count, check_positive
-from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
+from .exits import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .texts import HELD_OUT, Tokenizer, divided, one_text_each, packed
 
 P = ParamSpec("P")

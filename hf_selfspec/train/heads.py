@@ -18,8 +18,8 @@ from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
 from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
+from .exits import FrozenModel, HiddenStates, Metric, agreement
 from .fit import TrainedFit, as_function, check_length, saved, speed_figures
-from .frozen_model import FrozenModel, HiddenStates, Metric, agreement
 from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, one_text_each, packed
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.

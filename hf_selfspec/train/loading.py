@@ -1,10 +1,12 @@
-"""Loads the models that a command line names, by folder or name on the Hub; every failure is a one-line error."""
+"""What a command line names: models, texts and prompts, in files or on the Hub; every failure is a one-line error."""
 
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -14,18 +16,128 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from ..errors import SettingError, brief
-from ..learned.files import is_name
+from ..learned.files import is_name, path_of, read_text
+from ..model.encoding import Prompt, is_chat
 
 _CONFIG = "config.json"
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
+_LINES, _WHOLE = (".jsonl", ".json"), ".txt"
+# Columns in which a prompt is looked for; the first one that exists counts.
+COLUMNS = ("messages", "prompt", "text", "question", "instruction")
+_EXAMPLE = 'e.g. {"text": "..."}.'
 # Errors that mean that the Hub did not answer. The Hub's errors derive from those of its HTTP library, which differs
 # between versions.
-NO_ANSWER: tuple[Any, ...] = (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
+_NO_ANSWER: tuple[Any, ...] = (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
 # Seconds within which the Hub has to answer. Downloads retry for half a minute before they give up.
 _PATIENCE = 10.0
 
 
-def hub_error(ask: Callable[..., object], name: str) -> str:
+class Row(NamedTuple):
+    """A line of a file, or a row of a dataset."""
+
+    place: str  # for messages
+    columns: Mapping[str, Any]
+
+    def prompt(self, field: str | None = None) -> Prompt:
+        """Returns the text or the chat in a column, by default in the first one of ``COLUMNS`` that exists."""
+        column = next(filter(self.columns.get, COLUMNS), COLUMNS[0]) if field is None else field
+        chat: Any = self.columns.get(column)
+        return chat if is_chat(chat) else self.text(column)
+
+    def text(self, field: str) -> str:
+        """Returns the text in a column."""
+        if not isinstance(text := self.columns.get(field), str):
+            raise SettingError(
+                f"{self.place}: there is no text in the column {field!r}. Name one of the columns "
+                f"{sorted(map(str, self.columns))} with --field."
+            )
+        return text
+
+
+def texts(data: str, field: str | None = None) -> list[str]:
+    """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
+    texts = [row.text(field or "text") for row in read_rows(data, field, is_whole=True)]
+    return _unless_empty(texts, data, any(text.strip() for text in texts))
+
+
+def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
+    """Returns the texts and chats of all rows."""
+    return [row.prompt(field) for row in read_rows(data, field)]
+
+
+def read_rows(data: str, field: str | None = None, is_whole: bool = False) -> list[Row]:
+    """All rows, at least one, of a ``.jsonl`` file or a dataset of the Hub; of a ``.txt`` file its lines, or if
+    ``is_whole`` its text."""
+    suffix = Path(data).suffix
+    if suffix == _WHOLE:
+        if field is not None:
+            raise SettingError(f"--field {field} has no effect on {data}, which has no columns. Leave it out.")
+        lines = [(data, content(data))] if is_whole else _lines(data)
+        rows = [Row(place, {"text": line}) for place, line in lines]
+    elif suffix in _LINES:
+        rows = [Row(place, _object(place, line)) for place, line in _lines(data)]
+    elif os.path.exists(data):
+        what = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
+        raise SettingError(
+            f"{data} is {what}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
+        )
+    else:
+        rows = [Row(f"{data}, row {number}", row) for number, row in enumerate(_rows_of_hub(data), start=1)]
+    return _unless_empty(rows, data, bool(rows))
+
+
+def content(file: str) -> str:
+    """Returns the text of a file."""
+    try:
+        return read_text(path_of(file))
+    except FileNotFoundError as error:
+        raise SettingError(f"{file}: there is no such file.") from error
+    except ValueError as error:
+        raise SettingError(f"{file} cannot be read as text in UTF-8 ({error}).") from error
+
+
+def _unless_empty(rows: list[Any], data: str, has_text: bool) -> list[Any]:
+    if not has_text:
+        raise SettingError(f"{data}: the dataset is empty. Give texts that the model is used for.")
+    return rows
+
+
+def _lines(data: str) -> Iterator[tuple[str, str]]:
+    """The lines that are not empty, with their places."""
+    # Not splitlines, which also splits at line ends that may occur inside a JSON string.
+    lines = enumerate(content(data).split("\n"), start=1)
+    return ((f"{data}, line {number}", line.strip()) for number, line in lines if line.strip())
+
+
+def _object(place: str, line: str) -> dict[str, Any]:
+    try:
+        columns = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{place}: this is not JSON ({error}). Each line is one object, {_EXAMPLE}") from error
+    if not isinstance(columns, dict):
+        raise SettingError(f"{place}: {brief(repr(columns))} is not an object with a text, {_EXAMPLE}")
+    return columns
+
+
+def _rows_of_hub(data: str) -> Sequence[Any]:
+    try:
+        from datasets import exceptions, load_dataset
+    except ImportError as error:
+        raise SettingError(
+            f"{data}: there is no such file, and a dataset of the Hub needs `pip install datasets`. Give a .jsonl or "
+            ".txt file."
+        ) from error
+    advice = "Give a .jsonl or .txt file, or set HF_HUB_OFFLINE=1 for a dataset that was loaded before."
+    if why := _hub_error(HfApi().dataset_info, data):
+        raise SettingError(f"{data}: there is no such file, and the Hub has no such dataset ({why}). {advice}")
+    try:
+        rows: Sequence[Any] = load_dataset(data, split="train")
+    except (*_NO_ANSWER, ValueError, RuntimeError, exceptions.DatasetsError) as error:
+        raise SettingError(f"{data}: the dataset cannot be loaded ({brief(error)}). {advice}") from error
+    return rows
+
+
+def _hub_error(ask: Callable[..., object], name: str) -> str:
     """Returns why ``HfApi``'s ``dataset_info`` or ``model_info`` finds no such repository; empty in offline mode."""
     if not is_name(name):
         return "this is not a valid name"
@@ -33,7 +145,7 @@ def hub_error(ask: Callable[..., object], name: str) -> str:
         return ""
     try:
         ask(name, timeout=_PATIENCE)
-    except NO_ANSWER as error:
+    except _NO_ANSWER as error:
         return brief(error)
     return ""
 
@@ -53,7 +165,7 @@ class NamedModel:
         """The arguments of ``from_pretrained`` that say where it is."""
         of: dict[str, Any] = {} if self._revision is None else {"revision": self._revision}
         source: dict[str, Any] = {"trust_remote_code": False, **of}  # code from its repository is not run
-        if not os.path.isdir(self.name) and (why := hub_error(partial(HfApi().model_info, **of), self.name)):
+        if not os.path.isdir(self.name) and (why := _hub_error(partial(HfApi().model_info, **of), self.name)):
             cached = try_to_load_from_cache(self.name, _CONFIG, **of) if is_name(self.name) else None
             if not isinstance(cached, str):
                 raise SettingError(
@@ -62,12 +174,6 @@ class NamedModel:
                 )
             source["local_files_only"] = True
         return source
-
-    @property
-    def loaded_as(self) -> dict[str, str]:
-        """What was chosen of how it is loaded, beside its type."""
-        options = {"revision": self._revision, **self._weights}
-        return {option: str(value) for option, value in options.items() if value is not None and option != "dtype"}
 
     @cached_property
     def config(self) -> Any:
@@ -100,15 +206,11 @@ def set_up(device: str | None, threads: int | None) -> torch.device:
     if threads is not None:
         torch.set_num_threads(threads)
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if device is None:
-        return accelerator
-    types = list(dict.fromkeys(["cpu", accelerator.type]))
-    advice = f"Give one of {', '.join(types)}."
     try:
-        chosen = torch.device(device)
+        chosen = accelerator if device is None else torch.device(device)
     except RuntimeError as error:
-        raise SettingError(f"--device {device}: there is no such device. {advice}") from error
+        raise SettingError(f"--device {device}: there is no such device ({brief(error)}).") from error
     count = 1 if chosen.type == "cpu" else torch.accelerator.device_count()
-    if chosen.type not in types or (chosen.index or 0) >= count:
-        raise SettingError(f"--device {device}: this machine has none. {advice}")
+    if chosen.type not in ("cpu", accelerator.type) or (chosen.index or 0) >= count:
+        raise SettingError(f"--device {device}: this machine has none. Give one of cpu, {accelerator.type}.")
     return chosen

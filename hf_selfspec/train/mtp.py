@@ -19,9 +19,8 @@ from ..modules.reduced_head import ReducedHead
 from ..modules.shipped import shipped_mtp
 from ..selfspec import SelfSpec
 from ..validation import check_count
+from .exits import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .prompts import read_prompts
 from .reduced_head import ReducedHeadFit
 from .texts import Tokenizer, answers, as_ids, check_dataset
 
@@ -29,14 +28,6 @@ from .texts import Tokenizer, answers, as_ids, check_dataset
 _DECAY = 0.8
 _MOST_STEPS = 8
 _STARTS = ("copy", "shipped")
-
-
-def read_prompts_file(file: str) -> list[Prompt]:
-    """The prompts that the command line names."""
-    try:
-        return read_prompts(file)
-    except SettingError as error:
-        raise SettingError(str(error).replace("--data", "--prompts")) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from ..errors import SettingError
 from ..modules.linear_probe import LinearProbe
 from ..selfspec import SelfSpec
 from ..validation import check_count, check_exit, check_flag, check_positive, check_share
+from .exits import FrozenModel, HiddenStates, agreement
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, HiddenStates, agreement
 
 
 @dataclass(frozen=True, kw_only=True)

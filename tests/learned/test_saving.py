@@ -25,7 +25,7 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.model.fingerprint import Fingerprint, samples
 from hf_selfspec.tools.spec_text import read_spec
-from hf_selfspec.train.prompts import texts
+from hf_selfspec.train.loading import texts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -22,8 +22,7 @@ from hf_selfspec.model.logits import Logits
 from hf_selfspec.tools.cli import main, parser_of
 from hf_selfspec.tools.compare import texts_of
 from hf_selfspec.train import loading
-from hf_selfspec.train.loading import NamedModel
-from hf_selfspec.train.prompts import read_prompts
+from hf_selfspec.train.loading import NamedModel, read_prompts
 
 HEAVY = ("numpy", "torch", "transformers")
 
@@ -260,10 +259,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model": (["--model", "{}/none"], "--model {}/none: there is no such folder, and the Hub has no such model"),
     "damaged config": (["--model", "{}/damaged"], "--model {}/damaged: its config cannot be loaded"),
     "bad dtype": (["--dtype", "foat32"], "'foat32'"),
-    "bad device": (["--device", "toaster"], "--device toaster: there is no such device. Give one of cpu"),
+    "bad device": (["--device", "toaster"], "--device toaster: there is no such device"),
     "two devices": (["--device-map", "auto", "--device", "cpu"], "--device and --device-map are both given"),
     "absent device": (["--device", "cuda:7"], "--device cuda:7: this machine has none. Give one of cpu"),
-    "missing data": (["--data", "{}/none.jsonl"], "--data {}/none.jsonl: there is no such file"),
+    "missing data": (["--data", "{}/none.jsonl"], "{}/none.jsonl: there is no such file"),
     "binary data": (["--data", "{}/binary.txt"], "cannot be read as text in UTF-8"),
     "empty data": (["--data", "{}/empty.txt"], "the dataset is empty"),
     "another column": (["--field", "body"], "there is no text in the column 'body'"),

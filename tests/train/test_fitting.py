@@ -27,8 +27,8 @@ from hf_selfspec import (
     fit_probe,
 )
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
-from hf_selfspec.train import frozen_model
-from hf_selfspec.train.frozen_model import FrozenModel, cross_entropy
+from hf_selfspec.train import exits
+from hf_selfspec.train.exits import FrozenModel, cross_entropy
 from hf_selfspec.train.texts import divided, packed
 
 # Too few rows for any to be held out, so that fits are not evaluated.
@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     with frozen.frozen():
         observed = frozen.hidden_states(ids)
         for elements in (10**9, 4 * VOCABULARY):
-            monkeypatch.setattr(frozen_model, "LOGIT_ELEMENTS", elements)
+            monkeypatch.setattr(exits, "LOGIT_ELEMENTS", elements)
             losses = frozen.per_token(
                 cross_entropy, frozen.own_head, adapter(observed[f"states_{EXIT}"]), observed["final"]
             )
