@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit
+from ..validation import check_exit
 from .exits import FrozenModel, Head, HiddenStates
 from .fit import TrainedFit, as_function
 
@@ -48,17 +47,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
     blocks: Sequence[str] = ("attention",)
     num_heads: int | None = None
     own_head: bool = False
-
-    def check(self) -> None:
-        super().check()
-        if self.num_heads is None:
-            return
-        check_count("fit_adapter(num_heads)", self.num_heads)
-        if "attention" not in self.blocks:
-            raise SettingError(
-                f"fit_adapter(num_heads={self.num_heads}) has no effect with "
-                f"fit_adapter(blocks={','.join(self.blocks)}): leave it out."
-            )
 
     def exit_layers(self, config: Any) -> Sequence[int]:
         usual = 3 if config.num_hidden_layers >= 40 else 2

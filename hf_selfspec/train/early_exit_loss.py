@@ -123,13 +123,8 @@ class EarlyExitLoss(ModelCallback):
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
         of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-        if of_trl and of_trl[0] != "SFTTrainer":
-            raise UnsupportedOptionError(
-                f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and TRL's "
-                f"{of_trl[0]} trains the last layer with another loss. Train the exits in another run, before or "
-                "after it, with SFTTrainer or Trainer."
-            )
         refused = {
+            f"TRL's {' '.join(of_trl[:1])}": bool(of_trl) and of_trl[0] != "SFTTrainer",
             "compute_loss_func": trainer.compute_loss_func is not None,
             f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor != 0,
             "use_liger_kernel=True": args.use_liger_kernel,
@@ -151,8 +146,9 @@ class EarlyExitLoss(ModelCallback):
 
     def make_run(self, model: Any, seed: int) -> ExitTraining:
         exits = Exits(causal_lm(model, "EarlyExitLoss"))
-        exits.check("EarlyExitLoss(layers)", self.layers or ())
         num_layers = exits.anatomy.num_layers
+        for layer in self.layers or ():
+            check_count("EarlyExitLoss(layers): an exit layer", layer, most=num_layers)
         self._shares(range(num_layers), num_layers)  # raises if a weight is not allowed
         named = [layer - 1 for layer in self.layers or () if layer < num_layers]
         if named and self.e_scale and not any(self.scale(layer, num_layers, self.e_scale) for layer in named):

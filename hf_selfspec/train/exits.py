@@ -7,7 +7,7 @@ head, scale, soft-cap. No architecture is reimplemented, and the logits of an ex
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.internals import CHECKPOINTING
 from ..model.patching import (
@@ -79,14 +79,6 @@ class Exits:
         self._autocast: Autocast | None = None  # that was on in it
         self._changes = InstanceForwards()
         self._thread = 0
-
-    def check(self, name: str, layers: Iterable[int]) -> None:
-        wrong = [layer for layer in layers if not 1 <= layer <= self.anatomy.num_layers]
-        if wrong:
-            raise SettingError(
-                f"{name} names exit layer {wrong[0]}, but {self.anatomy.model_name} has {self.anatomy.num_layers} "
-                f"layers: give exit layers from 1 to {self.anatomy.num_layers}, exit E being after the first E layers."
-            )
 
     def attach(self) -> None:
         """Registers hooks on the model, for forwards of this thread; :meth:`detach` removes them."""
@@ -193,7 +185,6 @@ class FrozenModel:
         self.model = model
         self.layers = tuple(layers)
         self.exits = Exits(model)
-        self.exits.check("fit", layers)
         self.anatomy = self.exits.anatomy
         self.own_head = self.exits.head
 

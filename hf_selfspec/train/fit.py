@@ -27,9 +27,9 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.internals import use_one_device
 from ..modules.draft_module import DraftModule, about, not_finite
 from ..selfspec import SelfSpec
-from ..validation import StrPath, check_count, check_positive
+from ..validation import StrPath, check_count
 from .exits import FrozenModel, Head, HiddenStates, agreement, cross_entropy
-from .texts import HELD_OUT, Tokenizer, divided, one_text_each, packed
+from .texts import Tokenizer, divided, one_text_each, packed
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=DraftModule)
@@ -155,13 +155,8 @@ class TrainedFit(Fit[M]):
         if torch.is_inference_mode_enabled():
             raise SettingError(f"{name} trains, which torch.inference_mode does not allow: call it outside of that.")
         check_count(f"{name}(block_size)", self.block_size)
-        if args is None:
-            return
-        if not isinstance(args, TrainingArguments):
+        if args is not None and not isinstance(args, TrainingArguments):
             raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
-        check_count(f"{name}(args): per_device_train_batch_size", args.per_device_train_batch_size)
-        if args.max_steps <= 0:
-            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
 
     def check_config(self, config: Any) -> None:
         check_length(self.function, self.block_size, config)
@@ -170,13 +165,7 @@ class TrainedFit(Fit[M]):
             self.made(config, config.hidden_size)
 
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
-        text = packed(tokenizer, dataset, self.block_size, self.function)
-        if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
-            raise SettingError(
-                f"{self.function}(args): eval_strategy needs held-out rows, and of {len(text)} rows none is held out. "
-                f"Give at least {HELD_OUT} rows, or leave it out."
-            )
-        return text
+        return packed(tokenizer, dataset, self.block_size, self.function)
 
     @torch.enable_grad()
     def fit(self, model: Any, text: torch.Tensor) -> M:
@@ -190,7 +179,7 @@ class TrainedFit(Fit[M]):
                 trained,
                 args,
                 default_data_collator,
-                *[StackDataset(input_ids=cast(Any, part)) for part in (rows, held_out)],
+                *[StackDataset(input_ids=cast(Any, part)) if len(part) else None for part in (rows, held_out)],
                 compute_metrics=trained.means,
                 callbacks=list(self.callbacks),
             )
@@ -206,7 +195,7 @@ class TrainedFit(Fit[M]):
             module.about = about(model, recipe, {})
             self.finish(module, frozen, held_out)
             evaluated = trainer.evaluate() if len(held_out) else {}
-            speeds = speed_figures(module, model, held_out, self.spec)
+            speeds = speed_figures(module, model, held_out, self.spec(module))
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
         figures |= {name.replace("_", " "): evaluated[f"eval_{name}"] for name in trained.names}
@@ -275,7 +264,7 @@ def saved(module: M, about: dict[str, Any], folder: StrPath | None) -> M:
 
 
 def speed_figures(
-    module: M, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[M], SelfSpec | None]
+    module: DraftModule, model: PreTrainedModel, rows: torch.Tensor, spec: SelfSpec | None
 ) -> dict[str, float]:
     """Speeds with a module in times of plain ``generate``'s, on the first few of held-out rows ``[n, s]``.
 
@@ -283,12 +272,15 @@ def speed_figures(
     """
     prompts = rows[:_ROWS, : rows.shape[1] // 2]
     new_tokens = min(_TOKENS, rows.shape[1] - prompts.shape[1])
-    spec = spec_of(module)
     if spec is None or not prompts.numel() or new_tokens < 2:
         return {}
+    ways = {
+        "speed over plain generate": spec,
+        "speed with free drafts": replace(spec, draft=Cascade((Lookup(), spec.draft))),
+        "speed of free drafts alone": SelfSpec.lookup(),
+    }
     try:
-        cascade = replace(spec, draft=Cascade((Lookup(), spec.draft)))
-        alone, free, together = speeds(model, prompts, new_tokens, [spec, SelfSpec.lookup(), cascade])
+        alone, together, free = speeds(model, prompts, new_tokens, list(ways.values()))
     except Exception as error:  # whatever it is, hours of fitting are not lost to it
         warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
         return {}
@@ -302,11 +294,7 @@ def speed_figures(
             "generated, or choose another exit layer.",
             stacklevel=2,
         )
-    return {
-        "speed over plain generate": round(alone, 2),
-        "speed with free drafts": round(together, 2),
-        "speed of free drafts alone": round(free, 2),
-    }
+    return {name: round(speed, 2) for name, speed in zip(ways, (alone, together, free), strict=True)}
 
 
 @torch.no_grad()
@@ -316,8 +304,8 @@ def speeds(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int, specs
     def seconds(prompt: torch.Tensor, assistant: SelfSpec | bool, count: int = new_tokens) -> float:
         """Seconds per token."""
         prompt = prompt.to(model.get_input_embeddings().weight.device)
-        begun = perf_counter()
         options: dict[str, Any] = {"generation_config": one_text_each(count), "assistant": assistant}
+        begun = perf_counter()
         ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         ids.tolist()  # a GPU has them now
         return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])

@@ -73,15 +73,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         check_flag(f"{name}(copied)", self.copied)
         _check(name, self.metric, self.epsilons, self.block_size)
         check_count(f"{name}(num_heads)", self.num_heads, most=MOST_LAYERS)
-        if self.layers is not None and self.num_heads != _USUAL_HEADS:
-            raise SettingError(
-                f"{name}(num_heads={self.num_heads}) has no effect with {name}(layers), which gives their number: "
-                "leave it out."
-            )
-        if self.copied and self.rank is not None:
-            raise SettingError(
-                f"{name}(copied=True, rank={self.rank}): the model's own head has full rank, so leave rank out."
-            )
+        if (self.layers is not None and self.num_heads != _USUAL_HEADS) or (self.copied and self.rank is not None):
+            raise SettingError(f"{name} takes layers or num_heads, not both, and copied=True or a rank, not both.")
 
     def made(self, config: Any, width: int) -> ExitHeads:
         return ExitHeads(self.exit_layers(config), width, config.vocab_size, self.rank)
@@ -183,7 +176,7 @@ def calibrate_exit_heads(
     calibrated = copy.deepcopy(loaded.on(frozen.device)).eval()
     with frozen.frozen():
         _calibrate(name, calibrated, frozen, rows, epsilons, metric)
-        figures = calibrated.about["figures"] | speed_figures(calibrated, inner, rows, _dssd)
+        figures = calibrated.about["figures"] | speed_figures(calibrated, inner, rows, _dssd(calibrated))
     return saved(calibrated, calibrated.about | {"figures": figures}, output_dir)
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.internals import CHECKPOINTING, attention_implementation
-from ..model.module_tools import is_tensor_parallel
 from ..model.patching import Forward, InstanceForwards, PerThread, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
@@ -27,10 +26,10 @@ from .trainer import ModelCallback, TrainingRun
 _WITHOUT_ROWS = {"position_bias"}
 
 Schedule = Callable[[int, int], float]
-# For layers that drop some: the rows ``[n]`` that stay, or for packed rows whether a token stays ``[b, s, 1]``.
+# For layers that drop some: the rows ``[n]`` that stay.
 Kept = Mapping[int, torch.Tensor]
 _ALL: Kept = {}
-# Of the forward that runs, also where checkpointing runs its layers again, in a backward's thread.
+# Of the forward that runs, also where the model's checkpointing runs its layers again, in a backward's thread.
 _kept = PerThread[Kept]()
 
 
@@ -53,12 +52,10 @@ class LayerDropout(ModelCallback):
     """Drops layers for single samples while training, with the stock ``Trainer``.
 
     ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
-    the layer and comes back after it, so steps get faster. Where a row is packed with several sequences without padding
-    (``position_ids`` that start again, or ``cu_seq_lens_q``), each of them is a sample; layers then run on all tokens,
-    and dropped sequences get their inputs back. Nothing is dropped in evaluation and in forwards without gradients.
-    Random numbers depend only on the seed, the step and the sample's place in the step, so a resumed run draws the same
-    ones as an uninterrupted run. All ranks draw the same, so that they skip layers together; of packed rows, which skip
-    none, data-parallel ranks draw their own.
+    the layer and comes back after it, so steps get faster. A row is a sample, also one that is packed with several
+    sequences. Nothing is dropped in evaluation and in forwards without gradients. Random numbers depend only on the
+    seed, the step and the sample's place in the step, so a resumed run draws the same ones as an uninterrupted run, and
+    all ranks draw the same, so that they skip layers together.
 
     Args:
         p_max: dropout rate of the last layer, at least 0 and less than 1. The paper uses 0.1, and 0.2 for fine-tuning
@@ -69,8 +66,6 @@ class LayerDropout(ModelCallback):
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    _rank = 0  # this process's, in data parallelism
-
     def __init__(self, p_max: float = 0.1, schedule: Schedule = constant) -> None:
         check_share("LayerDropout(p_max)", p_max, zero=True, one=False)
         if not callable(schedule) or isinstance(schedule, type):
@@ -79,14 +74,7 @@ class LayerDropout(ModelCallback):
             )
         self.p_max, self.schedule = float(p_max), schedule
 
-    def check(self, trainer: Trainer) -> None:
-        # Tensor, context and sequence parallelism divide the work on one sample.
-        is_data_parallel = trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
-        self._rank = trainer.args.process_index if is_data_parallel else 0
-
     def check_model(self, model: PreTrainedModel) -> None:
-        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._rank = torch.distributed.get_rank() if has_ranks and not is_tensor_parallel(model) else 0
         config = model.config
         if attention_implementation(config) == "flex_attention":
             raise UnsupportedOptionError(
@@ -107,7 +95,7 @@ class LayerDropout(ModelCallback):
                 f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "
                 "single layers. Train without LayerDropout."
             )
-        return _Run(anatomy, seed, self._rank, self.rates)
+        return _Run(anatomy, seed, self.rates)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
         share = self.schedule(step, steps)
@@ -118,13 +106,12 @@ class LayerDropout(ModelCallback):
 class _Run(TrainingRun):
     """The forwards in place of those of the layers during one training, and the samples that they drop."""
 
-    def __init__(self, anatomy: Anatomy, seed: int, rank: int, rates: Callable[[int, int, int], list[float]]) -> None:
-        self.anatomy, self._seed, self._rank, self._rates_of = anatomy, seed, rank, rates
+    def __init__(self, anatomy: Anatomy, seed: int, rates: Callable[[int, int, int], list[float]]) -> None:
+        self.anatomy, self._seed, self._rates_of = anatomy, seed, rates
         self._forwards = InstanceForwards()
         self._arity: dict[type, int | None] = {}
         self._step = self._samples = 0
         self._rates: np.ndarray | None = None
-        self._last, self._pending = _ALL, 0  # what the last forward has dropped, and forwards since one ran again
         self._thread = threading.get_ident()
 
     def attach(self, model: Any) -> None:
@@ -140,7 +127,7 @@ class _Run(TrainingRun):
 
     def begin_step(self, step: int, steps: int) -> None:
         self._rates = np.array(self._rates_of(step, steps, self.anatomy.num_layers))
-        self._step, self._samples, self._pending = step, 0, 0
+        self._step, self._samples = step, 0
 
     def end_step(self) -> None:
         """Raises if no layer could be dropped."""
@@ -149,7 +136,7 @@ class _Run(TrainingRun):
                 f"LayerDropout had no effect: no training forward went through the layers of "
                 f"{self.anatomy.model_name} in this thread (DataParallel?). The weights were not changed."
             )
-        self._rates, self._last = None, _ALL
+        self._rates = None
 
     def _stack_forward(self, original: Forward) -> Forward:
         @torch.compiler.disable(recursive=False)
@@ -160,35 +147,24 @@ class _Run(TrainingRun):
 
         return forward
 
-    def _of_last_forward(self) -> Kept:
-        """What was dropped in a forward whose layers run again, by checkpointing that is not the model's own."""
-        if self._pending > 1:
-            raise UnsupportedOptionError(
-                f"LayerDropout cannot tell which of {self._pending} forwards before a backward gradient checkpointing "
-                "runs again. Use model.gradient_checkpointing_enable() before the training, or one forward in a step."
-            )
-        self._pending = 0
-        return self._last
-
     def _draw(self, rates: np.ndarray, args: Any, kwargs: dict[str, Any]) -> Kept:
-        """Decides for each layer which rows or packed sequences of this batch stay in it."""
+        """Decides for each layer which rows of this batch stay in it."""
         named = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         first = next(value for value in named if isinstance(value, torch.Tensor))
-        packed = _packed(first, kwargs)
-        samples = first.shape[0] if packed is None else packed[0]
-        seeds = [self._seed, self._step, *([self._rank] if packed is not None and self._rank else [])]
-        uniform = np.random.default_rng(seeds).random((self._samples + samples, len(rates)))
+        if len(first) > 1 and kwargs.get("cu_seq_lens_q") is not None:
+            raise UnsupportedOptionError(
+                "LayerDropout cannot leave out rows of a batch whose cu_seq_lens_q go over all of them. Pack the "
+                "sequences into one row."
+            )
+        samples = self._samples + len(first)
+        uniform = np.random.default_rng([self._seed, self._step]).random((samples, len(rates)))
         stays = uniform[self._samples :] >= rates
-        self._samples, self._pending, self._last = self._samples + samples, self._pending + 1, _ALL
-        dropping = [layer for layer, column in enumerate(stays.T) if not column.all()]
-        if packed is not None and dropping:
-            tokens = upload(stays, first.device)[packed[1]]
-            self._last = {layer: tokens[..., layer, None] for layer in dropping}
-        elif dropping:
-            rows = [stays[:, layer].nonzero()[0] for layer in dropping]
-            together = upload(np.concatenate(rows), first.device)
-            self._last = dict(zip(dropping, together.split([len(numbers) for numbers in rows]), strict=True))
-        return self._last
+        self._samples = samples
+        rows = {layer: column.nonzero()[0] for layer, column in enumerate(stays.T) if not column.all()}
+        if not rows:
+            return _ALL
+        together = upload(np.concatenate(list(rows.values())), first.device)
+        return dict(zip(rows, together.split([len(numbers) for numbers in rows.values()]), strict=True))
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         run, layer_class = layer.forward, type(layer)
@@ -201,26 +177,25 @@ class _Run(TrainingRun):
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            of_forward = self._of_last_forward() if _kept.now is None and layer.training else _kept.now
-            if not of_forward or not layer.training or (kept := of_forward.get(index)) is None:
+            if _kept.now is None and layer.training and self._rates is not None:
+                raise UnsupportedOptionError(
+                    "LayerDropout cannot tell which forward gradient checkpointing runs again. Use "
+                    "model.gradient_checkpointing_enable() before the training."
+                )
+            if not _kept.now or not layer.training or (kept := _kept.now.get(index)) is None:
                 return original(*args, **kwargs)
             inputs = dict(zip(positional, args, strict=False)) | kwargs
             hidden = inputs.pop("hidden_states")
-            if kept.dtype is torch.bool:
-                return _with_states(
-                    original(hidden, **inputs),
-                    lambda changed: torch.where(kept.to(hidden.device), changed.to(hidden.dtype), hidden),
-                )
             if not len(kept):
                 if layer_class not in self._arity:
                     with torch.no_grad():
                         original(hidden, **inputs)
                 return with_arity(_untouched(hidden, layer), self._arity[layer_class])
             rows = {name: _select(name, value, kept, hidden.shape[BATCH_DIM]) for name, value in inputs.items()}
-            return _with_states(
-                original(hidden.index_select(BATCH_DIM, kept), **rows),
-                lambda changed: hidden.index_copy(BATCH_DIM, kept, changed.to(hidden.dtype)),
-            )
+            output = original(hidden.index_select(BATCH_DIM, kept), **rows)
+            states = output[0] if isinstance(output, tuple) else output
+            states = hidden.index_copy(BATCH_DIM, kept, states.to(hidden.dtype))
+            return (states, *output[1:]) if isinstance(output, tuple) else states
 
         return forward
 
@@ -228,32 +203,6 @@ class _Run(TrainingRun):
 def _bound(checkpoint: Forward) -> Forward:
     """Checkpointing that runs layers again with what their own forward has dropped, whichever came since."""
     return lambda run, *args, **kwargs: checkpoint(_kept.during(_kept.now)(run), *args, **kwargs)
-
-
-def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
-def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor] | None:
-    """The number of sequences in packed rows, and the sequence of each token ``[b, s]``; ``None`` if each row is one.
-
-    A batch of a single row counts as packed even with one sequence: other ranks' rows may have several, and if it left
-    a layer, these would wait in vain for its share of sharded weights.
-    """
-    b, s = first.shape[:2]
-    ends, positions, mask = (kwargs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
-    if ends is not None:
-        count, places = len(ends) - 1, torch.arange(s, device=ends.device)
-        # Tokens after the last end are padding.
-        of_tokens = torch.searchsorted(ends[1:], places, right=True).clamp(max=count - 1)[None]
-    elif positions is not None and positions.dim() == 2 and not (torch.is_tensor(mask) and mask.dim() == 2):
-        positions = positions.expand(b, -1)
-        begins = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
-        of_tokens = begins.flatten().cumsum(0).view(b, s) - 1
-        count = int(of_tokens[-1, -1]) + 1
-    else:
-        return None
-    return None if count == b > 1 else (count, of_tokens)
 
 
 def _select(name: str, value: Any, rows: torch.Tensor, b: int) -> Any:

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..errors import SettingError
 from ..modules.linear_probe import LinearProbe
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit, check_flag, check_positive, check_share
+from ..validation import check_exit, check_flag
 from .exits import FrozenModel, HiddenStates, agreement
 from .fit import TrainedFit, as_function
 
@@ -45,18 +45,11 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
     def check(self) -> None:
         super().check()
         check_flag("fit_probe(do_sample)", self.do_sample)
-        check_positive("fit_probe(temperature)", self.temperature)
-        if self.top_k is not None:
-            check_count("fit_probe(top_k)", self.top_k, least=0)
-        if self.top_p is not None:
-            check_share("fit_probe(top_p)", self.top_p, zero=False, one=True)
-        for name, usual in (("temperature", 1.0), ("top_k", None), ("top_p", None)):
-            value = getattr(self, name)
-            if value != usual and not self.do_sample:
-                raise SettingError(
-                    f"fit_probe({name}={value}) has no effect without fit_probe(do_sample=True): add that, or leave "
-                    "it out."
-                )
+        if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
+            raise SettingError(
+                "fit_probe(temperature, top_k or top_p) has no effect without do_sample=True: add it, or leave it out."
+            )
+        self._warpers()
 
     def exit_layers(self, config: Any) -> Sequence[int]:
         check_exit(self.function, "exit_layer", self.exit_layer, config.num_hidden_layers)
@@ -84,11 +77,7 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
     @torch.no_grad()
     def _labels(self, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         """``[b s]`` the probability that the token drafted at the exit is accepted."""
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p is not None and self.top_p < 1.0:
-            warpers.append(TopPLogitsWarper(self.top_p))
+        warpers = self._warpers()
 
         def overlap(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
             ids = torch.zeros(len(drafted), 0, dtype=torch.long, device=drafted.device)
@@ -97,6 +86,17 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
 
         metric, exits = overlap if self.do_sample else agreement, states[f"exits_{self.exit_layer}"]
         return frozen.per_token(metric, frozen.own_head, exits, states["final"])
+
+    def _warpers(self) -> LogitsProcessorList:
+        try:
+            warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+            if self.top_k:
+                warpers.append(TopKLogitsWarper(self.top_k))
+            if self.top_p is not None:
+                warpers.append(TopPLogitsWarper(self.top_p))
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"fit_probe(temperature, top_k, top_p): {error}") from error
+        return warpers
 
 
 fit_probe = as_function(ProbeFit)

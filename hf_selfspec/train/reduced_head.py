@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from ..errors import SettingError, UnsupportedModelError
-from ..model.head import output_head
 from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
 from ..validation import check_count
@@ -30,7 +28,6 @@ class ReducedHeadFit(Fit[ReducedHead], command="head", function="fit_reduced_hea
 
     Raises:
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
-        UnsupportedModelError: the model has no output head.
     """
 
     size: int = 8192
@@ -39,16 +36,7 @@ class ReducedHeadFit(Fit[ReducedHead], command="head", function="fit_reduced_hea
         check_count("fit_reduced_head(size)", self.size)
 
     def fit(self, model: Any, text: torch.Tensor) -> ReducedHead:
-        if output_head(model) is None:
-            raise UnsupportedModelError(
-                f"fit_reduced_head: {type(model).__name__} has no output head. Give the causal LM around it."
-            )
         vocabulary, tokens = model.config.get_text_config(decoder=True).vocab_size, text.flatten()
-        if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
-            raise SettingError(
-                f"fit_reduced_head was given tokens from {int(tokens.min())} to {int(tokens.max())}, but the model has "
-                f"{vocabulary}. Give the model's own tokenizer."
-            )
         held = len(tokens) // HELD_OUT
         counted, held_out = tokens[: len(tokens) - held], tokens[len(tokens) - held :]
         counts = torch.bincount(counted, minlength=vocabulary)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.architectures import build
-from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
+from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, rows, tiny, weights
 from helpers.train.by_hand import (
     ALL,
     BOTH,
@@ -25,7 +25,7 @@ from helpers.train.by_hand import (
     targets,
     train,
 )
-from hf_selfspec import EarlyExitLoss, Rotational, UnsupportedModelError
+from hf_selfspec import EarlyExitLoss, Rotational
 from hf_selfspec.train import exit_training, loss_scale
 
 
@@ -114,39 +114,6 @@ def test_a_routers_loss_is_added_once(tmp_path: Path) -> None:
     assert_close(weights(run.model), {name: value - gradients.get(name, 0.0) for name, value in before.items()})
 
 
-def test_tensor_parallel_processes_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer scales by processes that have rows of their own, and exits weigh as much as in one process."""
-    expected = ByHand(tiny(), lambda step: ALL, steps=1)
-    run = trainer(tiny(), [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], tmp_path, max_steps=1)
-    monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
-    monkeypatch.setattr(run, "get_tp_size", lambda: 2)
-    get_batch = run.get_batch_samples
-    # Both processes have the same rows, whose tokens are counted twice.
-    monkeypatch.setattr(
-        run, "get_batch_samples", lambda *args: (batch := get_batch(*args)) and (batch[0], 2 * batch[1])
-    )
-    run.train()
-    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
-    assert_close(weights(run.model), expected.weights)
-
-
-def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
-    """One that leaves out the loss that the model returns would train no exit."""
-
-    class FromLogits(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return model(**inputs).logits.square().mean()
-
-    usual = trainer(tiny(), [], tmp_path)
-    run = FromLogits(
-        usual.model, usual.args, train_dataset=rows(4), callbacks=[EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)]
-    )
-    before = weights(run.model)
-    with pytest.raises(UnsupportedModelError, match="had no effect"):
-        run.train()
-    assert_equal(weights(run.model), before)
-
-
 def test_models_that_give_out_hidden_states(tmp_path: Path) -> None:
     """Callers get those of their own rows, whatever exits read and layers drop."""
     shapes: list[list[torch.Size]] = []
@@ -158,19 +125,14 @@ def test_models_that_give_out_hidden_states(tmp_path: Path) -> None:
     assert shapes == [[torch.Size([4, WIDTH, 16])] * (LAYERS + 1)] * 3
 
 
-def with_an_empty_row() -> list[Row]:
-    """Rows of which one has no target at all, alone in its batch when batches are of one row."""
+def test_gradient_accumulation(tmp_path: Path) -> None:
+    """Four rows at once, two and two, or one after the other, one of them without any target: the same training."""
     data = rows(16)
     data[5]["labels"][:] = -100
-    return data
-
-
-def test_gradient_accumulation(tmp_path: Path) -> None:
-    """Four rows at once, two and two, or one after the other: the same training."""
-    together = train(tmp_path, BOTH["both"](), data=with_an_empty_row())
+    together = train(tmp_path, BOTH["both"](), data=data)
     for batch in (2, 1):
         sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
-        apart = train(tmp_path, BOTH["both"](), data=with_an_empty_row(), **sizes)
+        apart = train(tmp_path, BOTH["both"](), data=data, **sizes)
         assert_close(weights(apart.model), weights(together.model))
         for key in ("loss", "loss/exit_4"):
             assert len(history(apart, key)) == 3

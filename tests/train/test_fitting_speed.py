@@ -90,18 +90,18 @@ def test_parts_that_add_nothing_to_free_drafts(with_free: float, pays: bool, mon
     Clock(monkeypatch, model, with_free)
 
     def slower_together(*args: Any) -> list[float]:
-        alone, free, together = speeds(*args)
-        return [alone, free, together / 2]
+        alone, together, free = speeds(*args)
+        return [alone, together / 2, free]
 
     monkeypatch.setattr(fits, "speeds", slower_together)
     if pays:
-        figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
+        figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo(part))
     else:
         with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
-            figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo)
+            figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo(part))
     assert figures["speed over plain generate"] == 2.0
     assert figures["speed of free drafts alone"] == round(2 / with_free, 2)
-    assert speed_figures(part, model, TEXT[:0], SelfSpec.kangaroo) == {}
+    assert speed_figures(part, model, TEXT[:0], SelfSpec.kangaroo(part)) == {}
 
 
 def test_a_fit_is_not_lost_to_its_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,30 @@
 """Rows that drop a layer leave the batch."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+from torch.utils.checkpoint import checkpoint
+from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from helpers.distributed_training import LAYERS, Row, rows, tiny, weights
-from helpers.train.by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stays, train
+from helpers.train.by_hand import (
+    SEED,
+    ByHand,
+    assert_close,
+    assert_equal,
+    history,
+    rotational_shares,
+    stacked,
+    stays,
+    train,
+)
 from helpers.train.watching import RowsSeen
-from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
-from hf_selfspec.train import loss_scale
+from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational, UnsupportedOptionError
+from hf_selfspec.train import loss_scale, training
 
 
 def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
@@ -50,36 +63,18 @@ def test_no_dropout_is_plain_training_and_another_seed_draws_other_rows(tmp_path
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}], ids=["positions", "ends"])
-def test_packed_sequences_are_samples(tmp_path: Path, options: dict[str, bool]) -> None:
-    """One row of four sequences, which drop layers as four rows do; beside exits and alone."""
-    data = [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
-    for callbacks, shares in (
-        ([LayerDropout(0.6)], lambda step: {4: 1.0}),
-        ([LayerDropout(0.6), EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], rotational_shares),
-    ):
-        expected = ByHand(tiny(), shares, p_max=0.6)
-        settings = {"data_collator": DataCollatorWithFlattening(**options)}
-        run = train(tmp_path, callbacks, data=data, settings=settings)
-        assert history(run) == pytest.approx(expected.losses, rel=1e-5)
-        assert_close(weights(run.model), expected.weights)
-
-
-def test_ranks_drop_their_own_sequences_where_layers_run_anyway(tmp_path: Path, monkeypatch: Any) -> None:
-    """That is, in packed rows, where processes have samples of their own; also of a row that is one sequence."""
-    monkeypatch.setattr(TrainingArguments, "process_index", 1)
-    flat = {"data_collator": DataCollatorWithFlattening()}
-    data = [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
-    for options, rank in (({"data": data, "settings": flat}, (1,)), ({}, ())):
-        expected = ByHand(tiny(), lambda step: {4: 1.0}, p_max=0.6, rank=rank)
-        run = train(tmp_path, [callback := LayerDropout(0.6)], **options)
-        assert_close(weights(run.model), expected.weights)
-    model = tiny()
-    rows_seen = RowsSeen(model)
-    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings=flat, per_device_train_batch_size=1)
-    assert rows_seen.steps == [[1] * LAYERS] * 3
-    monkeypatch.setattr(run, "get_tp_size", lambda: 2)
-    callback.check(run)
-    assert callback._rank == 0
+def test_a_packed_row_is_a_sample(tmp_path: Path, options: dict[str, bool]) -> None:
+    """All of its sequences run through a layer, or none. Ends that go over several rows are refused."""
+    model, data = tiny(), [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
+    rows_seen, settings = RowsSeen(model), {"data_collator": DataCollatorWithFlattening(**options)}
+    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings=settings)
+    assert rows_seen.steps == [stays(step, 1, 0.9).sum(0).tolist() for step in range(3)]
+    if options:
+        ends = {"cu_seq_lens_q": torch.tensor([0, 4, 20])}
+        with training(model, [LayerDropout()], steps=1) as loop, loop.step():
+            with pytest.raises(UnsupportedOptionError, match="cu_seq_lens_q go over all"):
+                model(**stacked(rows(2)), **ends)
+            model(**stacked(rows(2))).loss.backward()
 
 
 def test_embeddings_as_inputs(tmp_path: Path) -> None:
@@ -117,3 +112,42 @@ def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
     assert history(run) == history(expected)
     assert rows_seen.steps[1::2] == [[4] * LAYERS] * 3
     assert rows_seen.steps[::2] == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
+
+
+class Around(LlamaDecoderLayer):
+    """As layers were before transformers 5.23, and as the code of models may have it: checkpointing runs all of a call
+    again, also what stands in place of the forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again = partial(super().__call__, **kwargs)
+        if self.is_own:
+            return self._gradient_checkpointing_func(again, *args)
+        return checkpoint(again, *args, use_reentrant=False)
+
+
+def gradients(is_own: bool | None, waits: bool, reentrant: bool = False) -> dict[str, torch.Tensor]:
+    """Of two batches in one step, with the model's own checkpointing, another, or none: ``waits`` for one backward."""
+    model, batches = tiny().train(), [stacked(rows(4, seed)) for seed in (1, 2)]
+    if is_own is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        for layer in model.model.layers:
+            layer.__class__, layer.is_own, layer.gradient_checkpointing = Around, is_own, False
+    with training(model, [LayerDropout(0.9)], steps=1) as loop, loop.step():
+        losses = []
+        for batch in batches:
+            losses.append(model(**batch, use_cache=False).loss)
+            if not waits:
+                losses.pop().backward()
+        if losses:
+            torch.stack(losses).sum().backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_layers_that_run_again_leave_out_the_same_rows() -> None:
+    """Also where another forward came between, as with pairs; checkpointing that is not the model's is refused."""
+    for waits, reentrant in ((True, False), (True, True), (False, False)):
+        assert_close(gradients(True, waits, reentrant), gradients(None, waits))
+    with pytest.raises(UnsupportedOptionError, match="LayerDropout cannot tell which forward gradient checkpointing"):
+        gradients(False, waits=False)

@@ -1,40 +1,37 @@
 """Trainings that are refused before any weight changes."""
 
 import importlib
+import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 import hf_selfspec
 from helpers.architectures import build
 from helpers.distributed_training import WIDTH, rows, tiny, trainer, weights
 from helpers.processes import library
-from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal
+from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal, stacked
 from helpers.train.watching import left_as_it_was
 from hf_selfspec import (
     EarlyExitLoss,
     LayerDropout,
     Rotational,
     SettingError,
+    SettingTypeError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_selfspec.train import loss_scale
+from hf_selfspec.train import loss_scale, training
 
 
 def boom(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("called")
-
-
-def with_own_loss_function() -> LlamaForCausalLM:
-    model = tiny()
-    model.loss_function = boom
-    return model
 
 
 def of_trl(name: str, module: str = "trl") -> Callable[[Any], None]:
@@ -47,9 +44,9 @@ def of_trl(name: str, module: str = "trl") -> Callable[[Any], None]:
     return change
 
 
-def configured(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
+def changed(model: PreTrainedModel, config: bool = True, **settings: Any) -> PreTrainedModel:
     for name, value in settings.items():
-        setattr(model.config, name, value)
+        setattr(model.config if config else model, name, value)
     return model
 
 
@@ -60,19 +57,19 @@ CASES: list[tuple[Callable[[], Any], Any, Any, type[Exception], list[str]]] = [
     (tiny, EarlyExitLoss, lambda run: setattr(run.args, "_n_gpu", 2), UnsupportedOptionError, ["2 GPUs", "torchrun"]),
     # As TRL's ``SFTConfig`` has it.
     (tiny, EarlyExitLoss, lambda run: setattr(run.args, "loss_type", "dft"), UnsupportedOptionError, ["'dft'"]),
-    *((tiny, EarlyExitLoss, of_trl(f"{name}Trainer"), UnsupportedOptionError,
-       [f"TRL's {name}Trainer trains", "with SFTTrainer"]) for name in ("DPO", "KTO", "GRPO", "RLOO", "Reward")),
+    *((tiny, EarlyExitLoss, of_trl(f"{name}Trainer"), UnsupportedOptionError, [f"TRL's {name}Trainer trains"])
+      for name in ("DPO", "GRPO", "Reward")),
     (tiny, EarlyExitLoss, of_trl("GKDTrainer", "trl.experimental.gkd"), UnsupportedOptionError, ["GKDTrainer"]),
     (tiny, EarlyExitLoss, lambda run: [row.pop("labels") for row in run.train_dataset], UnsupportedOptionError,
      ["`labels`", "['attention_mask', 'input_ids']"]),
     (lambda: get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
      lambda: EarlyExitLoss(), {}, UnsupportedModelError, ["[4, 12]", "[4, 10]", "virtual tokens"]),
-    (with_own_loss_function, EarlyExitLoss, {}, UnsupportedModelError, ["function boom"]),
-    (lambda: configured(build("mixtral"), output_router_logits=True), LayerDropout, {}, UnsupportedOptionError,
+    (lambda: changed(tiny(), False, loss_function=boom), EarlyExitLoss, {}, UnsupportedModelError, ["function boom"]),
+    (lambda: changed(build("mixtral"), output_router_logits=True), LayerDropout, {}, UnsupportedOptionError,
      ["output_router_logits=True"]),
-    (lambda: configured(tiny(), _attn_implementation="flex_attention"), LayerDropout, {}, UnsupportedOptionError,
+    (lambda: changed(tiny(), _attn_implementation="flex_attention"), LayerDropout, {}, UnsupportedOptionError,
      ["flex_attention", "'sdpa'"]),
-    (tiny, lambda: EarlyExitLoss(layers=[2, 5]), {}, SettingError, ["exit layer 5", "1 to 4"]),
+    (tiny, lambda: EarlyExitLoss(layers=[2, 5]), {}, SettingError, ["an exit layer must be at most 4, got 5"]),
     (tiny, lambda: EarlyExitLoss(layers=[1], scale=loss_scale), {}, SettingError,
      ["layers=[1]", "trains no exit", "even"]),
     (tiny, lambda: EarlyExitLoss(scale=lambda i, n, e: i - 1.5), {}, SettingError, ["at least 0", "-1.5"]),
@@ -99,6 +96,66 @@ def test_refused_trainings(
     assert type(caught.value) is error
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert_equal(weights(model), before)
+
+
+def in_loop(*callbacks: Any, times: int = 1, steps: int = 1, forward: Callable[[Any], Any] = lambda model: None) -> Any:
+    """A loop of the user's own."""
+    with training(model := tiny(), callbacks, steps) as loop:
+        for _ in range(times):
+            with loop.step():
+                forward(model)
+
+
+def in_copies(model: Any) -> None:
+    """As DataParallel runs them."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: model(**stacked(rows(2))).loss.backward()).result()
+
+
+def from_logits(model: Any) -> None:
+    """As a trainer with a loss of its own."""
+    model(**stacked(rows(2))).logits.sum().backward()
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """By its name, in which one layer lies."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def in_flat_parameters() -> None:
+    model = tiny()
+    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0])
+    training(model, [LayerDropout()], 1).__enter__()
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "e_scale": (lambda: EarlyExitLoss(math.nan), SettingError, r"e_scale\) must lie between 0 and 1.* nan"),
+    "curriculum": (lambda: EarlyExitLoss(curriculum=8), SettingTypeError, r"must be Rotational.* or None, got 8"),
+    "exits": (lambda: EarlyExitLoss(layers=[2, 0]), SettingError, "an exit layer must be at least 1, got 0"),
+    "p_max": (lambda: LayerDropout(1.0), SettingError, r"p_max\) .*1 excluded.* 1\.0"),
+    "schedule": (lambda: LayerDropout(schedule="exponential"), SettingTypeError, r"schedule\) .*'exponential'"),
+    "no loss": (lambda: in_loop(EarlyExitLoss(), forward=from_logits),
+                UnsupportedModelError, "EarlyExitLoss had no effect"),
+    "no forward": (lambda: in_loop(LayerDropout()), UnsupportedModelError, "LayerDropout had no effect"),
+    "copies": (lambda: in_loop(LayerDropout(), forward=in_copies), UnsupportedModelError, "LayerDropout had no effect"),
+    "FSDP 1": (in_flat_parameters, UnsupportedOptionError, "FSDP version 1"),
+    "steps": (lambda: in_loop(LayerDropout(), times=2, forward=lambda model: model(**stacked(rows(2))).loss.backward()),
+              SettingError, r"training\(steps=1\) has taken all of its steps"),
+    "no callbacks": (in_loop, SettingTypeError, r"callbacks\) must be .* got \(\)"),
+    "twice": (lambda: in_loop(LayerDropout(), LayerDropout()), SettingError, r"has more than one LayerDropout"),
+    "no steps": (lambda: in_loop(LayerDropout(), steps=0), SettingError, r"training\(steps\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_refused_settings_and_loops(case: str) -> None:
+    make, error, words = SETTINGS[case]
+    with pytest.raises(error, match=words) as caught:
+        make()
+    assert type(caught.value) is error
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in TRL

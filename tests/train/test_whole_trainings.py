@@ -14,8 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback
 
-from helpers.architectures import build
-from helpers.distributed_training import CHECKPOINTING, LAYERS, Row, rows, tiny, trainer, weights
+from helpers.distributed_training import CHECKPOINTING, LAYERS, rows, tiny, trainer, weights
 from helpers.processes import peft_calls_old_name
 from helpers.train.by_hand import (
     ALL,
@@ -32,7 +31,7 @@ from helpers.train.by_hand import (
 )
 from helpers.train.watching import attributes_of, left_as_it_was
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational
-from hf_selfspec.train import exponential, loss_scale
+from hf_selfspec.train import exponential, loss_scale, training
 
 
 def test_evaluation(tmp_path: Path) -> None:
@@ -122,16 +121,6 @@ def test_bf16(tmp_path: Path) -> None:
     assert {value.dtype for value in pure.model.parameters()} == {torch.bfloat16}
 
 
-def test_mixed_precision_of_a_projected_output(tmp_path: Path) -> None:
-    """OPT-350m has a projection before its head, which autocast leaves in bfloat16."""
-    model = build("opt")
-    config = copy.deepcopy(model.config)
-    config.word_embed_proj_dim = config.hidden_size // 2
-    run = trainer(type(model)(config), [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], tmp_path, bf16=True)
-    run.train()
-    assert history(run, "loss/exit_2")
-
-
 # Where a graph breaks, dynamo looks at the gradients of tensors that were computed before.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
@@ -180,8 +169,30 @@ def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
         assert_close(weights(saving.model), weights(plain.model))
 
 
+def test_a_loop_trains_as_the_trainer_does(tmp_path: Path) -> None:
+    """Also with a step of two batches, of which the ``Trainer`` divides the losses by the targets of both."""
+    model, data = tiny(), rows(16)
+    optimizer, losses, before = torch.optim.SGD(model.parameters(), lr=0.05), [], attributes_of(model.train())
+    with training(model, BOTH["both"](), steps=3) as loop:
+        for step in range(3):
+            with loop.step():
+                batches = [stacked(data[step * 4 + begin : step * 4 + begin + 2]) for begin in (0, 2)]
+                for batch in batches:
+                    model(**batch, num_items_in_batch=sum(map(targets, batches))).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loop.logs())
+    after = attributes_of(model)
+    assert after.keys() == before.keys()
+    assert all(after[key] is value or after[key] == value for key, value in before.items())
+    expected = train(tmp_path, BOTH["both"]())
+    assert_close(weights(model), weights(expected.model))
+    for logs, logged in zip(losses, expected.state.log_history, strict=False):  # at the end come times
+        assert logs == pytest.approx({name: value for name, value in logged.items() if "exit" in name}, rel=1e-4)
+
+
 class Bomb(TrainerCallback):
-    """Raises when called for the ``fuse``-th time at its place: a module, an event of the Trainer or the data."""
+    """Raises when called for the ``fuse``-th time at its place: a module, or an event of the Trainer."""
 
     def __init__(self, place: str, fuse: int) -> None:
         self.fuse = fuse
@@ -194,27 +205,22 @@ class Bomb(TrainerCallback):
             raise ZeroDivisionError
 
 
-class Mined(list[Row]):
-    """Rows that tell a bomb when they are read."""
-
-    def __init__(self, rows: list[Row], bomb: Bomb) -> None:
-        super().__init__(rows)
-        self.bomb = bomb
-
-    def __getitem__(self, index: Any) -> Any:
-        self.bomb.tick()
-        return super().__getitem__(index)
-
-
 def test_after_a_training(tmp_path: Path) -> None:
-    """Also where the Trainer's methods were replaced on the instance before; a second training is as the first."""
-    callbacks = BOTH["both"]()
+    """Also where methods of the Trainer and forwards were replaced on instances before, as accelerate does it: these
+    run underneath. A second training is as the first."""
+    callbacks, calls, names = BOTH["both"](), set[str](), ("model", "model.layers.1", "lm_head")
     run = trainer(tiny(), callbacks, tmp_path)
+    for name in names:
+        module = run.model.get_submodule(name)
+        module.forward = lambda *args, usual=module.forward, name=name, **options: (
+            calls.add(name) or usual(*args, **options)
+        )
     user_log = run.log
     run.log = user_log
     run.model.loss_function = run.model.loss_function  # set by the user to the one that is trained with anyway
     with left_as_it_was(run):
         run.train()
+    assert calls == set(names)
     assert run.__dict__["log"] is user_log
     again = train(tmp_path, callbacks)
     assert_equal(weights(again.model), weights(run.model))
@@ -240,7 +246,7 @@ def test_a_batch_size_that_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "fuse"), [("model.layers.2", 3), ("on_train_begin", 1), ("on_pre_optimizer_step", 2), ("data", 7)]
+    ("place", "fuse"), [("model.layers.2", 3), ("on_train_begin", 1), ("on_pre_optimizer_step", 2)]
 )
 def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     """Wherever it comes from; the same callbacks then train as if nothing had been."""
@@ -248,7 +254,7 @@ def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     if "." in place:
         model.get_submodule(place).register_forward_pre_hook(bomb.tick)
-    run = trainer(model, [*callbacks, bomb], tmp_path, Mined(rows(16), bomb) if place == "data" else None, **options)
+    run = trainer(model, [*callbacks, bomb], tmp_path, **options)
     with left_as_it_was(run), pytest.raises(ZeroDivisionError):
         run.train()
     assert bomb.fuse == 0
@@ -257,20 +263,14 @@ def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     assert history(again, "loss/exit_3") == history(fresh, "loss/exit_3")
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
-@pytest.mark.parametrize("copied", COPIES)
-def test_copies_made_meanwhile(tmp_path: Path, copied: str) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_made_meanwhile(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     """A teacher that a callback copies in each step is the plain model, and trains and changes nothing."""
     teachers: list[Any] = []
 
     class Copying(TrainerCallback):
         def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-            teachers.append(COPIES[copied](model))
+            teachers.append(copied(model))
 
     class Distilling(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,30 +279,15 @@ def test_copies_made_meanwhile(tmp_path: Path, copied: str) -> None:
             assert torch.equal(teachers[-1](**inputs).loss, alone(**inputs).loss)
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    usual = train(tmp_path, BOTH["both"](), **{CHECKPOINTING: copied == "deepcopy"})  # its hook on inputs has no pickle
+    usual = train(tmp_path, BOTH["both"](), **{CHECKPOINTING: copied is copy.deepcopy})  # its hook has no pickle
     run = Distilling(tiny(), usual.args, train_dataset=rows(16), callbacks=[*BOTH["both"](), Copying()])
     run.train()
     assert_equal(weights(run.model), weights(usual.model))
-    (first, *_, last), plain = teachers, attributes_of(run.model)
-    for teacher in (first, last):
+    plain = attributes_of(run.model)
+    for teacher in (teachers[0], teachers[-1]):
         found = attributes_of(teacher)
         assert found.keys() == plain.keys()
         assert [key for key in plain if key.endswith("(number)") and plain[key] != found[key]] == []
-
-
-def test_forwards_that_others_put_there(tmp_path: Path) -> None:
-    """As accelerate does it: they run underneath and stay the same objects."""
-    model, calls, names = tiny(), set[str](), ("model", "model.layers.1", "lm_head")
-    for name in names:
-        module = model.get_submodule(name)
-        module.forward = lambda *args, usual=module.forward, name=name, **options: (
-            calls.add(name) or usual(*args, **options)
-        )
-    run = trainer(model, BOTH["both"](), tmp_path)
-    with left_as_it_was(run):
-        run.train()
-    assert calls == set(names)
-    assert_equal(weights(model), weights(train(tmp_path, BOTH["both"]()).model))
 
 
 def test_other_threads(tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ def targets(batch: Row) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def stays(step: int, rows_in_step: int, p_max: float, *rank: int) -> np.ndarray:
-    """``[b, L]`` which rows run through which of 4 layers: drawn from the seed, the step (and a rank), row by row."""
+def stays(step: int, rows_in_step: int, p_max: float) -> np.ndarray:
+    """``[b, L]`` which rows run through which of 4 layers: drawn from the seed and the step, row by row."""
     rates = p_max * np.array([0.0, 2 ** (1 / 3) - 1, 2 ** (2 / 3) - 1, 1.0])
-    return np.random.default_rng([SEED, step, *rank]).random((rows_in_step, 4)) >= rates
+    return np.random.default_rng([SEED, step]).random((rows_in_step, 4)) >= rates
 
 
 class ByHand:
@@ -82,7 +82,6 @@ class ByHand:
         shares: weight of the exit after each number of layers, for each step.
         copies: processes among which the rows are divided, which drop the same of their rows.
         distils: exits learn the distribution of the last layer.
-        rank: of the process, if it draws rows of its own.
 
     Attributes:
         losses: ``J`` of each step.
@@ -97,7 +96,6 @@ class ByHand:
         p_max: float = 0.0,
         copies: int = 1,
         distils: bool = False,
-        rank: tuple[int, ...] = (),
     ) -> None:
         self.losses: list[float] = []
         self.exits: list[dict[int, float]] = []
@@ -107,7 +105,7 @@ class ByHand:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for step in range(steps):
             samples = stacked([data[index % 16] for index in range(step * 4, step * 4 + 4)])
-            kept = np.concatenate([stays(step, 4 // copies, p_max, *rank)] * copies)
+            kept = np.concatenate([stays(step, 4 // copies, p_max)] * copies)
             count = targets(samples)
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             with rows_put_back(inner.model.layers, kept):
