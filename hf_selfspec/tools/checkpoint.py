@@ -1,7 +1,7 @@
 """Makes an ordinary model and its config from some layers of another one; the two share their tensors."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,16 +105,12 @@ def _model_of_layers(model: PreTrainedModel, kept: Sequence[int], prefix: str) -
     made: dict[int, nn.Parameter] = {}
     for name, empty in [*draft.named_parameters(remove_duplicate=False), *draft.named_buffers()]:
         old = whole.get(original(name))
-        if old is None:
+        if old is None or empty.shape != old.shape:
+            has = "has none" if old is None else f"has {list(old.shape)} there"
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no {original(name)}, which a model of its config with {len(kept)} of its "
-                "layers has: a config of this type cannot express this choice of layers. Export an early exit, or a "
-                "set that skips other layers."
-            )
-        if empty.shape != old.shape:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has {name} of {list(old.shape)}, but with fewer layers it would be "
-                f"{list(empty.shape)}: its layers share a tensor that cannot be split, so it cannot be exported."
+                f"a model of its config with {len(kept)} of its layers has {name} of {list(empty.shape)}, but "
+                f"{type(model).__name__} {has}: a config of this type cannot express this choice of layers. Export "
+                "an early exit, or a set that skips other layers."
             )
         path, _, attribute = name.rpartition(".")
         if isinstance(empty, nn.Parameter):
@@ -133,31 +129,22 @@ def _model_of_layers(model: PreTrainedModel, kept: Sequence[int], prefix: str) -
 def _check_same_layers(model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
     """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index."""
     for place, layer in enumerate(kept):
-        old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")
-        numbers = (layer, place)
-        for difference in _differences(old, new, numbers):
-            raise UnsupportedModelError(
-                f"layer {layer} of {type(model).__name__} would differ as layer {place} of a checkpoint "
-                f"({difference}): its config cannot express what depends on a layer's index. Export an early exit, "
-                "or a set that leaves these layers where they are."
-            )
+        whole, part = (_settings(each.get_submodule(f"{prefix}{at}")) for each, at in ((model, layer), (draft, place)))
+        for name in whole.keys() | part.keys():
+            was, now = whole.get(name), part.get(name)
+            if was != now and (was, now) != (layer, place):  # a layer's own index is expected to change
+                raise UnsupportedModelError(
+                    f"layer {layer} of {type(model).__name__} would differ as layer {place} of a checkpoint (its "
+                    f"{name} is {was!r} and would be {now!r}): no config can express what depends on a layer's index. "
+                    "Export an early exit, or a set that leaves these layers where they are."
+                )
 
 
-def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int]) -> Iterator[str]:
-    modules = dict(old.named_modules())
-    for name, module in new.named_modules():
-        twin = modules.pop(name, None)
-        if type(twin) is not type(module):
-            yield f"{name} is a {type(twin).__name__} and would be a {type(module).__name__}"
-            return
-        was, now = (
-            {name: value for name, value in vars(each).items() if isinstance(value, _PLAIN) and name not in _STATES}
-            for each in (twin, module)
-        )
-        for attribute in was.keys() | now.keys():
-            old_value, new_value = was.get(attribute), now.get(attribute)
-            # A layer's own index is expected to change.
-            if old_value != new_value and (old_value, new_value) != numbers:
-                yield f"its {name}.{attribute} is {old_value!r} and would be {new_value!r}"
-    if modules:
-        yield f"it would have no {next(iter(modules))}"
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """The classes and plain attributes of all modules of a layer, by their names."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in layer.named_modules()
+        for attribute, value in (("class", type(module).__name__), *vars(module).items())
+        if isinstance(value, _PLAIN) and attribute not in _STATES
+    }

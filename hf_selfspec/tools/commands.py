@@ -136,7 +136,6 @@ def audit(args: Namespace) -> int:
     ),
     _OUT,
     _PROMPT_FIELD,
-    _option("kinds", "only these kinds of prompts, separated by commas", action="append"),
     _option("prompts", "prompts of each kind; otherwise 20 for a single kind, 5 each for several", type=_count),
     _option("max-prompt-tokens", "longer prompts are left out", type=_count),
     *_CHAT,
@@ -153,7 +152,7 @@ def audit(args: Namespace) -> int:
 )
 def bench(args: Namespace) -> None:
     """Compare all methods of generating on your prompts: which is fastest, and are the tokens the same?"""
-    from .. import SettingError, compare
+    from .. import compare
     from ..learned.files import check_folder
     from ..model.encoding import check_chats
     from .compare import drawn, texts_of
@@ -166,12 +165,7 @@ def bench(args: Namespace) -> None:
     if methods is not None:
         methods_of(methods)  # before the model, so that errors are reported at once, as those in files
     texts = texts_of(args.data, args.field)
-    kinds = split(args.kinds or ()) or list(texts)
-    unknown = [kind for kind in kinds if kind not in texts]
-    if unknown:
-        raise SettingError(f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts)}.")
-    count = args.prompts or (_OF_ONE_KIND if len(kinds) == 1 else _OF_EACH_KIND)
-    prompts = drawn({kind: texts[kind] for kind in kinds}, count, args.seed)
+    prompts = drawn(texts, args.prompts or (_OF_ONE_KIND if len(texts) == 1 else _OF_EACH_KIND), args.seed)
     names = ("max_new_tokens", "max_prompt_tokens", "temperature", "batch_size", "seed", "chat", "out")
     options = {name: getattr(args, name) for name in names}
     tokenizer = named.tokenizer()

@@ -199,11 +199,10 @@ def _calls(
                     seconds = now() - begun
                 ids = new_tokens(model, output, batch.inputs["input_ids"].shape[1])
                 stats = None if spec is None else spec.stats
-                plain = "" if stats is None else stats.left_to_generate
                 rounds = None
-                if stats is not None and not plain:
+                if stats is not None and not stats.left_to_generate:
                     rounds = stats.rounds, stats.drafted, stats.accepted, stats.siblings
-                calls[method.name].append(Call(batch.kind, ids, seconds, rounds, plain))
+                calls[method.name].append(Call(batch.kind, ids, seconds, rounds))
                 bar.update()
     return calls
 

@@ -50,8 +50,8 @@ class Call:
     kind: str
     ids: list[list[int]]
     seconds: float
-    rounds: tuple[int, int, int, int] | None = None  # rounds, drafted and accepted tokens, siblings of a ``SelfSpec``
-    left_to_generate: str = ""
+    # Of a ``SelfSpec`` that served it: rounds, drafted and accepted tokens, siblings.
+    rounds: tuple[int, int, int, int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -85,7 +85,6 @@ def measures(
                 "texts": len(texts),
                 "equal_ids": sum(map(list.__eq__, texts, expected)) if differing else None,
                 "differences": list(differing.get(method.name, ())),
-                "left_to_generate": sum(bool(call.left_to_generate) for call in mine),
             }
         )
     layers = next((each["speedup"]["value"] for each in figures if each["name"] == LAYERS), None)

@@ -107,8 +107,8 @@ def exit_report(
         tokenizer: the model's tokenizer.
         texts: what to predict, at least two tokens each. A text's first token is only context; it is the
             beginning-of-text token where the tokenizer adds one.
-        max_length: a text is cut after this many tokens, at least 2. ``None`` for as many as the model has positions,
-            or 2048 if its config does not give their number.
+        max_length: a text is cut after this many tokens, at least 2, or where the model has no more positions (or
+            after 2048 tokens if its config does not give their number).
 
     Returns:
         Losses, accuracies and agreements of all exits, over the tokens of all texts together.
@@ -125,7 +125,10 @@ def exit_report(
         )
     inner = causal_lm(model, "exit_report")
     exits = Exits(inner)
-    texts, length = checked_texts("exit_report", texts, empty=True), _length(max_length, exits.anatomy.max_positions)
+    texts, length = checked_texts("exit_report", texts, empty=True), exits.anatomy.max_positions or _DEFAULT_LENGTH
+    if max_length is not None:
+        check_count("exit_report(max_length)", max_length, least=2)
+        length = min(length, max_length)
     # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
     rows = [token_ids(tokenizer, text)[:length] for text in texts]
     for index, row in enumerate(rows):
@@ -175,19 +178,3 @@ def _text_sums(
             hits, agreed = int((choice == correct).sum()), int((choice == last_choice).sum())
             sums[layer] += sums.new_tensor([loss, hits, agreed])
     return sums
-
-
-def _length(max_length: int | None, positions: int | None) -> int:
-    if max_length is None:
-        return positions or _DEFAULT_LENGTH
-    check_count("exit_report(max_length)", max_length)
-    if max_length == 1:
-        raise SettingError(
-            "exit_report(max_length=1): a text of one token has no next token to predict; give at least 2."
-        )
-    if positions is not None and max_length > positions:
-        raise SettingError(
-            f"exit_report(max_length={max_length}) is more than the {positions} positions that the model has. Give at "
-            f"most {positions}, or None for that."
-        )
-    return max_length

@@ -1,7 +1,6 @@
 """The structure of a model and what it supports, found from its config alone."""
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class Inspection:
         num_layers: decoder layers.
         attention, mlp: number of layers in which an attention block (or another token mixer) and an MLP block was
             found.
-        skippable: for each layer the blocks that a search may leave out: ``attention``, ``mlp``, ``layer``.
+        skippable: number of blocks that a search may leave out.
         no_skips: why no search for blocks to skip is possible, empty where it is.
         tree: drafts can be trees, otherwise lines.
         ragged: the rows of a batch advance at their own pace, otherwise plain ``generate`` serves batches.
@@ -52,7 +51,7 @@ class Inspection:
     num_layers: int = 0
     attention: int = 0
     mlp: int = 0
-    skippable: tuple[tuple[str, ...], ...] = ()
+    skippable: int = 0
     no_skips: str = ""
     tree: bool = False
     ragged: bool = False
@@ -77,7 +76,7 @@ class Inspection:
             ("not seen before", self.unseen),
             ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
-            ("blocks to skip", self.no_skips or self._skips()),
+            ("blocks to skip", self.no_skips or str(self.skippable)),
             ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),
             ("batches", pace),
             ("sampling", "exact, with trees as well" if self.tree else "exact"),
@@ -88,11 +87,6 @@ class Inspection:
             ("positions", self._positions()),
         ]
         return [(name, ability) for name, ability in lines if ability]
-
-    def _skips(self) -> str:
-        blocks = sum(map(len, self.skippable))
-        layers = [index for index, names in enumerate(self.skippable) if names]
-        return f"{blocks} in layers {_ranges(layers)} (counted from 0)" if layers else "none"
 
     def _positions(self) -> str:
         if self.max_positions is None:
@@ -132,7 +126,11 @@ def inspect_model(model: Any) -> Inspection:
         anatomy = Anatomy.of(inner)
     except SelfSpecError as error:
         return Inspection(**about, refused=str(error))
-    skippable, no_skips = _skippable(anatomy)
+    skippable, no_skips = 0, ""
+    try:
+        skippable = len(SkipSpace.of(anatomy).blocks)
+    except SelfSpecError as error:
+        no_skips = str(error)
     copied = ("num_layers", "tree", "ragged", "replay", "exits", "is_recurrent", "max_positions")
     return Inspection(
         **about,
@@ -157,20 +155,3 @@ def _unseen(model: PreTrainedModel) -> str:
     if unseen.attached:
         return f"left to plain generate: {unseen.why_plain}"
     return f"{unseen}; compared with plain generate in the first call"
-
-
-def _skippable(anatomy: Anatomy) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """For each layer the blocks that a search may leave out, and the reason if there are none."""
-    try:
-        space = SkipSpace.of(anatomy)
-    except SelfSpecError as error:
-        return ((),) * anatomy.num_layers, str(error)
-    layers = range(anatomy.num_layers)
-    return tuple(tuple(name for layer, name in space.blocks if layer == index) for index in layers), ""
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers as ranges: ``1-3, 5`` for 1, 2, 3, 5."""
-    groups = (list(group) for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
-    ends = ((group[0][1], group[-1][1]) for group in groups)
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,14 +42,11 @@ def saved(what: str, figure: Figure, path: StrPath | None) -> Figure:
         return figure
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"{what}(path) must be a path or None, got {path!r}.")
-    formats, suffix = figure.canvas.get_supported_filetypes(), Path(path).suffix
-    if suffix and suffix[1:].lower() not in formats:
-        raise SettingError(
-            f"{what}(path={os.fspath(path)!r}): there is no picture format {suffix!r}. Name a file that ends in one of "
-            f"{', '.join(f'.{name}' for name in sorted(formats))}."
-        )
     with reported(path):
-        figure.savefig(path_of(path), dpi=_DPI)
+        try:
+            figure.savefig(path_of(path), dpi=_DPI)
+        except ValueError as error:  # names the formats that matplotlib knows
+            raise SettingError(f"{what}(path={os.fspath(path)!r}): {error}.") from error
     return figure
 
 

@@ -244,10 +244,10 @@ def test_prompts_of_several_kinds(model: LlamaForCausalLM, tokenizer: PreTrained
 KINDS = ("code", "poems", "rag")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
     """Three prompts of each kind, and two without one, of which one is a chat."""
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [
         {"kind": kind, "prompt": f"def {kind}_{number}(path, other):"} for number in range(3) for kind in KINDS
     ]
@@ -288,15 +288,16 @@ def test_bench(
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n")
     (tmp_path / "own.txt").write_text("class Stack:\n\nclass Queue:\n")
     given = ["bench", "--model", str(tmp_path / "model"), "--data", str(data), "--threads", "1", "--device", "cpu"]
-    words = ["--data", str(tmp_path / "own.txt"), "--kinds", "code,text", "--prompts", "1", "--max-new-tokens", "6"]
+    words = ["--data", str(tmp_path / "own.txt"), "--prompts", "1", "--max-new-tokens", "6"]
     words += ["--methods", "selfspec, prompt-lookup(2)", "--methods", "SelfSpec.layerskip(3, stop=FixedLength(2))"]
     assert main([*given, *words, "--out", str(tmp_path / "chats")]) == 0
     assert "SelfSpec.layerskip(3, stop=FixedLength(2))" in capsys.readouterr().out
     results = json.loads((tmp_path / "chats" / "results.json").read_text())
-    assert results["about"]["prompts"] == {"code": 1, "text": 1}
-    assert all(method["equal_ids"] == 2 for method in results["methods"])
+    assert results["about"]["prompts"] == dict.fromkeys([*KINDS, "text"], 1)
+    assert all(method["equal_ids"] == 4 for method in results["methods"])
 
-    words = ["--raw", "--kinds", "code", "--prompts", "3", "--batch-size", "2", "--max-new-tokens", "8"]
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS[:3]))
+    words = ["--raw", "--batch-size", "2", "--max-new-tokens", "8"]
     words += ["--methods", "selfspec,prompt-lookup", "--temperature", "0.7", "--out", str(tmp_path / "drawn")]
     assert main([*given, *words]) == 0
     methods = json.loads((tmp_path / "drawn" / "results.json").read_text())["methods"]
@@ -304,9 +305,8 @@ def test_bench(
     assert names == [("plain", 2, None), ("SelfSpec()", 2, None)], "prompt lookup takes one prompt"
 
     for words, message in (
-        (["--kinds", "prose"], "--kinds prose: --data has no such prompts, only code, poems, rag, text"),
         (["--max-prompt-tokens", "1"], "prompts fit the model"),
-        (["--kinds", "text", "--model", str(DEMO_MODEL)], "the tokenizer has no chat template, so the model cannot"),
+        (["--chat", "--model", str(DEMO_MODEL)], "the tokenizer has no chat template, so the model cannot"),
     ):
         assert main([*given, *words, "--out", str(tmp_path / "out")]) == 2
         line = capsys.readouterr().err.splitlines()[-1]

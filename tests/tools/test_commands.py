@@ -1,6 +1,5 @@
 """``hf-selfspec``: what its commands print, and one line for every ordinary mistake in any of them."""
 
-import functools
 import io
 import json
 import shutil
@@ -11,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import hf_selfspec
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL, python, told_in_one_line
 from hf_selfspec import MarkedStreamer, NumericalError, SelfSpec, inspect_model
-from hf_selfspec.model import encoding
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.tools.cli import main, parser_of
-from hf_selfspec.tools.compare import texts_of
 from hf_selfspec.train import loading
-from hf_selfspec.train.loading import NamedModel, read_prompts
+from hf_selfspec.train.loading import NamedModel
 
 HEAVY = ("numpy", "torch", "transformers")
 
@@ -85,16 +82,6 @@ def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
     assert main(["inspect", "--model", str(DEMO_MODEL)]) == 0
     assert capsys.readouterr().out == f"{inspect_model(NamedModel(str(DEMO_MODEL)).config)}\n"
-
-
-def test_audit_and_bench_take_the_same_files(tmp_path: Path) -> None:
-    for name, lines in (
-        ("own.jsonl", ['{"prompt": "def read(path):"}', '{"question": "import os"}']),
-        ("own.txt", ["def read(path):", "", "import os"]),
-    ):
-        (tmp_path / name).write_text("\n".join(lines))
-        (prompts,) = texts_of([str(tmp_path / name)]).values()
-        assert prompts == read_prompts(str(tmp_path / name)) == ["def read(path):", "import os"]
 
 
 def test_audit(model: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,35 +194,36 @@ def test_a_stopped_generate_ends_its_line(capsys: pytest.CaptureFixture[str], mo
     assert (told.out, told.err) == ("once upon\n", "hf-selfspec: stopped.\n")
 
 
-def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn has those before it in its prompt; empty lines are no turns."""
-    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
-    turns, asked = iter(["hello", "  ", "and then?"]), list[Any]()
-
-    def next_turn(_: str) -> str:
-        try:
-            return next(turns)
-        except StopIteration:
-            raise EOFError from None
-
-    def recorded(tokenizer: Any, prompt: Any, device: Any) -> Any:
-        asked.append([dict(message) for message in prompt])
-        return encoding.encoded.__wrapped__(tokenizer, prompt, device)
-
-    monkeypatch.setattr("builtins.input", next_turn)
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes through a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(encoding, "encoded", functools.wraps(encoding.encoded)(recorded))
-    assert main(["generate", "--model", str(model), "--max-new-tokens", "8"]) == 0
-    first, answer = [{"role": "user", "content": "hello"}], capsys.readouterr().out.partition("\n")[0]
-    assert asked[0] == first
-    assert asked[1] == [
-        *first,
-        {"role": "assistant", "content": asked[1][1]["content"]},
-        {"role": "user", "content": "and then?"},
-    ]
-    assert answer == asked[1][1]["content"].partition("\n")[0]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn has those before it in its prompt; empty lines are no turns, and the end of the input ends it."""
+    words = ["generate", "--model", str(DEMO_MODEL)]
+    line = told_in_one_line(words, 2, capsys)
+    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line
+    words[-1] = str(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    lines, asked = ["hello", "  ", "and then?"], list[Any]()
+
+    template = PreTrainedTokenizerBase.apply_chat_template
+
+    def recorded(self: Any, conversation: Any, **options: Any) -> Any:
+        asked.append([message["content"] for message in conversation])
+        return template(self, conversation, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", recorded)
+    monkeypatch.setattr(sys.stdin, "readline", lambda *_: f"{lines.pop(0)}\n" if lines else "")
+    assert main([*words, "--max-new-tokens", "8"]) == 0
+    first, (question, answer, then) = asked
+    assert (first, question, then) == (["hello"], "hello", "and then?")
+    assert answer
+    assert answer in capsys.readouterr().out
 
 
 # What each command needs, with `{}` for a folder of the test.
@@ -298,10 +286,6 @@ def asked(name: str, place: Path, changed: list[str]) -> list[str]:
     return [*name.split(), *(word.replace("{}", str(place)) for word in [*given, *changed])]
 
 
-def test_every_command_is_in_the_table_of_mistakes() -> None:
-    assert set(commands()) == set(NEEDED)
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_told_in_one_line(
     mistake: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -309,6 +293,7 @@ def test_mistakes_are_told_in_one_line(
     """By every command that takes the option, before a model is loaded."""
     changed, words = MISTAKES[mistake]
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
+    assert set(commands()) == set(NEEDED)
     names = [name for name, options in commands().items() if changed[0] in (*options, "--speed")]
     names = [name for name in names if (name, changed[0]) != ("fit mtp", "--prompts")]  # a file there
     assert names
@@ -321,32 +306,20 @@ def test_mistakes_are_told_in_one_line(
 def test_what_is_raised_on_the_way_is_told_in_one_line(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But errors of our own, which are not hidden."""
     for error, code, words in (
         (KeyboardInterrupt(), 130, "stopped."),
         (NumericalError("the model returned\nNaN"), 2, "the model returned NaN"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "CUDA out of memory"),
         (MemoryError("no memory"), 2, "no memory"),
+        (AssertionError("a bug"), 0, ""),
     ):
 
         def find(*_: Any, error: BaseException = error, **__: Any) -> None:
             raise error
 
         monkeypatch.setattr(loading, "NamedModel", find)
-        for name in NEEDED:
+        for name in NEEDED if code else ():
             assert told_in_one_line(asked(name, place, []), code, capsys) == f"hf-selfspec: {words}"
-
-
-def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(*_: Any, **__: Any) -> None:
-        raise AssertionError("a bug")
-
-    monkeypatch.setattr(loading, "NamedModel", find)
     with pytest.raises(AssertionError, match="a bug"):
         main(asked("inspect", place, []))
-
-
-def test_no_chat_template(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    line = told_in_one_line(["generate", "--model", str(DEMO_MODEL)], 2, capsys)
-    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line

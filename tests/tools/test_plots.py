@@ -89,7 +89,7 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         SelfSpec().plot(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
     figure = pictures.new_figure("SelfSpec.plot", 4, 3)
-    with pytest.raises(SettingError, match="no picture format"):
+    with pytest.raises(SettingError, match="'doc' is not supported"):
         pictures.saved("SelfSpec.plot", figure, tmp_path / "a.doc")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SettingError, match=r"SelfSpec\.plot draws with matplotlib.*pip install matplotlib"):
