@@ -257,7 +257,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no prompts": (["--prompts", "0"], "argument --prompts: it must be a whole number of at least 1, got '0'"),
     "bad spec": (["--spec", "lokup"], "--spec lokup: there is no such folder or preset. Give one of adaspeed"),
     "bad methods": (["--methods", "lookup,lokup"], "--methods lokup: there is no such folder or preset"),
-    "out is a file": (["--out", "{}/data.jsonl"], "{}/data.jsonl is a file. Name a folder"),
+    "out is a file": (["--out", "{}/data.jsonl"], "--out {}/data.jsonl: nothing can be written there"),
     "no chat template": (["--chat"], "the tokenizer has no chat template"),
     "top-p of greedy": (["--top-p", "0.5"], "has no effect"),
     "two prompts": (["--file", "{}/none"], "are both given"),
