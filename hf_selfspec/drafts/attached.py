@@ -13,7 +13,7 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.adapter import Adapter
 from ..modules.block import BlockHead, is_block_head
-from ..modules.draft_module import CONFIG, DraftModule, file_of
+from ..modules.draft_module import CONFIG, DraftModule, file_of, reading_published
 from ..modules.eagle import is_eagle3, load_eagle3
 from ..modules.mtp import MtpHead
 from ..modules.shipped import SPECULATORS, attach, load_layers, load_mtp, ships_layers
@@ -46,7 +46,8 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"load_head(path) must be a folder or a name on the Hub, got {path!r}.")
     name = os.fspath(path)
-    config = read_json(file_of("head", name, CONFIG))
+    with reading_published("head", name):
+        config = read_json(file_of("head", name, CONFIG))
     config = config if isinstance(config, dict) else {}
     head: DraftModule
     if config.get("speculators_model_type") == "mtp":

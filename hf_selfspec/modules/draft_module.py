@@ -130,6 +130,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         try:
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 settings = read_json(config_file)
+                if not isinstance(settings, dict):
+                    raise ValueError(f"its {CONFIG} has no names")
                 digest = settings.pop(_DIGEST, None)
                 module = cls(**settings)
             tensors = read_tensors(weights_file)

@@ -33,6 +33,8 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_selfspec.generate import unseen
+
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 # What torch asks of a device's runtime before it dispatches anything.
 _RUNTIME = """
@@ -568,6 +570,8 @@ def pretended() -> Iterator[None]:
         for name, value in _MODULE.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.accelerator, "synchronize", _synchronize))
+        # Weights on a device have torch's own classes.
+        stack.enter_context(patch.object(unseen, "_PLAIN_WEIGHTS", unseen._PLAIN_WEIGHTS | {Pretended}))
         stack.enter_context(patch.object(torch.backends.cuda, "can_use_efficient_attention", lambda _: True))
         # Else weights that move keep their objects, which are a CPU's.
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)

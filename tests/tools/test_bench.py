@@ -270,8 +270,8 @@ def test_a_named_column_is_the_prompt(tmp_path: Path) -> None:
     path.write_text('{"question": "a", "answer": "b"}')
     assert texts_of([str(path)], "answer") == {"text": ["b"]}
     path.write_text('{"solution": 1}')
-    for column, words in (("solution", "the column 'solution'"), (None, "any of the columns messages, prompt")):
-        with pytest.raises(SettingError, match=f"line 1: there is no text in {words}"):
+    for column, words in (("solution", "'solution'"), (None, "'messages'")):
+        with pytest.raises(SettingError, match=f"line 1: there is no text in the column {words}"):
             texts_of([str(path)], column)
 
 
