@@ -12,7 +12,7 @@ from helpers.architectures import STATEFUL, build
 from helpers.models import ragged_batch, tiny_llama
 from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value
 from helpers.sampling import llama as few_tokens
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedOptionError
+from hf_selfspec import SelfSpec
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
@@ -70,24 +70,3 @@ def test_transformers_own_drafts_are_drawn_exactly(option: str) -> None:
     options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "top_k": 3} | OPTIONS[option]
     drawn = torch.cat([few_tokens().generate(PROMPT, **options) for _ in range(1000)])
     assert p_value(drawn, exact_joint(few_tokens(), [TopKLogitsWarper(3)])) > SIGNIFICANCE
-
-
-@pytest.mark.parametrize("old", ["prompt lookup", "early exit"])
-def test_old_calls_and_ours(old: str, llama: LlamaForCausalLM) -> None:
-    expected = llama.generate(**ROW, **GREEDY)
-    assert torch.equal(llama.generate(**ROW, **GREEDY, **OPTIONS[old]), expected)
-    assert torch.equal(llama.generate(**ROW, **GREEDY, assistant=OURS[old]()), expected)
-
-
-@pytest.mark.parametrize("options", [*OPTIONS.values(), {"assistant_model": tiny_llama()}], ids=[*OPTIONS, "model"])
-def test_both_at_once_are_refused(options: dict[str, Any], llama: LlamaForCausalLM) -> None:
-    (name,) = options
-    with pytest.raises(UnsupportedOptionError, match=name):
-        llama.generate(**ROW, **GREEDY, **options, assistant=SelfSpec())
-
-
-def test_trees(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((1.0, 2),)))
-    expected = llama.generate(**ROW, **GREEDY)
-    assert torch.equal(llama.generate(**ROW, **GREEDY, assistant=spec), expected)
-    assert max(nodes for nodes, _ in spec.stats.round_sizes) > 3

@@ -23,7 +23,6 @@ from hf_selfspec import (
     SelfSpec,
     SkipLayers,
     TopKTree,
-    UnsupportedOptionError,
     errors,
 )
 
@@ -196,26 +195,6 @@ def test_lora(lora: peft.PeftModel, spec: SelfSpec, llama: LlamaForCausalLM) -> 
     with lora.disable_adapter():
         assert torch.equal(lora.generate(**ROW, max_new_tokens=8, assistant=spec), without)
     assert torch.equal(lora.generate(**ROW, max_new_tokens=8, assistant=spec), with_adapter)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "virtual tokens .* LoRA .* work"),
-        # It counts the tokens that it adapts from the end of a forward.
-        (
-            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
-            "aLoRA .* LoRA and other adapters that apply to all tokens work",
-        ),
-    ],
-    ids=["virtual tokens", "activated LoRA"],
-)
-def test_adapters_that_are_refused(config: peft.PeftConfig, words: str) -> None:
-    model = peft.get_peft_model(tiny_llama(), config).eval()
-    invoked = ROW["input_ids"].clone()
-    invoked[:, -4:-2] = torch.tensor([5, 6])
-    with pytest.raises(UnsupportedOptionError, match=words):
-        model.generate(input_ids=invoked, max_new_tokens=4, assistant=SelfSpec())
 
 
 def assert_serves_until_each_end(model: Any, *specs: SelfSpec, **options: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import (
 
 from helpers.architectures import build
 from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
-from helpers.models import BATCH, ROW, VOCABULARY
+from helpers.models import BATCH, ROW
 from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 
 Inputs = dict[str, torch.Tensor]
@@ -43,23 +43,6 @@ def ours_and_plain(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **opt
     ours = model.generate(**inputs, **options, assistant=spec)
     assert_mixed(spec)
     return ours, plain
-
-
-def test_prefix_function_that_knows_nothing_past_eos(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
-    """Like a trie: twelve tokens, then the end, and a ``KeyError`` for what follows, which nobody may ask for."""
-    spec, inputs = case
-    width, eos = inputs["input_ids"].shape[1], 50
-
-    def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
-        said = ids[width:].tolist()
-        if eos in said:
-            raise KeyError(tuple(said))
-        allowed = range(2 + (batch_id + int(ids[-1])) % 3, VOCABULARY, 3)
-        return [token for token in allowed if token != eos] if len(said) < 12 else [eos]
-
-    ours, plain = ours_and_plain(llama, spec, inputs, prefix_allowed_tokens_fn=allowed, eos_token_id=eos)
-    assert plain.shape[1] == width + 13
-    assert torch.equal(ours, plain)
 
 
 class SureEnough(StoppingCriteria):

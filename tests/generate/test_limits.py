@@ -1,6 +1,5 @@
 """Where texts, models and processes end: positions, lengths, numbers, threads, registrations."""
 
-import copy
 import warnings
 from typing import Any
 
@@ -12,43 +11,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.architectures import build
-from helpers.calls import Recorder, check_lossless, new_spec
-from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from helpers.calls import check_lossless, new_spec
+from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
     SelfSpec,
     TopKTree,
-    UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_selfspec.model import forward_pass, patching
 
 SPEC = new_spec()
-
-
-@pytest.mark.parametrize(
-    ("rope", "prompt", "refused"),
-    [("dynamic", 9, True), ("longrope", 9, True), ("longrope", 40, False), ("default", 9, False)],
-)
-def test_changing_rotary_frequencies_are_refused(rope: str, prompt: int, refused: bool) -> None:
-    model = tiny_llama()
-    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
-    if rope == "dynamic":
-        parameters["factor"] = 2.0
-    if rope == "longrope":
-        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 16.0}
-    config = copy.deepcopy(model.config)
-    config.rope_parameters = parameters
-    changed = LlamaForCausalLM(config).eval()
-    changed.load_state_dict(model.state_dict())
-    ids = torch.randint(2, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(3))
-    options = {"do_sample": False, "max_new_tokens": 26}
-    if refused:
-        with pytest.raises(UnsupportedModelError, match=rf"rotary frequencies \({rope}\) beyond 32 tokens.*35"):
-            changed.generate(ids, **options, assistant=SPEC)
-        options["max_new_tokens"] = 16
-    assert torch.equal(changed.generate(ids, **options, assistant=SPEC), changed.generate(ids, **options))
 
 
 class Flipped(LlamaForCausalLM):
@@ -154,44 +127,3 @@ def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.Mon
     model.config._attn_implementation = "paged|" + FLASH
     with pytest.raises(UnsupportedOptionError, match=rf"'paged.{FLASH}'.*eager.*, {FLASH}"):
         model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
-
-
-def test_a_kernel_that_comes_while_another_generates(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Beside(Recorder):
-        def end(self) -> None:
-            check_lossless(flash_model(monkeypatch), SPEC, 12)
-            super().end()
-
-    recorder = Beside()
-    llama.generate(**ragged_batch((12,)), max_new_tokens=4, do_sample=False, streamer=recorder, assistant=SPEC)
-    assert recorder.calls[-1] == "end"
-    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
-    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
-
-
-def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def failing(layer: torch.nn.Module, index: int, *_: Any, **options: Any) -> Any:
-        calls.append(index)
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(forward_pass, "_layer_forward", failing)
-    with pytest.raises(RuntimeError, match="no"):
-        llama.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
-    assert calls
-    assert not any("forward" in module.__dict__ for module in llama.modules())
-
-
-def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
-    def stance() -> str:
-        return torch._dynamo.eval_frame._stance.stance
-
-    before = stance()
-    first, second = patching.eagerly(), patching.eagerly()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert stance() == "force_eager"
-    second.__exit__(None, None, None)
-    assert stance() == before

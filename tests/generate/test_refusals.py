@@ -1,9 +1,12 @@
 """What is refused is refused by name, before any forward: what was given, what is allowed, what to do."""
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -17,46 +20,39 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_selfspec
 from helpers.calls import PAST
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama, tiny_rwkv, tiny_t5
+from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
+    AdaptiveThreshold,
+    CalibratedEntropy,
+    Cascade,
+    ConfidenceThreshold,
+    DraftSource,
     EarlyExit,
     FixedLength,
+    Lookup,
     NumericalError,
+    OfflineSearch,
+    OnTheFlySearch,
     SelfSpec,
     SelfSpecError,
     SettingError,
     SettingTypeError,
     SkipLayers,
+    TopKTree,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
 from hf_selfspec.model.module_tools import clock_of, is_tensor_parallel
 
+pytestmark = peft_calls_old_name
+
 ROW = ragged_batch((7,))
-
-
-def refused(
-    model: PreTrainedModel,
-    error: type[SelfSpecError],
-    words: tuple[str, ...],
-    inputs: dict[str, torch.Tensor] = ROW,
-    assistant: Any = None,
-    **options: Any,
-) -> None:
-    """Asserts that ``generate`` fails before any module of the model has run, with words in the message."""
-    ran: list[torch.nn.Module] = []
-    options = {"max_new_tokens": 4, "assistant": SelfSpec() if assistant is None else assistant} | options
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.append(module))
-    with handle, pytest.raises(error) as caught:
-        model.generate(**inputs, **options)
-    assert not ran
-    for word in words:
-        assert word in str(caught.value)
-
+Words = tuple[str, ...]
 
 # Name, value, and words of the message beside the name and the value: what to do.
 OPTIONS: list[tuple[str, Any, str]] = [
@@ -74,158 +70,16 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("output_attentions", True, "leave it out"),
     ("output_hidden_states", True, "leave it out"),
 ]
-OPTION_IDS = [f"{name}={value!r:.12}" for name, value, _ in OPTIONS]
-
-
-@pytest.mark.parametrize(("name", "value", "advice"), OPTIONS, ids=OPTION_IDS)
-def test_option(llama: LlamaForCausalLM, name: str, value: Any, advice: str) -> None:
-    refused(llama, UnsupportedOptionError, (f"{name}={value!r}", advice), **{name: value})
-
-
-@pytest.mark.parametrize("place", ["passed", "own"])
-def test_option_of_a_config(fresh_llama: LlamaForCausalLM, place: str) -> None:
-    config = GenerationConfig() if place == "passed" else fresh_llama.generation_config
-    config.num_beams = 2
-    refused(fresh_llama, UnsupportedOptionError, ("num_beams=2",), generation_config=config)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"use_cache": False}, UnsupportedOptionError, ("use_cache=False", "leave it out")),
-        ({"generation_config": GenerationConfig(use_cache=False)}, UnsupportedOptionError, ("use_cache=False",)),
-        ({"assistant_model": tiny_llama(1)}, UnsupportedOptionError, ("assistant_model", "give one of the two")),
-        ({"custom_generate": SelfSpec()}, UnsupportedOptionError, ("custom_generate", "give one")),
-        ({"stop_strings": "x"}, UnsupportedOptionError, ("stop_strings='x'", "tokenizer=tokenizer")),
-        ({"prefill_chunk_size": 0}, SettingError, ("generate(prefill_chunk_size)", "at least 1", "got 0")),
-        ({"cu_seq_lens_q": torch.arange(3)}, UnsupportedOptionError, ("`cu_seq_lens_q`", "without `assistant`")),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_argument(llama: LlamaForCausalLM, options: Any, error: Any, words: Any) -> None:
-    refused(llama, error, words, **options)
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -> None:
-    """Also where ``generate`` is not wrapped, so that options are first seen when they have been prepared."""
-    if not installed:
-        hf_selfspec.uninstall()
-    with pytest.raises(UnsupportedOptionError, match="prompt_lookup_num_tokens=3"):
-        llama.generate(**ROW, max_new_tokens=4, custom_generate=SelfSpec(), prompt_lookup_num_tokens=3)
-    hf_selfspec.install()
 
 
 class KeepingMore(DynamicCache):
     """As MiniMax's own."""
 
 
-@pytest.mark.parametrize("cache_class", ["StaticCache", "offloaded DynamicCache", "KeepingMore"])
-def test_cache(llama: LlamaForCausalLM, cache_class: str) -> None:
-    cache = StaticCache(llama.config, 64) if cache_class == "StaticCache" else DynamicCache(config=llama.config)
-    cache = KeepingMore() if cache_class == "KeepingMore" else cache
-    cache.offloading = cache_class.startswith("offloaded")  # one that is made so makes streams of a GPU
-    words = (f"a KV cache of type {cache_class}", "pass a DynamicCache")
-    refused(llama, UnsupportedOptionError, words, **{PAST: cache})
-
-
-@pytest.mark.parametrize("part", [lambda cache: cache, lambda cache: cache.layers[1]])
-def test_cache_with_methods_of_others(llama: LlamaForCausalLM, part: Callable[[DynamicCache], Any]) -> None:
-    cache = DynamicCache(config=llama.config)
-    changed = part(cache)
-    changed.update = functools.partial(changed.update)
-    refused(llama, UnsupportedOptionError, ("has methods of others (update)", "as it is"), **{PAST: cache})
-
-
-def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
-    positions = torch.arange(7)[None]
-    plain = llama.generate(**ROW, max_new_tokens=8)
-    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, position_ids=positions, assistant=SelfSpec()), plain)
-
-
 def masked(row: int, *columns: int | None) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(BATCH["input_ids"])
     mask[row, slice(*columns)] = 0
     return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
-
-
-@pytest.mark.parametrize(
-    ("inputs", "spec", "error", "words"),
-    [
-        ({"input_ids": torch.zeros(1, 0).long()}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
-        ({"inputs_embeds": torch.zeros(1, 0, 64)}, SelfSpec(), SettingError, ("the prompt is empty", "one token")),
-        (masked(1, None), SelfSpec(), SettingError, ("the prompt of row 1 is empty", "at least one token")),
-        (
-            BATCH | {"position_ids": torch.arange(9)[None] + 3},
-            SelfSpec(),
-            UnsupportedOptionError,
-            ("position_ids", "Leave them out"),
-        ),
-    ],
-)
-def test_prompt(llama: LlamaForCausalLM, inputs: Any, spec: SelfSpec, error: Any, words: Any) -> None:
-    refused(llama, error, words, inputs, assistant=spec)
-
-
-def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM) -> None:
-    """A cache that already holds all of the prompt leaves nothing to go on from."""
-    output = llama.generate(**ROW, max_new_tokens=4, return_dict_in_generate=True)
-    inputs = {"input_ids": output.sequences[:, :-1]}
-    words = (
-        "the prompt is empty: 10 columns of input for a text of 10 tokens",
-        "10 are in the cache",
-        "Pass the whole text with at least one token",
-    )
-    refused(llama, SettingError, words, inputs, **{PAST: output.past_key_values})
-
-
-def test_prompt_beyond_the_learned_positions() -> None:
-    words = ("the prompt has 33 tokens", "32 positions", "Shorten the prompt")
-    refused(tiny_gpt2(), SettingError, words, ragged_batch((33,)))
-
-
-@pytest.mark.parametrize(("inputs", "bad"), [(ROW, torch.nan), (BATCH, torch.inf)], ids=["one row", "batch"])
-def test_bad_logits(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tensor], bad: float) -> None:
-    fresh_llama.lm_head.weight.data[5] = bad
-    with pytest.raises(NumericalError, match=r"LlamaForCausalLM returned NaN or infinite logits\. Check the weights"):
-        fresh_llama.generate(**inputs, max_new_tokens=8, assistant=SelfSpec())
-    options = {"max_new_tokens": 8, "remove_invalid_values": True}
-    ids = fresh_llama.generate(**inputs, **options, assistant=SelfSpec())
-    assert torch.equal(ids, fresh_llama.generate(**inputs, **options))
-
-
-class BreaksCall:
-    """A hook after which a module gets NaN in the call with this number, counted from :meth:`begin` on."""
-
-    def __init__(self, module: torch.nn.Module, number: int) -> None:
-        self.left, self.number = 0, number
-        self.remove = module.register_forward_pre_hook(self).remove
-
-    def begin(self) -> None:
-        self.left = self.number
-
-    def __call__(self, _: Any, args: Any) -> Any:
-        self.left -= 1
-        return (args[0] * float("nan"),) if self.left == 0 else args
-
-
-@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
-def test_bad_logits_later_on(inputs: dict[str, torch.Tensor]) -> None:
-    """In a verification it is an error; in a draft, which may overflow, only the end of the draft."""
-    model, spec = tiny_llama(factor=0.5), SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
-    plain = model.generate(**inputs, max_new_tokens=8)
-    verification = BreaksCall(model.model.layers[5].mlp, 2)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)  # which checks the hook
-    verification.begin()
-    with pytest.raises(NumericalError, match="NaN"):
-        model.generate(**inputs, max_new_tokens=8, assistant=spec)
-    verification.remove()
-    draft = BreaksCall(model.lm_head, 3)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
-    draft.begin()
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
-    draft.remove()
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
 
 
 def without_a_list() -> PreTrainedModel:
@@ -249,45 +103,189 @@ def twice(part: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
-        (tiny_rwkv, ("RwkvForCausalLM is stateful", "(rwkv)", "rolled back", "without `assistant`")),
-        (looped, ("LlamaForCausalLM runs layers several times", "loop_num_passes=2", "without `assistant`")),
-        (lambda: twice("3"), ("runs one layer, or attention block, several times", "without `assistant`")),
-        (lambda: twice("self_attn"), ("runs one layer, or attention block, several times", "without `assistant`")),
-        (without_a_list, ("GPT2LMHeadModel", "0 module lists", "register_architecture(")),
-    ],
-)
-def test_model(build: Callable[[], PreTrainedModel], words: tuple[str, ...]) -> None:
-    refused(build(), UnsupportedModelError, words)
+def adapted(config: peft.PeftConfig) -> Any:
+    return peft.get_peft_model(tiny_llama(), config).eval()
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (SelfSpec(EarlyExit(6)), ("EarlyExit(layer=6)", "6 layers", "between 1 and 5")),
-        (SelfSpec.layerskip(6), ("(layer=6) is not possible: ", "has 6 layers")),
-        (SelfSpec(SkipLayers(attention=[5])), ("SkipLayers(attention) names layer 5", "1 to 4 can be skipped")),
-        (SelfSpec(SkipLayers(mlp=[2, 77])), ("SkipLayers(mlp) names layer 77", "1 to 4 can be skipped")),
-        (SelfSpec(SkipLayers(attention=[], mlp=[])), ("skips nothing", "Name at least one block")),
-    ],
-    ids=lambda value: f"{value!r:.60}",
-)
-def test_block_that_does_not_exist(llama: LlamaForCausalLM, spec: SelfSpec, words: Any) -> None:
-    refused(llama, SettingError, words, assistant=spec)
+def encoder(is_decoder: bool = False) -> BertLMHeadModel:
+    """Its tokens see later ones, so drafts would change what they follow."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, is_decoder=is_decoder, **sizes)).eval()
 
 
-def test_models_with_too_few_layers() -> None:
-    refused(tiny_llama(1), SettingError, ("LlamaForCausalLM has one layer",), assistant=SelfSpec.layerskip())
-    options = {"assistant": SelfSpec.swift(), "max_new_tokens": 64}
-    refused(tiny_llama(3), SettingError, ("at least 4 layers, but LlamaForCausalLM has",), **options)
+def with_rope(kind: str, **parameters: Any) -> LlamaForCausalLM:
+    """Whose rotary frequencies change behind 32 tokens."""
+    config = tiny_llama().config
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    config.rope_parameters |= parameters
+    return LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("assistant", ["something", 3, EarlyExit(2), SelfSpec], ids=repr)
-def test_assistant_of_another_type(llama: LlamaForCausalLM, assistant: Any) -> None:
-    refused(llama, SettingTypeError, ("takes a SelfSpec", repr(assistant), "assistant_model"), assistant=assistant)
+def with_attention(name: str) -> LlamaForCausalLM:
+    model = tiny_llama()
+    model.config._attn_implementation = name
+    return model
+
+
+def with_beams_in_its_config() -> LlamaForCausalLM:
+    model = tiny_llama()
+    model.generation_config.num_beams = 2
+    return model
+
+
+def cache_of(part: Callable[[DynamicCache], Any] | None = None, is_offloaded: bool = False) -> dict[str, Any]:
+    """One whose part has a method of others, or that is offloaded (one that is made so makes streams of a GPU)."""
+    cache = DynamicCache(config=tiny_llama().config)
+    cache.offloading = is_offloaded
+    if part is not None:
+        changed = part(cache)
+        changed.update = functools.partial(changed.update)
+    return {PAST: cache}
+
+
+def finished_cache(model: LlamaForCausalLM) -> dict[str, Any]:
+    """The text and the cache of a call: nothing is left to go on from."""
+    output = model.generate(**ROW, max_new_tokens=4, return_dict_in_generate=True)
+    return {"input_ids": output.sequences[:, :-1], PAST: output.past_key_values}
+
+
+def of(draft: Any, stop: Any = None) -> dict[str, Any]:
+    return {"assistant": SelfSpec(draft, stop)}
+
+
+PROMPT = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+ALORA = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+LONGROPE = functools.partial(with_rope, "longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=16.0)
+LONG, SEVERAL = {"max_new_tokens": 26}, ("runs one layer, or attention block, several times", "without `assistant`")
+OPTION, MODEL = UnsupportedOptionError, UnsupportedModelError
+INVOKED, STATIC = {"input_ids": torch.tensor([[3, 4, 5, 6, 7, 8]])}, StaticCache(tiny_llama().config, 64)
+SWIFT = {"assistant": SelfSpec.swift(), "max_new_tokens": 64}
+EMPTY, TAKES = ("the prompt is empty", "one token"), ("takes a SelfSpec", "assistant_model")
+# What makes the model, what is given beside the usual prompt, the error and words of its message.
+CALLS: dict[str, tuple[Callable[[], Any] | None, Any, type[SelfSpecError], Words]] = {
+    **{
+        f"{name}={value!r:.12}": (None, {name: value}, OPTION, (f"{name}={value!r}", advice))
+        for name, value, advice in OPTIONS
+    },
+    "beams of a config": (None, {"generation_config": GenerationConfig(num_beams=2)}, OPTION, ("num_beams=2",)),
+    "beams of the model's": (with_beams_in_its_config, {}, OPTION, ("num_beams=2",)),
+    "no cache": (None, {"use_cache": False}, OPTION, ("use_cache=False", "leave it out")),
+    "no cache in a config": (None, {"generation_config": GenerationConfig(use_cache=False)}, OPTION, ("use_cache",)),
+    "a second model": (None, {"assistant_model": tiny_llama(1)}, OPTION, ("assistant_model", "give one of the two")),
+    "custom_generate": (None, {"custom_generate": SelfSpec()}, OPTION, ("custom_generate", "give one")),
+    "stop strings": (None, {"stop_strings": "x"}, OPTION, ("stop_strings='x'", "tokenizer=tokenizer")),
+    "chunks": (None, {"prefill_chunk_size": 0}, SettingError, ("(prefill_chunk_size)", "at least 1", "got 0")),
+    "packed": (None, {"cu_seq_lens_q": torch.arange(3)}, OPTION, ("`cu_seq_lens_q`", "without `assistant`")),
+    "static cache": (None, {PAST: STATIC}, OPTION, ("a KV cache of type StaticCache", "pass a DynamicCache")),
+    "offloaded cache": (None, cache_of(is_offloaded=True), OPTION, ("type offloaded DynamicCache", "pass a Dyn")),
+    "own cache": (None, {PAST: KeepingMore()}, OPTION, ("a KV cache of type KeepingMore", "pass a DynamicCache")),
+    "method of a cache": (None, cache_of(lambda cache: cache), OPTION, ("methods of others (update)", "as it is")),
+    "method of a layer": (None, cache_of(lambda cache: cache.layers[1]), OPTION, ("methods of others (update)",)),
+    "no tokens": (None, {"input_ids": torch.zeros(1, 0).long()}, SettingError, EMPTY),
+    "no embeddings": (None, {"inputs_embeds": torch.zeros(1, 0, 64)}, SettingError, EMPTY),
+    "no tokens in a row": (None, masked(1, None), SettingError, ("the prompt of row 1 is empty", "at least one")),
+    "positions": (None, BATCH | {"position_ids": torch.arange(9)[None] + 3}, OPTION, ("position_ids", "Leave them")),
+    "too long": (tiny_gpt2, ragged_batch((33,)), SettingError, ("33 tokens", "32 positions", "Shorten the prompt")),
+    "encoder-decoder": (tiny_t5, {}, MODEL, ("T5ForConditionalGeneration is an encoder-decoder", "decoder-only")),
+    "encoder": (encoder, {}, MODEL, ("is an encoder: ", "is_decoder=True")),
+    "states": (tiny_rwkv, {}, MODEL, ("RwkvForCausalLM is stateful", "(rwkv)", "rolled back", "without `assistant`")),
+    "loops": (looped, {}, MODEL, ("runs layers several times", "loop_num_passes=2", "without `assistant`")),
+    "a layer twice": (lambda: twice("3"), {}, MODEL, SEVERAL),
+    "a block twice": (lambda: twice("self_attn"), {}, MODEL, SEVERAL),
+    "no list": (without_a_list, {}, MODEL, ("GPT2LMHeadModel", "0 module lists", "register_architecture(")),
+    "dynamic rope": (lambda: with_rope("dynamic", factor=2.0), LONG, MODEL, ("frequencies (dynamic) beyond 32", "33")),
+    "longrope": (LONGROPE, LONG, MODEL, ("frequencies (longrope) beyond 32 tokens", "33")),
+    "attention": (lambda: with_attention("mine"), {}, OPTION, ("attention implementation 'mine'", "sdpa")),
+    "virtual tokens": (lambda: adapted(PROMPT), {}, OPTION, ("virtual tokens", "LoRA")),
+    "activated LoRA": (lambda: adapted(ALORA), INVOKED, OPTION, ("aLoRA", "all tokens")),
+    "exit": (None, of(EarlyExit(6)), SettingError, ("EarlyExit(layer=6)", "6 layers", "between 1 and 5")),
+    "last attention": (None, of(SkipLayers([5])), SettingError, ("names layer 5", "1 to 4 can be skipped")),
+    "no such MLP": (None, of(SkipLayers(mlp=[2, 77])), SettingError, ("SkipLayers(mlp) names layer 77", "1 to 4")),
+    "nothing": (None, of(SkipLayers([], [])), SettingError, ("skips nothing", "Name at least one block")),
+    "one layer": (lambda: tiny_llama(1), {"assistant": SelfSpec.layerskip()}, SettingError, ("has one layer",)),
+    "few layers": (lambda: tiny_llama(3), SWIFT, SettingError, ("at least 4",)),
+    **{
+        f"{other!r:.20}": (None, {"assistant": other}, SettingTypeError, (*TAKES, repr(other)))
+        for other in ("something", 3, SelfSpec)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_refused(llama: LlamaForCausalLM, name: str) -> None:
+    """Before any module of the model has run."""
+    make, given, error, words = CALLS[name]
+    inputs = {} if {"input_ids", "inputs_embeds"} & given.keys() else ROW
+    options, model = {"max_new_tokens": 4, "assistant": SelfSpec()} | given, llama if make is None else make()
+    ran: list[torch.nn.Module] = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.append(module))
+    with handle, pytest.raises(error) as caught:
+        model.generate(**inputs, **options)
+    assert not ran
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_what_is_beside_a_refusal_is_served(llama: LlamaForCausalLM) -> None:
+    """Usual positions, a decoder of an encoder's class, short texts, and long prompts with the long frequencies."""
+    long = {"input_ids": torch.randint(2, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(3))}
+    for model, inputs in (
+        (llama, ROW | {"position_ids": torch.arange(7)[None]}),
+        (encoder(is_decoder=True), ROW),
+        (with_rope("dynamic", factor=2.0), ROW),
+        (LONGROPE(), long),
+        (with_rope("default"), long),
+    ):
+        plain, ours = (
+            model.generate(**inputs, max_new_tokens=8, assistant=each) for each in (False, SelfSpec.lookup())
+        )
+        assert torch.equal(ours, plain)
+
+
+def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(SettingError, match=r"the prompt is empty: 10 columns of input for a text of 10 .* whole text"):
+        llama.generate(**finished_cache(llama), max_new_tokens=4, assistant=SelfSpec())
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -> None:
+    """Also where ``generate`` is not wrapped, so that options are first seen when they have been prepared."""
+    if not installed:
+        hf_selfspec.uninstall()
+    with pytest.raises(UnsupportedOptionError, match="prompt_lookup_num_tokens=3"):
+        llama.generate(**ROW, max_new_tokens=4, custom_generate=SelfSpec(), prompt_lookup_num_tokens=3)
+    hf_selfspec.install()
+
+
+@pytest.mark.parametrize(("inputs", "bad"), [(ROW, torch.nan), (BATCH, torch.inf)], ids=["one row", "batch"])
+def test_bad_logits(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tensor], bad: float) -> None:
+    fresh_llama.lm_head.weight.data[5] = bad
+    with pytest.raises(NumericalError, match=r"LlamaForCausalLM returned NaN or infinite logits\. Check the weights"):
+        fresh_llama.generate(**inputs, max_new_tokens=8, assistant=SelfSpec())
+    options = {"max_new_tokens": 8, "remove_invalid_values": True}
+    ids = fresh_llama.generate(**inputs, **options, assistant=SelfSpec())
+    assert torch.equal(ids, fresh_llama.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize(("part", "call"), [("model.layers.5.mlp", 2), ("lm_head", 3)], ids=["verification", "draft"])
+def test_bad_logits_later_on(inputs: dict[str, torch.Tensor], part: str, call: int) -> None:
+    """In a verification it is an error; in a draft, which may overflow, only the end of the draft."""
+    model, spec, left = tiny_llama(factor=0.5), SelfSpec(draft=EarlyExit(3), stop=FixedLength(4)), [0]
+    plain = model.generate(**inputs, max_new_tokens=8)
+
+    def breaks(_: Any, args: Any) -> Any:
+        left[0] -= 1
+        return (args[0] * float("nan"),) if left[0] == 0 else args
+
+    model.get_submodule(part).register_forward_pre_hook(breaks)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)  # which checks the hook
+    left[0] = call
+    if part == "lm_head":
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, assistant=spec), plain)
+        assert left[0] < 0
+    else:
+        with pytest.raises(NumericalError, match="NaN"):
+            model.generate(**inputs, max_new_tokens=8, assistant=spec)
 
 
 class Told(CandidateGenerator):
@@ -332,16 +330,90 @@ def test_a_model_that_does_not_tell_its_processes(monkeypatch: pytest.MonkeyPatc
         is_tensor_parallel(llama)
 
 
-def test_an_encoder_is_no_decoder() -> None:
-    """Its tokens see later ones, so drafts would change what they follow; with ``is_decoder`` it is served."""
-    for is_decoder in (False, True):
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        model = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, is_decoder=is_decoder, **sizes)).eval()
-        if is_decoder:
-            expected = model.generate(**ROW, max_new_tokens=6, do_sample=False)
-            assert torch.equal(
-                model.generate(**ROW, max_new_tokens=6, do_sample=False, assistant=SelfSpec.lookup()), expected
-            )
-        else:
-            with pytest.raises(UnsupportedModelError, match=r"is an encoder: .*is_decoder=True"):
-                model.generate(**ROW, max_new_tokens=6, assistant=SelfSpec.lookup())
+@dataclass(frozen=True)
+class Listed(DraftSource):
+    fixed_because = "Listed drafts what is in its list"
+
+
+# What no setting can be, with what the message has to name: the setting, what is allowed and what was given.
+SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] = [
+    (lambda: EarlyExit(0), SettingError, ("EarlyExit(layer)", "at least 1", "got 0")),
+    (lambda: EarlyExit(10**12), SettingError, ("EarlyExit(layer)", "at most 4096", "got 1000000000000")),
+    (lambda: SkipLayers(attention=[0]), SettingError, ("SkipLayers(attention=[0])", "layer 0 is never skipped")),
+    (lambda: SkipLayers(ratio=0.4), SettingError, ("search=OnTheFlySearch",)),
+    (lambda: SelfSpec.swift(ratio=1.0), SettingError, ("SkipLayers(ratio) must lie between 0 and 1",)),
+    (lambda: SelfSpec.swift(search=32), SettingTypeError, ("OnTheFlySearch() or None, got 32",)),
+    (lambda: OfflineSearch(0), SettingError, ("OfflineSearch(max_steps) must be at least 1",)),
+    (lambda: OnTheFlySearch(budget=0.0), SettingError, ("OnTheFlySearch(budget) must",)),
+    (lambda: ConfidenceThreshold(1), SettingError, ("ConfidenceThreshold(threshold)", "excluded", "got 1")),
+    (lambda: ConfidenceThreshold(math.nan), SettingError, ("must lie between 0 and 1 (both excluded), got nan",)),
+    (lambda: FixedLength(0), SettingError, ("FixedLength(num_tokens) must be at least 1, got 0",)),
+    (lambda: CalibratedEntropy(1.0), SettingError, ("CalibratedEntropy(epsilon) must lie between 0 and 1",)),
+    (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, ("ProductThreshold(confidence) must be a function",)),
+    (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, ("AdaptiveThreshold(rule) must be",)),
+    (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, ("AdaptiveThreshold(rate_memory) must lie",)),
+    (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("rise from above 0 to 1, got [0.8, 0.5, 1.0]",)),
+    (lambda: TopKTree([(1.0, 3)]), SettingError, ("must be a tuple of (confidence, k) pairs",)),
+    (lambda: TopKTree(((1.0, 0),)), SettingError, ("k must be at least 1, got 0",)),
+    (lambda: TopKTree(((1.0, True),)), SettingTypeError, ("k must be a whole number of at least 1, got ",)),
+    (lambda: Lookup(-1), SettingError, ("Lookup(stored_tokens) must be at least 0, got -1",)),
+    (lambda: SelfSpec.lookup(1 << 30), SettingError, ("Lookup(stored_tokens) must be at most 1048576",)),
+    (lambda: Lookup(2.0), SettingTypeError, ("Lookup(stored_tokens) must be a whole number",)),
+    (lambda: Lookup(max_nodes=0), SettingError, ("Lookup(max_nodes) must be at least 1",)),
+    (lambda: Lookup(max_nodes=32), SettingError, ("Lookup(max_nodes) must be at most 31",)),
+    (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
+    (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop) must be FixedLength(n), Confidence",)),
+    (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree or None", "3")),
+    (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
+    (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, ("give one of the two",)),
+    (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, ("(max_draft) must be a whole number",)),
+    (lambda: Cascade([Listed()]), SettingError, ("Cascade(sources)",)),
+    (lambda: Cascade([Lookup(), Lookup(5)]), SettingError, ("Cascade(sources)",)),
+    (lambda: Cascade([Lookup(), EarlyExit(3), EarlyExit(3)]), SettingError, ("one Lookup and different others",)),
+    (lambda: Cascade([Lookup(), Cascade([Lookup()])]), SettingError, ("Cascade(sources)",)),
+    (
+        lambda: Cascade([Lookup(), PromptLookupCandidateGenerator(max_length=9)]),
+        SettingTypeError,
+        ("Cascade(sources)",),
+    ),
+    (lambda: Cascade([]), SettingTypeError, ("Cascade(sources)",)),
+    (lambda: Cascade(None), SettingTypeError, ("Cascade(sources)",)),
+    *(
+        (lambda make=make, number=number: make(number), SettingError, (words,))
+        for number in (1025, 10**5000)
+        for make, words in (
+            (lambda number: SelfSpec.layerskip(max_draft=number), "layerskip(max_draft) must be at most 1024"),
+            (FixedLength, "FixedLength(num_tokens) must be at most 1024"),
+        )
+    ),
+    *(
+        (lambda task=task: SelfSpec(cache_dir="cache", task=task), SettingError, ("(task) names a file: give letters",))
+        for task in ("", "../a", "a" * 51, 3)
+    ),
+    (
+        lambda: SelfSpec(graphs="inductor"),
+        SettingTypeError,
+        ("SelfSpec(graphs) must be True or False, got 'inductor'",),
+    ),
+    (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
+    (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
+    # What would have no effect.
+    (
+        lambda: SelfSpec(Listed(), FixedLength(3)),
+        SettingError,
+        ("SelfSpec(stop=", "no effect here: Listed drafts what"),
+    ),
+    (lambda: SelfSpec(Lookup(), FixedLength(3)), SettingError, ("SelfSpec(stop=", "no effect here: Lookup drafts")),
+    (
+        lambda: SelfSpec(PromptLookupCandidateGenerator(max_length=9), tree=TopKTree()),
+        SettingError,
+        ("tree=", "Generator drafts as many tokens as it ret"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), SETTINGS)
+def test_a_setting_that_is_refused(make: Callable[[], Any], error: type[SelfSpecError], words: Words) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), caught.value

@@ -10,8 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -19,7 +17,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from helpers.calls import assert_serves, new_spec, unchanged
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from hf_selfspec import (
-    ConfidenceThreshold,
     EarlyExit,
     FixedLength,
     SelfSpec,
@@ -148,28 +145,6 @@ class Obeying(BaseStreamer):
         pass
 
 
-def test_layers_run_as_they_are_where_none_drafts(llama: LlamaForCausalLM) -> None:
-    plain = llama.generate(**ROW, max_new_tokens=20)
-    with unchanged(llama):
-        streamer = Obeying(llama)
-        lookup = SelfSpec.lookup()
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=20, assistant=lookup, streamer=streamer), plain)
-        assert not streamer.obeyed[-1]
-        streamer = Obeying(llama)  # what layers return is known now
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=20, assistant=lookup, streamer=streamer), plain)
-        assert not any(streamer.obeyed)
-        streamer = Obeying(llama)
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=20, assistant=EXIT, streamer=streamer), plain)
-        assert streamer.obeyed[2]
-
-
-@pytest.mark.parametrize("fails_at", [1, 4])
-def test_after_an_exception_where_no_layer_drafts(llama: LlamaForCausalLM, fails_at: int) -> None:
-    with unchanged(llama), pytest.raises(BoomError):
-        llama.generate(**ROW, max_new_tokens=20, assistant=SelfSpec.lookup(), streamer=Obeying(llama, fails_at))
-    assert_serves(llama, EXIT)
-
-
 @pytest.fixture
 def eager_switching() -> Iterator[None]:
     """Threads take turns as often as they can."""
@@ -230,42 +205,3 @@ def test_no_growth_over_many_calls(llama: LlamaForCausalLM) -> None:
         call(index)
     assert live_tensors() <= tensors
     assert process.memory_info().rss - memory < 32 * 2**20
-
-
-LAYERS = 6
-SKIPPABLE = st.lists(st.integers(1, LAYERS - 2), max_size=4)
-DRAFTS = st.one_of(
-    st.builds(EarlyExit, st.integers(1, LAYERS - 1)),
-    st.builds(SkipLayers, SKIPPABLE, SKIPPABLE.filter(bool)),
-    st.builds(SkipLayers, SKIPPABLE.filter(bool), SKIPPABLE),
-)
-STOPS = st.one_of(st.builds(FixedLength, st.integers(1, 7)), st.builds(ConfidenceThreshold, st.floats(0.02, 0.9)))
-TREES = st.one_of(st.none(), st.builds(lambda k: TopKTree(((0.3, k + 1), (1.0, k))), st.integers(1, 4)))
-SPECS = st.builds(SelfSpec, draft=DRAFTS, stop=STOPS, tree=TREES, max_draft=st.integers(1, 9))
-
-
-def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
-    """Token for token plain ``generate``, with eos tokens somewhere in its text."""
-    rates: list[float] = []
-
-    @settings(max_examples=6, deadline=None, derandomize=True, database=None)
-    @given(
-        spec=SPECS,
-        lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
-        seed=st.integers(1, 1000),
-        ends=st.lists(st.integers(5, 15), max_size=2),
-        count=st.integers(1, 16),
-    )
-    def run(spec: SelfSpec, lengths: list[int], seed: int, ends: list[int], count: int) -> None:
-        inputs = ragged_batch(tuple(lengths), seed=seed)
-        text = llama.generate(**inputs, max_new_tokens=16)[:, -16:]
-        eos = [int(text[index % len(lengths), end]) for index, end in enumerate(ends)] or None
-        plain = llama.generate(**inputs, max_new_tokens=count, eos_token_id=eos)
-        with unchanged(llama):
-            ours = llama.generate(**inputs, max_new_tokens=count, eos_token_id=eos, assistant=spec)
-        assert torch.equal(ours, plain)
-        assert spec.stats is not None
-        rates.append(spec.stats.acceptance_rate)
-
-    run()
-    assert sum(0 < rate < 1 for rate in rates) > 1

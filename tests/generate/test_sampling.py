@@ -148,11 +148,6 @@ def test_joint_distribution_with_a_candidate_generator(every: int) -> None:
     check_exact(sampled, exact_joint(llama(), [TopPLogitsWarper(0.9)]))
 
 
-def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
-    knowing, guessing = (SelfSpec(draft=Bigrams(lambda call, says_q=says_q: says_q)) for says_q in (True, False))
-    assert sample(knowing, rows=300)[1] > sample(guessing, rows=300)[1] + 0.02
-
-
 def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
     for index, token in enumerate(drafted):
         if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:

@@ -71,20 +71,6 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
 
 
-def test_recorded_scores_are_not_gathered_again_for_each_token() -> None:
-    """A criterion gets the recorded scores themselves, as in plain ``generate``, not a copy of all of them."""
-    seen: list[Any] = []
-
-    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append([id(step) for step in scores])
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
-    output, _ = texts(SPECS["exit"](), BATCH, **options)
-    whole = [id(step) for step in output.scores]
-    assert seen == [whole[:step] for step in range(1, 17)]
-
-
 def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
     found = []
     for spec in (None, SPECS["exit"]()):
@@ -132,17 +118,6 @@ def test_what_is_stateless() -> None:
 def test_a_declared_processor_is_called_for_drafts() -> None:
     _, processor = texts(SPECS["exit"](), ROW, Declared)
     assert len(processor.seen) > 20
-
-
-def test_a_declared_criterion_may_know_rows_by_their_place() -> None:
-    def by_place(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.arange(len(input_ids)) < input_ids.shape[1] - 14
-
-    by_place.is_stateless = True
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": END, "stopping_criteria": [by_place]}
-    plain, ours = (MODEL.generate(**BATCH, **options, assistant=spec) for spec in (None, SPECS["exit"]()))
-    assert torch.equal(ours, plain)
-    assert plain.shape[1] == 9 + 8
 
 
 def test_statistics_name_what_rows_advance_together_for() -> None:

@@ -9,13 +9,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
-from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from helpers.models import character_tokenizer, ragged_batch
+from helpers.models import character_tokenizer
 from helpers.verification import ALMOST_ONE, fix_uniform, orders
-from hf_selfspec import NumericalError, SelfSpec, TopKTree
+from hf_selfspec import NumericalError, TopKTree
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts.scoring import Scorer, check_highest
 from hf_selfspec.generate.acceptance import accept_line, choose_sampled
@@ -98,73 +98,8 @@ def text_of(*rows: list[int], width: int = 3) -> Text:
     return Text(ids, [len(tokens) for tokens in rows], [0] * len(rows), width)
 
 
-def name_of(processor: object) -> str:
-    return getattr(processor, "__name__", type(processor).__name__)
-
-
-PREFIX_FREE = [
-    lp.TemperatureLogitsWarper(0.7),
-    lp.TopKLogitsWarper(3),
-    lp.TopPLogitsWarper(0.6),
-    lp.MinPLogitsWarper(0.3),
-    lp.TypicalLogitsWarper(0.6),
-    lp.EpsilonLogitsWarper(0.1),
-    lp.EtaLogitsWarper(0.3),
-    lp.SuppressTokensLogitsProcessor([2, 4]),
-    lp.LogitNormalization(),
-    lp.InfNanRemoveLogitsProcessor(),
-]
-
-
-def test_scores_of_many_positions_are_those_of_each() -> None:
-    logits = 3 * torch.randn(2, 4, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    for processor in PREFIX_FREE:
-        scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample=True)
-        assert scorer.prefix_free
-        scores = scorer.everywhere(logits)
-        for row, position in product(range(2), range(4)):
-            alone = processor(torch.zeros(1, 5, dtype=torch.long), logits[row, position][None].clone())[0]
-            torch.testing.assert_close(scores[row, position], alone)
-
-
-class SubclassedTemperature(lp.TemperatureLogitsWarper):
-    """Might look at the prefix: only the exact classes are known not to."""
-
-
-def test_other_processors_need_the_prefix() -> None:
-    for processor in (lp.RepetitionPenaltyLogitsProcessor(1.2), SubclassedTemperature(0.7)):
-        assert not Scorer(LogitsProcessorList([lp.TopKLogitsWarper(3), processor]), 1, do_sample=True).prefix_free
-
-
 PENALTY = lp.RepetitionPenaltyLogitsProcessor
 HAS_LENGTHS = "Tensor" in str(inspect.signature(PENALTY.__init__))  # since transformers 5.24
-
-
-@pytest.mark.parametrize(
-    "processor",
-    [
-        PENALTY(1.3),
-        PENALTY(1.3, 2),
-        *([PENALTY(1.3, torch.tensor([0, 2, 4]))] if HAS_LENGTHS else []),
-        lp.ForcedBOSTokenLogitsProcessor(1),
-        lp.SuppressTokensAtBeginLogitsProcessor([1, 2], 5),
-        lp.ExponentialDecayLengthPenalty((1, 1.5), 2, 3),
-        lp.MinLengthLogitsProcessor(9, torch.tensor([2])),
-    ],
-    ids=name_of,
-)
-def test_a_row_alone_has_the_scores_that_it_has_beside_others(processor: LogitsProcessor) -> None:
-    """And costs no more, whatever the size of the batch."""
-    scorer, generator = Scorer(LogitsProcessorList([processor]), 3, do_sample=False), torch.Generator().manual_seed(0)
-    for length in (1, 5, 6):
-        ids = torch.randint(VOCABULARY, (3, length), generator=generator)
-        logits = torch.randn(3, VOCABULARY, generator=generator)
-        expected = processor(ids, logits.clone())
-        called = Mock(side_effect=type(processor).__call__)
-        with patch.object(type(processor), "__call__", lambda *given, called=called: called(*given)):
-            for row in range(3):
-                torch.testing.assert_close(scorer.row(row, ids[row : row + 1], logits[row]), expected[row])
-        assert [len(call.args[2]) for call in called.mock_calls] == [1] * 3
 
 
 # Of prompts of three columns; the last is longer than the text, of which all is ignored.
@@ -195,33 +130,6 @@ def test_a_repetition_penalty_of_all_nodes_is_that_of_each(
                 at = parents[row][at - 1] if is_tree else at - 1
             expected = scorer.row(row, torch.tensor([[*rows[row], *path]]), logits[row, node])
             assert torch.equal(scores[row, node], expected), (row, node)
-
-
-def test_a_repetition_penalty_is_not_called_for_each_token(llama: LlamaForCausalLM) -> None:
-    options = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.1}
-    expected, called = llama.generate(**ragged_batch(), **options), Mock(side_effect=AssertionError)
-    with patch.object(PENALTY, "__call__", called):
-        assert torch.equal(llama.generate(**ragged_batch(), **options, assistant=SelfSpec.lookup()), expected)
-
-
-def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A user's own processor that treats rows by their place in the batch."""
-    return scores + torch.arange(len(scores))[:, None]
-
-
-def by_length(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A user's own processor that looks at how long the text is."""
-    return scores * input_ids.shape[1]
-
-
-@pytest.mark.parametrize("rows", [[[0, 5], [0, 6, 7]], [[0, 5], [6, 7]]], ids=["ragged", "even"])
-@pytest.mark.parametrize("processor", [lp.RepetitionPenaltyLogitsProcessor(2.0), by_place, by_length], ids=name_of)
-def test_scores_ahead_are_those_of_each_row(rows: list[list[int]], processor: LogitsProcessor) -> None:
-    scorer, text = Scorer(LogitsProcessorList([processor]), 2, do_sample=True), text_of(*rows)
-    text.write_draft(torch.tensor([1, 2]), 0)
-    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    expected = [scorer.row(row, torch.tensor([[*rows[row], row + 1]]), logits[row]) for row in range(2)]
-    torch.testing.assert_close(scorer.ahead(text, 1, logits, [True, True]), torch.stack(expected))
 
 
 def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone() -> None:
@@ -265,11 +173,3 @@ def test_stop_strings_are_looked_for_once_in_all_rows(strings: list[str]) -> Non
             assert verdict == Verdict(following[:kept], [-1] * kept, True in ends, [0] * kept)
             ended += verdict.stopped
     assert ended > 30
-
-
-def test_a_time_limit_needs_no_text() -> None:
-    stopper = Stopper(StoppingCriteriaList([MaxTimeCriteria(0.0, initial_timestamp=0.0)]))
-    assert not stopper.reads_text
-    verdicts = [Verdict([5, 6], [1, -1], False, [0, 1]), Verdict([], [], False, [])]
-    stopper.end(text_of([1], [2]), verdicts)
-    assert verdicts == [Verdict([5], [1], True, [0]), Verdict([], [], False, [])]
