@@ -55,9 +55,8 @@ class ControlledDrafter(Drafter):
         self._always = next(iter(others), None) if free.findings is None and any(always) else None
         self._unrepresentative = 0  # see :attr:`Target.unrepresentative_forwards`, before the round
         self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
-        # Who was asked in this round, and whose draft is verified if another source drafted, with that draft.
+        # Who was asked in this round, and the draft if that was another source that had one.
         self._asked: str | None = None
-        self._used: str | None = None
         self._draft: Draft | None = None
         self._free_takes_part = False  # whether free drafts take part in this round, with what grammars force
         self._tops: Tops | None = None
@@ -82,7 +81,7 @@ class ControlledDrafter(Drafter):
             if drafter.variant != self._variants[name]:
                 controller.begin_anew(name)
                 self._variants[name] = drafter.variant
-        self._asked, self._used, self._draft = self._free_arm(max_new), None, None
+        self._asked, self._draft = self._free_arm(max_new), None
         self._free_takes_part, constraint = self._asked is not None, self._session.constraint
         trees = list[TokenTree]()
         if self._free_takes_part or constraint:
@@ -100,7 +99,7 @@ class ControlledDrafter(Drafter):
             self._asked = other
             draft = allowed(text, self.others[other].propose(text, max_new), constraint)
             if draft.size:
-                self._used, self._draft = other, draft
+                self._draft = draft
                 return self._grafted(text, max_new, draft, other) if self._free_takes_part else draft
         if size and not self._free_takes_part:
             self._asked = None
@@ -126,7 +125,7 @@ class ControlledDrafter(Drafter):
         draft = self._draft
         of_used = verdicts if draft is None else [verdict.up_to(draft.size) for verdict in verdicts]
         for name, drafter in self.others.items():
-            if name == self._used:
+            if draft is not None and name == self._asked:
                 drafter.update(text, of_used, logits)
             elif drafter.observe is not None:
                 drafter.observe(text, verdicts, logits)

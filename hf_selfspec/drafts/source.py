@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
@@ -16,12 +16,15 @@ from ..model.forks import cached_property
 from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.plan import LayerPlan
 from ..model.target import Target
+from ..modules.draft_module import DraftModule, module_of
 from ..modules.mtp import MtpHead
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
 from .scoring import Scorer
 from .siblings import Tree
 from .stop.rules import Memory, StopRule, longest_draft
+
+_M = TypeVar("_M", bound=DraftModule)
 
 # Returns what was chosen for a model, given the kind of choice; ``None`` where there is none yet.
 FindChoice = Callable[[type[Any]], Any]
@@ -236,6 +239,18 @@ class DraftSource:
             f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
             "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
         )
+
+
+class FittedSource(DraftSource, Generic[_M]):
+    """A source with a fitted ``module``, which a setting holds, or names the folder of."""
+
+    module: _M
+
+    def _load(self, setting: str, module_class: type[DraftModule], name: str = "module") -> None:
+        """Loads what a setting holds or names, by default the module; a relative path becomes a whole one."""
+        kept, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
+        object.__setattr__(self, setting, kept)
+        object.__setattr__(self, name, module)
 
 
 def chosen_plan(source: DraftSource, choice: Any, anatomy: Anatomy) -> LayerPlan:

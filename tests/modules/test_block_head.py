@@ -48,7 +48,7 @@ def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Pre
     with unchanged(model):
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
     assert spec.stats is not None
-    assert max(blocks) == shown.__dict__["_head"].num_tokens
+    assert max(blocks) == shown.module.num_tokens
     assert 0.2 < spec.stats.acceptance_rate < 0.8
     assert 3 < spec.stats.draft_steps <= spec.stats.rounds  # one forward a block
 
@@ -167,26 +167,26 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         layer = settings[_LAYER] | change.get(_LAYER, {})
         (tmp_path / "config.json").write_text(json.dumps(settings | change | {_LAYER: layer}))
         with pytest.raises(SettingError, match=message):
-            Block.from_pretrained(tmp_path)
+            Block(tmp_path)
     for changed, message in DAMAGED.values():
         published(tmp_path, model)
         changed_weights(tmp_path, changed)
         with pytest.raises(SettingError, match=message):
-            Block.from_pretrained(tmp_path)
+            Block(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(SettingError, match="cut short"):
-        Block.from_pretrained(tmp_path)
+        Block(tmp_path)
     (tmp_path / "config.json").write_text('{"dflash_config": {}, "model_type": "qwen3"}')
     with pytest.raises(SettingError, match="of which `speculators convert` makes"):
-        Block.from_pretrained(tmp_path)
+        Block(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingError, match="holds no block head"):
-        Block.from_pretrained(tmp_path)
+        Block(tmp_path)
 
 
 def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
     published(tmp_path, tiny_llama(), layers=(1, 3, 5))
-    source = Block.from_pretrained(tmp_path)
+    source = Block(tmp_path)
     others = {
         "a vocabulary of 97": tiny_llama(vocabulary=90),
         r"before layers \[1, 3, 5\], and the model has 5": tiny_llama(5),
@@ -209,8 +209,8 @@ def test_a_mask_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> No
 def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
     model = tiny_llama(factor=0.5)
     published(tmp_path, model, **CONFIGS["dspark gated"])
-    source = Block.from_pretrained(tmp_path)
-    source.__dict__["_head"].save_pretrained(tmp_path / "saved")
-    assert repr(Block(tmp_path / "saved").__dict__["_head"]) == repr(source.__dict__["_head"])
+    source = Block(tmp_path)
+    source.module.save_pretrained(tmp_path / "saved")
+    assert repr(Block(tmp_path / "saved").module) == repr(source.module)
     SelfSpec(source).save_pretrained(tmp_path / "spec")
     assert SelfSpec.from_pretrained(tmp_path / "spec").draft == source

@@ -164,7 +164,7 @@ def test_rows_are_copied_once_for_a_model_until_its_head_changes(monkeypatch: py
             drafted_by(model, spec, do_sample=False)
     assert made == [len(KEPT)]
     states = torch.ones(1, 64, requires_grad=True)
-    HeadRows(model, spec.draft.__dict__["_reduced"].tokens).of_tokens(states).sum().backward()  # as in a training
+    HeadRows(model, spec.draft.module.tokens).of_tokens(states).sum().backward()  # as in a training
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
     drafted_by(model, spec, do_sample=False)

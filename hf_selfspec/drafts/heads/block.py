@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
-from typing_extensions import Self
 
 from ...batch import Draft, Text
 from ...errors import UnsupportedModelError
@@ -18,16 +17,15 @@ from ...model.head import output_head, spread
 from ...model.patching import within
 from ...model.transfer import RowNumbers
 from ...modules.block import BlockHead
-from ...modules.draft_module import module_of
 from ..growing import DraftStep
-from ..source import Drafter, DraftSource, Session
+from ..source import Drafter, FittedSource, Session
 from ..states import StatesDraft
-from ..stop.rules import FixedLength, ProductThreshold
+from ..stop.rules import FixedLength, ProductThreshold, StopRule
 
 
 @register("draft")
 @dataclass(frozen=True)
-class Block(DraftSource):
+class Block(FittedSource[BlockHead]):
     """Drafts with a block head that others publish: DFlash (arXiv 2602.06036) or DSpark (arXiv 2607.05147).
 
     One forward of a few layers, which read some of the model's states, drafts all tokens of a block; a Markov head adds
@@ -46,18 +44,10 @@ class Block(DraftSource):
     head: BlockHead | str | os.PathLike[str]
 
     def __post_init__(self) -> None:
-        kept, module = module_of("Block(head)", self.head, BlockHead)
-        object.__setattr__(self, "head", kept)
-        object.__setattr__(self, "_head", module)
-
-    @classmethod
-    def from_pretrained(cls, checkpoint: str | os.PathLike[str]) -> Self:
-        """Returns drafts with the head of a checkpoint, see :class:`Block`."""
-        return cls(checkpoint)
+        self._load("head", BlockHead)
 
     def start(self, session: Session) -> Drafter:
-        head: BlockHead = self.__dict__["_head"]
-        model = session.target.model
+        head, model = self.module, session.target.model
         weight, has_head = model.get_input_embeddings().weight, output_head(model) is not None
         # Parameters that are spread over processes have a device mesh, or no values in this process.
         is_plain = weight.is_floating_point() and not (weight.is_meta or hasattr(weight, "device_mesh"))
@@ -67,29 +57,28 @@ class Block(DraftSource):
                 "spread over processes?) or no output head, which block heads need. Take another draft."
             )
         session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
-        is_free = model.device.type == "cpu"  # to look at confidences, which a GPU would have to send
-        sure = list[torch.Tensor]()
-        has_own = head.confidence_head is not None
-        usual = ProductThreshold(confidence=(lambda logits, _: sure[-1].to(logits.device)) if has_own else None)
-        return BlockDraft(session.with_usual_stop(usual if is_free else FixedLength(head.num_tokens)), head, sure)
+        return BlockDraft(session, head)
 
 
 class BlockDraft(StatesDraft):
-    """Drafts with a block head, which puts what its confidence head knows of each slot, ``[b]``, into ``sure``. Entry
-    ``e`` of its cache is made of the state of one verified token; what a block writes behind these is overwritten."""
+    """Drafts with a block head. Entry ``e`` of its cache is made of the state of one verified token; what a block
+    writes behind these is overwritten."""
 
     in_one_forward = True
 
-    def __init__(self, session: Session, head: BlockHead, sure: list[torch.Tensor]) -> None:
+    def __init__(self, session: Session, head: BlockHead) -> None:
         target = session.target
-        super().__init__(session, head.read_layers(target.model))
+        usual: StopRule = FixedLength(head.num_tokens)
+        if target.model.device.type == "cpu":  # to look at confidences costs nothing; a GPU would have to send them
+            usual = ProductThreshold(confidence=None if head.confidence_head is None else self._confidence)
+        super().__init__(session.with_usual_stop(usual), head.read_layers(target.model))
         self._block = head
         self._cache = SpeculativeCache(len(head.layers), len(self._entered_count), target.cache.capacity)
         self._cache.owner = "block"
         # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
         self._slot = self._most = 0
         self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
-        self._sure = sure
+        self._sure: list[torch.Tensor] = []  # of each slot, by the confidence head, [b]
         self._key: tuple[object, ...] = ()  # what its graph is for
         self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
 
@@ -101,6 +90,9 @@ class BlockDraft(StatesDraft):
         if self._sure and draft.size:
             draft.sure = torch.stack(self._sure, dim=1).to(draft.tokens.device)
         return draft
+
+    def _confidence(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return self._sure[-1].to(logits.device)
 
     def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
         head, slots = self._block.on(states.device, states.dtype), entries.onwards(states.shape[1], states.device)

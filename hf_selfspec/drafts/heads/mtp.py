@@ -19,20 +19,19 @@ from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
 from ...model.patching import within
 from ...model.transfer import RowNumbers, at_places
-from ...modules.draft_module import module_of
 from ...modules.eagle import load_eagle3
 from ...modules.mtp import MtpHead
 from ...modules.reduced_head import ReducedHead
 from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
-from ..source import Drafter, DraftSource, FindChoice, Session
+from ..source import Drafter, FindChoice, FittedSource, Session
 from ..states import StatesDraft, picked
 from ..stop.rules import ProductThreshold
 
 
 @register("draft")
 @dataclass(frozen=True)
-class MTP(DraftSource):
+class MTP(FittedSource[MtpHead]):
     """Drafts with MTP layers and the model's own output head: one layer a token, which has seen the last states.
 
     Args:
@@ -48,17 +47,17 @@ class MTP(DraftSource):
     head_rows: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, module_class in (("head", MtpHead), ("head_rows", ReducedHead)):
-            if (value := getattr(self, name)) is not None:
-                kept, module = module_of(f"MTP({name})", value, module_class)
-                object.__setattr__(self, name, kept)
-                object.__setattr__(self, f"_{name}", module)
-        if self.head is not None and any(part.is_meta for part in self.__dict__["_head"].parameters()):
+        if self.head_rows is not None:
+            self._load("head_rows", ReducedHead, "_reduced")
+        if self.head is None:
+            return
+        self._load("head", MtpHead)
+        if any(part.is_meta for part in self.module.parameters()):
             raise SettingError(
                 "MTP(head) has no weights yet: load them with MtpHead.load(folder) or load_state_dict(..., "
                 "assign=True), or make a head by MtpHead.of(model)."
             )
-        if self.head_rows is not None and self.head is not None and self.__dict__["_head"].output is not None:
+        if self.head_rows is not None and self.module.output is not None:
             raise SettingError("MTP(head_rows): this head has an output head of its own. Leave `head_rows` out.")
 
     @classmethod
@@ -81,15 +80,13 @@ class MTP(DraftSource):
             raise UnsupportedOptionError(
                 f"{anatomy.model_name}'s own MTP layers need no export: engines read them from its checkpoint."
             )
-        head: MtpHead = self.__dict__["_head"]
-        return head
+        return self.module
 
     def start(self, session: Session) -> Drafter:
-        target = session.target
-        head: MtpHead = shipped_mtp(target.model) if self.head is None else self.__dict__["_head"]
+        head = shipped_mtp(session.target.model) if self.head is None else self.module
         head.check(session.knowledge.fingerprint)
-        tokens = head.tokens if self.head_rows is None else self.__dict__["_head_rows"].tokens
-        rows = None if tokens is None or head.output is not None else HeadRows(target.model, tokens)
+        tokens = head.tokens if self.head_rows is None else self.__dict__["_reduced"].tokens
+        rows = None if tokens is None or head.output is not None else HeadRows(session.target.model, tokens)
         return MtpDraft(session.with_usual_stop(ProductThreshold()), head, rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from ...errors import SettingError, UnsupportedModelError
 from ...learned.findings import Findings
@@ -13,12 +13,12 @@ from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.head import HeadRows
 from ...model.plan import LayerPlan
-from ...modules.draft_module import DraftModule, module_of
+from ...modules.draft_module import DraftModule
 from ...modules.reduced_head import ReducedHead
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
 from ..controlled import among
 from ..controller import LEAST_SPEEDUP, ArmStats, Measurements
-from ..source import Drafter, DraftSource, FindChoice, Session, chosen_plan
+from ..source import Drafter, DraftSource, FindChoice, FittedSource, Session, chosen_plan
 from ..stop.rules import FixedLength
 from .partial import PlanDrafter
 
@@ -67,16 +67,8 @@ class MeasuredExits(Findings):
         return None if best is None or best.speedup < LEAST_SPEEDUP else best
 
 
-class FittedExit(DraftSource, Generic[_M]):
-    """A source that drafts at an exit layer with a fitted ``module``."""
-
-    module: _M
-
-    def _load(self, setting: str, module_class: type[_M]) -> None:
-        """Loads the module that a setting holds or names, and makes a relative path a whole one."""
-        whole, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
-        object.__setattr__(self, setting, whole)
-        object.__setattr__(self, "module", module)
+class FittedExit(FittedSource[_M]):
+    """A source that drafts at an exit layer with a fitted module."""
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         """The blocks that run for this model."""
@@ -97,7 +89,7 @@ class FittedExit(DraftSource, Generic[_M]):
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExit(DraftSource):
+class EarlyExit(FittedSource[ReducedHead]):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
     Lossless with any model; fast with a model whose early layers were trained to predict tokens.
@@ -119,9 +111,7 @@ class EarlyExit(DraftSource):
         if self.layer is not None:
             check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
         if self.head is not None:
-            whole, reduced = module_of("EarlyExit(head)", self.head, ReducedHead)
-            object.__setattr__(self, "head", whole)
-            object.__setattr__(self, "_reduced", reduced)
+            self._load("head", ReducedHead)
 
     def __repr__(self) -> str:
         return f"EarlyExit(layer={self.layer}{'' if self.head is None else f', head={self.head!r}'})"
@@ -165,7 +155,7 @@ class EarlyExit(DraftSource):
         plan = self.plan(session.anatomy)
         if plan is None:
             return self._compared(session)
-        head = None if self.head is None else HeadRows(session.target.model, self.__dict__["_reduced"].tokens)
+        head = None if self.head is None else HeadRows(session.target.model, self.module.tokens)
         draft = PlanDrafter(session.with_usual_stop(_USUAL_STOP), plan, head)
         if session.in_cascade:
             exits: MeasuredExits = session.knowledge.of("exits", lambda _: MeasuredExits())
