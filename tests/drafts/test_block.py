@@ -18,9 +18,10 @@ from helpers.architectures import build
 from helpers.blocks import CONFIGS, block_of, published, right_block_of
 from helpers.calls import unchanged
 from helpers.fitted import adapter_of, mtp_of
+from helpers.machine import Machine
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.sampling import check_exact, each_family, exact_joint, sample
-from helpers.watched import watched
+from helpers.watched import drafts_into
 from hf_selfspec import (
     Block,
     ConfidenceThreshold,
@@ -33,7 +34,8 @@ from hf_selfspec import (
     load_head,
     load_mtp,
 )
-from hf_selfspec.drafts import MTP, Cascade, Lookup, cascade, states
+from hf_selfspec.batch import Draft
+from hf_selfspec.drafts import MTP, Cascade, Lookup, cascade
 from hf_selfspec.drafts.attached import source_of
 from hf_selfspec.drafts.free.free import Seed
 from hf_selfspec.errors import UnsupportedModelError
@@ -91,36 +93,17 @@ def test_drawn_tokens_have_the_models_distribution(
     check_exact(sample(spec, model, rows=1000), exact_joint(model, []))
 
 
-def test_a_stop_rule_gets_the_states_of_slots() -> None:
-    """Not what a confidence head reads beside them."""
-    model, shapes = tiny_llama(), set[tuple[int, ...]]()
-
-    def rule(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        shapes.add(tuple(hidden_states.shape))
-        return torch.zeros(len(logits), dtype=torch.bool)
-
-    spec = SelfSpec(Block(block_of(model, **CONFIGS["dspark"])), rule)
-    model.generate(**ROW, max_new_tokens=8, assistant=spec)
-    assert shapes == {(1, model.config.hidden_size)}
-
-
-@pytest.mark.parametrize("most", [0, 8])
 @pytest.mark.parametrize("kind", ["mtp", "block"])
-def test_states_that_wait_are_bounded(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that has just taken in what has waited drafts as ever."""
+def test_a_head_that_has_just_taken_in_what_has_waited_drafts_as_ever(kind: str, machine: Machine) -> None:
     model = tiny_llama(factor=0.5)
     source = MTP(mtp_of(model)) if kind == "mtp" else Block(block_of(model, **CONFIGS["dspark"]))
-    drafts: list[list[Any]] = []
-    for limit in (states._WAITING, most):
-        monkeypatch.setattr(states, "_WAITING", limit)
-        drafts.append([])
-        kept = drafts[-1]
-        spec = SelfSpec(
-            watched(source, lambda _, draft, kept=kept: kept.append((draft.tokens.tolist(), draft.lengths))),
-            FixedLength(3),
-        )
-        model.generate(**BATCH, max_new_tokens=12, assistant=spec)
-    assert drafts[0] == drafts[1]
+    drafted: list[list[Any]] = []
+    for most in (512, 0, 8):
+        machine.states_wait(most)
+        drafts: list[Draft] = []
+        model.generate(**BATCH, max_new_tokens=12, assistant=SelfSpec(drafts_into(drafts, source), FixedLength(3)))
+        drafted.append([(draft.tokens.tolist(), draft.lengths) for draft in drafts])
+    assert drafted[0] == drafted[1] == drafted[2]
 
 
 def test_drafts_end_below_a_confidence() -> None:
@@ -129,19 +112,15 @@ def test_drafts_end_below_a_confidence() -> None:
     model = tiny_llama(factor=0.5)
     head = block_of(model, **CONFIGS["dspark gated"])
     assert head.confidence_head is not None
-    lengths: list[list[int]] = []
+    longest = list[int]()
     for bias in (-9.0, -0.1, 9.0):
         with torch.no_grad():
             head.confidence_head.proj.weight.zero_()
             head.confidence_head.proj.bias.fill_(bias)
-        lengths.append([])
-        kept = lengths[-1]
-        model.generate(
-            **ROW,
-            max_new_tokens=10,
-            assistant=SelfSpec(watched(Block(head), lambda _, draft, kept=kept: kept.append(draft.lengths[0]))),
-        )
-    assert [max(of) for of in lengths] == [1, 2, head.num_tokens]
+        drafts: list[Draft] = []
+        model.generate(**ROW, max_new_tokens=10, assistant=SelfSpec(drafts_into(drafts, Block(head))))
+        longest.append(max(draft.lengths[0] for draft in drafts))
+    assert longest == [1, 2, head.num_tokens]
 
 
 def test_free_drafts_are_grafted_by_the_confidence_heads_estimates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,18 +134,6 @@ def test_promises_are_believed_until_tried() -> None:
     assert World(one=(0.1, 4.0)).play(60, one=0.5)["one"] == World(one=(0.1, 4.0)).play(60, one=0.0)["one"] == 0
 
 
-def test_sources_that_change_are_found_out() -> None:
-    """What loses is looked at again for a small share of the time, and what is new weighs as much as what was."""
-    world = World(one=(1.2, 3.0))
-    assert world.play(500)["one"] > 480
-    world.sources["one"] = (1.2, 1.0)
-    world.play(400)
-    assert world.play(300)["one"] < 30
-    world.sources["one"] = (1.2, 3.0)
-    world.play(400)
-    assert world.play(200)["one"] > 180
-
-
 def test_rounds_without_room_teach_nothing() -> None:
     """The last token of a call is verified without a draft, which is not the source's fault."""
     world = World(one=(1.2, 3.0))

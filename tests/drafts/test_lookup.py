@@ -2,14 +2,19 @@
 
 import json
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import product
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hf_selfspec.drafts.free import successors, suffix
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
 from hf_selfspec.drafts.free.rates import Rates
 from hf_selfspec.drafts.free.row import LookupRow
@@ -291,45 +296,40 @@ def test_a_broken_state_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_step_that_was_interrupted_leaves_indices_that_go_on() -> None:
-    """At any place of it: an error of memory, or a user, may end any."""
+    """At any line of it: an error of memory, or a user, may end any."""
 
-    left = 0
+    def interrupted(step: Callable[[], None], after: int) -> None:
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal after
+            after -= frame.f_globals["__name__"] in (suffix.__name__, successors.__name__) and event == "line"
+            if not after:
+                raise MemoryError
+            return trace
 
-    def step() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise MemoryError
-
-    class Map(dict[int, int]):
-        def __setitem__(self, key: int, value: int) -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        with suppress(MemoryError):
             step()
-            super().__setitem__(key, value)
+        sys.settrace(before)
 
-    class List(list[int]):
-        def append(self, value: int) -> None:
-            step()
-            super().append(value)
-
-    text = [1, 2, 3, 4, 1, 2, 3, 5]
-    for place in range(1, 40):
+    text = random_text(0, 24, alphabet=2)
+    for place in range(1, 150):
         index, pairs, shares = SuffixIndex(), Successors(4), np.ones((1, 1), np.float32)
-        index._singles, index._pairs, index._triples, pairs._slots, pairs._singles = (Map() for _ in range(5))
-        index.tokens, index._earlier, pairs._pairs, pairs._texts = (List() for _ in range(4))
-        left = place
-        with suppress(MemoryError):
-            index.extend(text)
-        left = place
-        with suppress(MemoryError):
+
+        def see(mark: int, pairs: Successors = pairs, shares: np.ndarray = shares) -> None:
             for token in range(9):
-                pairs.see([(token, token + 1)], np.ones((1, 1), np.int32), shares)
-        left = 0
+                pairs.see([(token, token + 1)], np.full((1, 1), mark + token, np.int32), shares)
+
+        interrupted(partial(index.extend, text), place)
+        interrupted(partial(see, 100), place)
         for _ in range(2):
             index.extend(text)
-            assert index.match(text[:3]) is not None
-            for token in range(9):
-                pairs.see([(token, token + 1)], np.full((1, 1), token, np.int32), shares)
-        assert len(index._earlier) == len(index.tokens)
+            see(0)
+        for end in range(3, len(index.tokens)):
+            tail = index.tokens[:end][-8:]
+            match = index.match(tail)
+            assert match is not None
+            assert index.tokens[match.position - match.length : match.position] == tail[-match.length :]
         known = pairs.get(8, 9)
         assert known is not None
         assert known.tokens[0] == 8

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from helpers.architectures import build
 from helpers.calls import unchanged
 from helpers.fitted import adapter_of, mtp_of
+from helpers.machine import Machine
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.sampling import check_exact, each_family, exact_joint, sample
 from helpers.watched import watched
@@ -26,11 +27,11 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.drafts import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session, states
-from hf_selfspec.drafts.heads import mtp
+from hf_selfspec.drafts import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session
+from hf_selfspec.drafts.states import StatesDraft
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
+from hf_selfspec.modules.shipped import attach
 
 _WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
 
@@ -104,63 +105,57 @@ def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: A
 
 @dataclass(frozen=True)
 class Sometimes(MTP):
-    """Drafts in every third round; in the others another source drafts nothing, or what it likes."""
+    """Drafts in every fourth round. In the others nothing does, any tokens are drafted, or an early exit drafts, which
+    hands over the states that enter its layer."""
 
     def start(self, session: Session) -> Drafter:
         drafter: Any = super().start(session)
+        early: Any = EarlyExit(2).start(session)
         propose, update, rounds = drafter.propose, drafter.update, [0]
 
         def proposed(text: Text, max_new: list[int]) -> Draft:
             rounds[0] += 1
-            if rounds[0] % 3 == 0:
-                draft: Draft = propose(text, max_new)
+            if (turn := rounds[0] % 4) in (0, 3):
+                draft: Draft = (early.propose if turn else propose)(text, max_new)
                 return draft
-            line = text.ids[:, :2] if rounds[0] % 3 == 1 else text.ids[:, :0]
+            line = text.ids[:, : 2 * turn - 2]
             return Draft(line, [min(line.shape[1], most) for most in max_new])
 
-        drafter.propose = proposed
-        drafter.update = lambda *given: (update if rounds[0] % 3 == 0 else drafter.observe)(*given)
-        return drafter
-
-
-@dataclass(frozen=True)
-class Turns(MTP):
-    """Takes turns with an early exit, whose drafts hand over the states that enter its exit layer."""
-
-    def start(self, session: Session) -> Drafter:
-        drafter: Any = super().start(session)
-        exit_drafter: Any = EarlyExit(2).start(session)
-        propose, update, rounds = drafter.propose, drafter.update, [0]
-
-        def proposed(text: Text, max_new: list[int]) -> Draft:
-            rounds[0] += 1
-            draft: Draft = (propose if rounds[0] % 2 else exit_drafter.propose)(text, max_new)
-            return draft
-
         def updated(*given: Any) -> None:
-            (update if rounds[0] % 2 else drafter.observe)(*given)
-            if not rounds[0] % 2:
-                exit_drafter.update(*given)
+            (drafter.observe if rounds[0] % 4 else update)(*given)
+            if rounds[0] % 4 == 3:
+                early.update(*given)
 
         drafter.propose, drafter.update = proposed, updated
         return drafter
 
 
-@pytest.mark.every_run(".*states2-Sometimes")
-@pytest.mark.parametrize("kind", [Sometimes, Turns])
+@pytest.mark.every_run("3-states0-8|.*states2-512")
+@pytest.mark.parametrize("most", [512, 8])
 @pytest.mark.parametrize(("layers", "states"), [(1, ()), (3, ()), (1, (1, 2, 3))])
-def test_rounds_of_others_are_taken_in(kind: type[MTP], layers: int, states: tuple[int, ...]) -> None:
-    model = tiny_llama(4, factor=0.5)
-    head = attentive_mtp_of(model, layers, states)
-    seen = []
+def test_rounds_of_others_are_taken_in(
+    layers: int, states: tuple[int, ...], most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, where many wait."""
+    machine.states_wait(most)
+    model, waiting, observe = tiny_llama(4, factor=0.5), list[int](), StatesDraft.observe
+    head, seen = attentive_mtp_of(model, layers, states), list[list[int]]()
+
+    def observed(drafter: Any, *given: Any) -> None:
+        observe(drafter, *given)
+        width = 4 * model.config.hidden_size * max(len(states), 1)
+        waiting.append(sum(piece.untyped_storage().nbytes() // width for piece in drafter._waiting))
 
     def see(text: Text, draft: Draft) -> None:
         if draft.states is None and draft.size > 2:
             seen.append(draft.lengths)
             check_draft(model, head, BATCH["attention_mask"], text, draft)
 
-    model.generate(**BATCH, max_new_tokens=24, assistant=SelfSpec(watched(kind(head), see), FixedLength(4)))
+    monkeypatch.setattr(StatesDraft, "observe", observed)
+    spec = SelfSpec(watched(Sometimes(head), see), FixedLength(4))
+    model.generate(**BATCH, max_new_tokens=36, assistant=spec)
     assert len(seen) > 3
+    assert max(waiting) <= 3 * (most + layers)
 
 
 @pytest.mark.every_run("llama tree-1")
@@ -179,55 +174,27 @@ def of_another_width() -> Any:
     return tiny_llama().generate(**ROW, max_new_tokens=4, assistant=spec)
 
 
-REFUSALS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "nothing there": (lambda folder: MTP(folder / "none"), SettingError, "there is no saved MTP head at"),
-    "something else": (lambda folder: MTP(tiny_llama()), SettingTypeError, "must be MtpHead or the path"),  # type: ignore[arg-type]  # a wrong one
-    "no layers": (lambda folder: MtpHead([]), SettingError, r"a list with the config of each layer.*got \[\]"),
-    "no settings": (lambda folder: MtpHead([{}]), SettingError, r"a list with the config of each layer.*got \[\{\}\]"),
-    "no weights": (lambda folder: MTP(MtpHead(MtpHead.of(tiny_llama()).configs)), SettingError, "has no weights yet"),
-    "no configs": (lambda folder: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
-    "no order": (
-        lambda folder: MtpHead([{"model_type": "llama"}], state_layers=[3, 1]),
-        SettingError,
-        "in increasing order",
-    ),
-    "too few layers": (lambda folder: MtpHead.of(tiny_llama(2), state_layers=(1, 3)), SettingError, "the model has 2"),
-    "another width": (
-        lambda folder: of_another_width(),
-        SettingError,
-        "takes states of width 32, and the model has 64",
-    ),
-    "no layer": (lambda folder: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_no_head_is_refused(case: str, tmp_path: Path) -> None:
-    make, kind, message = REFUSALS[case]
-    with pytest.raises(kind, match=message):
-        make(tmp_path)
-
-
-@pytest.mark.every_run("3")
-@pytest.mark.parametrize("layers", [1, 3])
-def test_states_that_wait_are_bounded(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others draft, the head takes in the text in pieces; its drafts are the same afterwards."""
-    monkeypatch.setattr(states, "_WAITING", 8)
-    waiting: list[int] = []
-    observe = mtp.MtpDraft.observe
-
-    def observed(drafter: mtp.MtpDraft, *given: Any) -> None:
-        observe(drafter, *given)
-        waiting.append(sum(piece.untyped_storage().nbytes() // (4 * 64) for piece in drafter._waiting))
-
-    monkeypatch.setattr(mtp.MtpDraft, "observe", observed)
-    test_rounds_of_others_are_taken_in(Sometimes, layers, ())
-    assert max(waiting) <= 3 * (8 + layers)
+def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+    wrong: Any = tiny_llama()
+    for make, kind, message in (
+        (lambda: MTP(tmp_path / "none"), SettingError, "there is no saved MTP head at"),
+        (lambda: MTP(wrong), SettingTypeError, "must be MtpHead or the path"),
+        (lambda: MtpHead([]), SettingError, r"a list with the config of each layer.*got \[\]"),
+        (lambda: MtpHead([{}]), SettingError, r"a list with the config of each layer.*got \[\{\}\]"),
+        (lambda: MTP(MtpHead(MtpHead.of(wrong).configs)), SettingError, "has no weights yet"),
+        (lambda: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
+        (lambda: MtpHead([{"model_type": "llama"}], state_layers=[3, 1]), SettingError, "in increasing order"),
+        (lambda: MtpHead.of(tiny_llama(2), state_layers=(1, 3)), SettingError, "the model has 2"),
+        (of_another_width, SettingError, "takes states of width 32, and the model has 64"),
+        (lambda: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),
+    ):
+        with pytest.raises(kind, match=message):
+            make()
 
 
 @pytest.mark.filterwarnings("error")
-def test_attached_layers_leave_the_states_to_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attached_layers_leave_the_states_to_an_adapter() -> None:
     model = tiny_llama(factor=0.5)
-    monkeypatch.setitem(shipped._attached, model, mtp_of(model))
+    attach(model, mtp_of(model))
     spec = SelfSpec(Cascade([Lookup(), EarlyExitAdapter(adapter_of(model))]), FixedLength(3))
     model.generate(**ROW, max_new_tokens=4, assistant=spec)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.captured import Traced
-from hf_selfspec.drafts import controller
+from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.graphs.model_graphs import Graph
@@ -53,6 +53,10 @@ class Machine:
         self._set(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
         self._set(torch.cuda, "current_stream", Mock())
         self._set(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    def states_wait(self, most: int) -> None:
+        """So many states of a model, while others draft, until a head takes them in."""
+        self._set(states, "_WAITING", most)
 
     def packed_float32_is_fast(self) -> None:
         """Layers in float32 have a kernel for weights in four bits, as those in bfloat16 have."""
