@@ -70,10 +70,10 @@ _LOADING = (
     _option("device-map", "how to spread the model over devices instead, e.g. auto or balanced"),
     _option("threads", "number of torch threads on the CPU", type=_count),
 )
-_DATA = _option("data", "a .jsonl or .txt file, or a dataset of the Hub", required=True)
+_DATA = _option("data", "a .jsonl or .txt file", required=True)
 _OUT = _option("out", "folder for the result", required=True)
 _FIELD = _option("field", "column of the text, otherwise `text`")
-_PROMPT_DATA = "a .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub"
+_PROMPT_DATA = "a .jsonl file of prompts, or a .txt file with a prompt in each line"
 _PROMPT_FIELD = _option(
     "field",
     "column of the prompt or chat; otherwise the first of messages, prompt, text, question, instruction",

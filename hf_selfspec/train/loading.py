@@ -1,10 +1,10 @@
-"""What a command line names: models, texts and prompts, in files or on the Hub; every failure is a one-line error."""
+"""What a command line names: models, and files of texts and prompts; every failure is a one-line error."""
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ _PATIENCE = 10.0
 
 
 class Row(NamedTuple):
-    """A line of a file, or a row of a dataset."""
+    """A line of a file."""
 
     place: str  # for messages
     columns: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 def texts(data: str, field: str | None = None) -> list[str]:
-    """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
+    """Returns the texts of a file: a ``.txt`` file is one text; see :func:`read_rows` for others."""
     texts = [row.text(field or "text") for row in read_rows(data, field, is_whole=True)]
     return _unless_empty(texts, data, any(text.strip() for text in texts))
 
@@ -66,23 +66,20 @@ def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
 
 
 def read_rows(data: str, field: str | None = None, is_whole: bool = False) -> list[Row]:
-    """All rows, at least one, of a ``.jsonl`` file or a dataset of the Hub; of a ``.txt`` file its lines, or if
-    ``is_whole`` its text."""
+    """All rows, at least one, of a ``.jsonl`` file; of a ``.txt`` file its lines, or if ``is_whole`` its text."""
     suffix = Path(data).suffix
     if suffix == _WHOLE:
         if field is not None:
             raise SettingError(f"--field {field} has no effect on {data}, which has no columns. Leave it out.")
         lines = [(data, content(data))] if is_whole else _lines(data)
         rows = [Row(place, {"text": line}) for place, line in lines]
-    elif suffix in _LINES:
+    elif suffix in _LINES or not os.path.exists(data):
         rows = [Row(place, _object(place, line)) for place, line in _lines(data)]
-    elif os.path.exists(data):
+    else:
         what = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
         raise SettingError(
             f"{data} is {what}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
         )
-    else:
-        rows = [Row(f"{data}, row {number}", row) for number, row in enumerate(_rows_of_hub(data), start=1)]
     return _unless_empty(rows, data, bool(rows))
 
 
@@ -119,37 +116,6 @@ def _object(place: str, line: str) -> dict[str, Any]:
     return columns
 
 
-def _rows_of_hub(data: str) -> Sequence[Any]:
-    try:
-        from datasets import exceptions, load_dataset
-    except ImportError as error:
-        raise SettingError(
-            f"{data}: there is no such file, and a dataset of the Hub needs `pip install datasets`. Give a .jsonl or "
-            ".txt file."
-        ) from error
-    advice = "Give a .jsonl or .txt file, or set HF_HUB_OFFLINE=1 for a dataset that was loaded before."
-    if why := _hub_error(HfApi().dataset_info, data):
-        raise SettingError(f"{data}: there is no such file, and the Hub has no such dataset ({why}). {advice}")
-    try:
-        rows: Sequence[Any] = load_dataset(data, split="train")
-    except (*_NO_ANSWER, ValueError, RuntimeError, exceptions.DatasetsError) as error:
-        raise SettingError(f"{data}: the dataset cannot be loaded ({brief(error)}). {advice}") from error
-    return rows
-
-
-def _hub_error(ask: Callable[..., object], name: str) -> str:
-    """Returns why ``HfApi``'s ``dataset_info`` or ``model_info`` finds no such repository; empty in offline mode."""
-    if not is_name(name):
-        return "this is not a valid name"
-    if constants.HF_HUB_OFFLINE:
-        return ""
-    try:
-        ask(name, timeout=_PATIENCE)
-    except _NO_ANSWER as error:
-        return brief(error)
-    return ""
-
-
 class NamedModel:
     """A causal LM in a folder, on the Hub, or in the cache of downloads; each part is loaded when it is asked for."""
 
@@ -165,7 +131,7 @@ class NamedModel:
         """The arguments of ``from_pretrained`` that say where it is."""
         of: dict[str, Any] = {} if self._revision is None else {"revision": self._revision}
         source: dict[str, Any] = {"trust_remote_code": False, **of}  # code from its repository is not run
-        if not os.path.isdir(self.name) and (why := _hub_error(partial(HfApi().model_info, **of), self.name)):
+        if not os.path.isdir(self.name) and (why := self._hub_error(of)):
             cached = try_to_load_from_cache(self.name, _CONFIG, **of) if is_name(self.name) else None
             if not isinstance(cached, str):
                 raise SettingError(
@@ -174,6 +140,17 @@ class NamedModel:
                 )
             source["local_files_only"] = True
         return source
+
+    def _hub_error(self, of: dict[str, Any]) -> str:
+        """Returns why the Hub has no such model; empty in offline mode."""
+        if not is_name(self.name):
+            return "this is not a valid name"
+        try:
+            if not constants.HF_HUB_OFFLINE:
+                HfApi().model_info(self.name, timeout=_PATIENCE, **of)
+        except _NO_ANSWER as error:
+            return brief(error)
+        return ""
 
     @cached_property
     def config(self) -> Any:
