@@ -93,7 +93,7 @@ class GraphRunner:
             graphs.free.append(pool)
 
     def run(self, step_tokens: StepTokens, run: ForwardPass) -> torch.Tensor | None:
-        """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph unless the model's own code is faster."""
+        """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph where there is one."""
         target, tokens, nodes, window = self.target, step_tokens.tokens, step_tokens.nodes, self.target.cache.window
         is_whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]
@@ -132,8 +132,8 @@ class GraphRunner:
     def run_head(
         self, head: Hashable, forward: Run, eager: Run, inputs: Sequence[torch.Tensor], cache: SpeculativeCache
     ) -> Sequence[torch.Tensor]:
-        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward``, unless
-        ``eager`` is faster."""
+        """Returns what a ``head`` with a ``cache`` of its own makes of ``inputs``: by the graph of ``forward``, or by
+        ``eager``."""
         if self.graphs.refused or cache.pool is not self.target.cache.pool:
             return eager(*inputs)
         return self._outcome((head,), forward, inputs, cache, tuple, lambda: tuple(eager(*inputs)))
@@ -148,7 +148,7 @@ class GraphRunner:
         eager: Callable[[], Outcome],
     ) -> Outcome:
         """The results, ``unpadded``, of the graph of ``forward`` over ``inputs``, which depends on ``parts`` and on
-        where ``cache`` has its buffers, or those of the model's own code; see :meth:`FastestWay.of`."""
+        where ``cache`` has its buffers; those of the model's own code, ``eager``, where there is no graph."""
         shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), inputs[0].device
         modes = _modes(device), self.target.autocast, device
         key: Hashable = (*parts, *modes, shapes, cache.capacity, len(cache.written), cache.addresses())
@@ -156,26 +156,18 @@ class GraphRunner:
         begun = perf_counter()
         graph = self.graphs.find(key, cache.pool, forward, inputs)
         self.target.waited_seconds += perf_counter() - begun
-
-        def by_code() -> Outcome:
-            self.target.unrepresentative_forwards += self.graphs.are_awaited(key) if graph is None else not graph.chosen
-            return eager()
-
-        if graph is None or graph.run is None:
-            return by_code()
-
-        run = graph.run
-        ways = lambda: unpadded(run(*inputs)), by_code
-        try:
-            if graph.compared < COMPARISONS or (self.compares and graph not in self._compared_here):
-                return self._compared(graph, ways, lambda: unpadded(forward(*inputs)))
-            return graph.of(*ways)
-        except Exception as error:  # of a device, else the model's own code raises it again
-            self.graphs.failed(error, graph)
-            return by_code()
+        if graph is not None and (run := graph.run) is not None:
+            try:
+                if graph.compared >= COMPARISONS and not (self.compares and graph not in self._compared_here):
+                    return unpadded(run(*inputs))
+                return self._compared(graph, unpadded(run(*inputs)), lambda: unpadded(forward(*inputs)), eager)
+            except Exception as error:  # of a device, else the model's own code raises it again
+                self.graphs.failed(error, graph)
+        self.target.unrepresentative_forwards += self.graphs.are_awaited(key)
+        return eager()
 
     def _compared(
-        self, graph: Graph, ways: tuple[Callable[[], Outcome], Callable[[], Outcome]], filled: Callable[[], Outcome]
+        self, graph: Graph, of_graph: Outcome, filled: Callable[[], Outcome], eager: Callable[[], Outcome]
     ) -> Outcome:
         """The outcome of the model's own code; raises an error where that of the graph is further from that of the
         same forward without it, ``filled`` (mostly it is the same bit for bit), than this from the own code's, or
@@ -183,7 +175,7 @@ class GraphRunner:
         self.target.unrepresentative_forwards += 1
         with capturing.during(True):
             of_filled = filled()
-        (of_graph, of_code), excesses = graph.results(*ways), list[torch.Tensor]()
+        of_code, excesses = eager(), list[torch.Tensor]()
         for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
             if replayed is not None and own is not None and expected is not None:
                 dtypes = torch.float32, expected.dtype, *(self.target.autocast or ())[1:]

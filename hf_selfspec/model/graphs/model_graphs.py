@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from ...errors import brief, warn_once
 from ..forks import new_lock
 from ..internals import attention_implementation
-from ..kernels.fastest_way import FastestWay, device_clock
 from ..module_tools import forward_of_others
 from .captures import Captured, CapturePool, Run
 from .shapes import BufferPool, NoGraphError
@@ -44,11 +43,12 @@ _logger = logging.getLogger(__name__)
 _capturing = new_lock()  # CUDA takes one capture at a time
 
 
-class Graph(FastestWay):
-    """One graph, and whether it is faster than the model's own code, the second way."""
+@dataclass(eq=False)
+class Graph:
+    """A graph, and how far it is known to be right."""
 
     run: Run | None = None  # maps the inputs to the results, ``None``: better without
-    compared = 0  # how often its results were those of the model's own code
+    compared: int = 0  # how often its results were those of the model's own code
 
 
 @dataclass
@@ -105,7 +105,7 @@ class ModelGraphs:
 
     def _made(self, function: Run, inputs: Sequence[torch.Tensor]) -> Graph:
         device, name, began = inputs[0].device, f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter()
-        graph = Graph(device_clock(device))
+        graph = Graph()
         try:
             with _capturing:
                 if self._captures is None or not self.count:  # torch closes the memory with the last graph

@@ -2,11 +2,10 @@
 
 ``batched_mm`` is the one of transformers' decoding, and works in graphs, but gathers the weights of an expert for each
 token that goes there: 2.4 GB in each layer for 32 tokens of Qwen3-30B-A3B (computed). ``grouped_mm``, which prefills
-use, reads the weights of each expert once, but waits for the device where torch has no kernel for it; where it has one,
-the two are timed.
+use, reads the weights of each expert once, but waits for the device where torch has no kernel for it.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,21 +17,20 @@ from transformers.integrations.moe import ExpertsInterface
 from ..graphs.shapes import NoGraphError, capturing
 from ..internals import EXPERTS, experts_implementation
 from ..patching import InstanceForwards, PerThread, shared_change
-from .fastest_way import FastestWay, device_clock
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)
 _GROUPED, _BATCHED, _BY_SIZE = "grouped_mm", "batched_mm", "hf_selfspec_by_size"
 
 
-# Whether few tokens take transformers' own way, whichever is faster: the other one may round differently.
+# Whether few tokens take the way of transformers' decoding: the other one may round differently.
 _is_exact = PerThread[bool]()
 
 
 @contextmanager
 def decoding_experts(model: PreTrainedModel, is_exact: bool = False) -> Iterator[None]:
-    """Sends few tokens to experts as transformers' decoding does, or unless ``is_exact`` in the faster way, and more
-    tokens as its prefills do."""
+    """Sends few tokens to experts as transformers' decoding does, unless ``is_exact`` only where nothing is faster, and
+    more tokens as its prefills do."""
     with _is_exact.during(is_exact), nullcontext() if model.device.type in GROUPED_ALWAYS else experts_by_size(model):
         yield
 
@@ -47,32 +45,18 @@ def experts_by_size(forwards: InstanceForwards, model: PreTrainedModel) -> None:
             forwards.put(config.__dict__, EXPERTS, _BY_SIZE)
 
 
-# Which of the two is faster, ``grouped_mm`` first, for experts of the same shape on a device and numbers of tokens.
-_ways: dict[Hashable, dict[int, FastestWay]] = {}
-
-
 def _by_size(
     functions: ExpertsInterface, experts: Any, states: torch.Tensor, chosen: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """What goes to experts, ``[n, d]``, with the ``k`` experts of each token in ``chosen`` ``[n, k]``."""
-    grouped, batched = (
-        partial(functions[name], experts, states, chosen, *args, **kwargs) for name in (_GROUPED, _BATCHED)
-    )
-    weights = list(experts.parameters())
-    has_kernel = has_grouped_kernel(weights[0])
-    if chosen.numel() >= experts.num_experts:
-        if capturing.now and not has_kernel:
-            raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
-        return grouped()
-    if _is_exact.now or not has_kernel:
-        return batched()
-    count, shapes = len(states), tuple((weight.shape, weight.dtype) for weight in weights)
-    ways = _ways.setdefault((shapes, chosen.shape[1], states.device), {})
-    if capturing.now:  # after forwards over fewer tokens, to which others are padded there, were timed
-        timed = [other for other, way in list(ways.items()) if way.chosen is not None]
-        nearest = min(timed, key=lambda other: abs(other - count), default=None)
-        return batched() if nearest is None or ways[nearest].chosen else grouped()
-    return ways.setdefault(count, FastestWay(device_clock(states.device))).of(grouped, batched)
+    has_kernel, are_few = has_grouped_kernel(next(experts.parameters())), chosen.numel() < experts.num_experts
+    if capturing.now and not (has_kernel or are_few):
+        raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
+    # With a kernel for groups weights are read once, and not three times as where they are gathered. For one token its
+    # preparations take as long (computed).
+    is_batched = are_few and (not has_kernel or len(states) == 1 or _is_exact.now)
+    output: torch.Tensor = functions[_BATCHED if is_batched else _GROUPED](experts, states, chosen, *args, **kwargs)
+    return output
 
 
 def has_grouped_kernel(weight: torch.Tensor) -> bool:

@@ -11,10 +11,10 @@ and layers for which no way is faster than torch's own are left alone. bfloat16 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeGuard
 
@@ -27,7 +27,6 @@ from ..forks import new_lock
 from ..internals import ADAPTED
 from ..patching import Forward, InstanceForwards, shared_change
 from ..view import ModelView
-from .fastest_way import FastestWay
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
@@ -39,6 +38,9 @@ _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 # more than that with oneDNN.
 _PIECE = 3 * 2**20
 _ROWS = 64
+# How often each way is timed. Disturbances, and what libraries prepare in a first run, only make a time longer, so the
+# shortest counts.
+_TIMES = 3
 
 
 def blas_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -77,7 +79,7 @@ class LinearAutotuner:
     """Knows the fastest way for each shape of weight, number of threads and of tokens."""
 
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
-        self._ways, self._clock, self._lock = ways, clock, new_lock()
+        self._ways, self._clock, self._lock = tuple(ways), clock, new_lock()
         self._chosen: defaultdict[tuple[torch.Size, int], dict[int, Way]] = defaultdict(dict)
 
     def chosen(self, weight: torch.Tensor) -> dict[int, Way]:
@@ -89,13 +91,14 @@ class LinearAutotuner:
         count, chosen = _rounded(count), self.chosen(weight)
         with self._lock:
             if count not in chosen:
-                input, fastest = weight.new_ones(count, weight.shape[1]), FastestWay(self._clock)
+                input, seconds = weight.new_ones(count, weight.shape[1]), dict.fromkeys(self._ways, math.inf)
                 after = next((place for place, other in enumerate(alike, start=1) if other is weight), 0)
                 pieces = itertools.cycle(_pieces([*alike[after:], *alike[:after]]))
-                while fastest.chosen is None:
-                    piece = next(pieces)
-                    fastest.of(*(partial(way, input, piece, None) for way in self._ways))
-                chosen[count] = self._ways[fastest.chosen]
+                for way in self._ways * _TIMES:
+                    piece, begun = next(pieces), self._clock()
+                    way(input, piece, None)
+                    seconds[way] = min(seconds[way], self._clock() - begun)
+                chosen[count] = min(seconds, key=seconds.__getitem__)
         return chosen[count]
 
 
