@@ -8,14 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import (
-    ConfidenceThreshold,
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
+from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.model.graphs.shapes import capturing
 
 THREE = FixedLength(3)
@@ -45,12 +38,19 @@ def few_layers(layers: int = 2) -> LlamaForCausalLM:
 
 
 def same_ids(
-    model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 12, is_mixed: bool = True, **options: Any
+    model: PreTrainedModel,
+    spec: SelfSpec,
+    rows: int = 1,
+    new: int = 12,
+    is_mixed: bool = True,
+    plain: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
+    """With these options, and those of ``plain`` for plain generate (default: the same)."""
     inputs = ragged_batch((9,)) if rows == 1 else ragged_batch((9, 5, 7))
-    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options
-    expected = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, assistant=spec), expected)
+    usual: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **usual, **(options if plain is None else plain))
+    assert torch.equal(model.generate(**inputs, **usual, **options, assistant=spec), expected)
     assert spec.stats is not None
     assert not is_mixed or 0 < spec.stats.accepted < spec.stats.drafted
 

@@ -10,7 +10,6 @@ from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model.graphs import graph_runner, model_graphs
-from hf_selfspec.model.graphs.model_graphs import Graph
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
 
@@ -43,13 +42,12 @@ class Machine:
         self._set(controller, "LEAST_SPEEDUP", 0.0)
 
     def graphs_are_taken(self) -> None:
-        """A CPU has graphs (see :class:`Traced`), which are made and taken early, however fast they are here."""
+        """A CPU has graphs (see :class:`Traced`), which are made early."""
         self._set(graph_runner, "DEVICES", {"cpu"})
         self._set(model_graphs, "Captured", Traced)
         self._set(Traced, "made", [])
         self._set(model_graphs, "CapturePool", Mock())
         self._set(model_graphs, "_USES", 2)
-        self._set(Graph, "of", lambda graph, by_graph, eager: by_graph())
         self._set(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
         self._set(torch.cuda, "current_stream", Mock())
         self._set(torch.Tensor, "record_stream", lambda tensor, stream: None)

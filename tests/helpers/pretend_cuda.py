@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 from zlib import crc32
 
 import torch
@@ -56,27 +56,12 @@ static impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Runtime()
 
 
 def _register_runtime() -> None:
-    torch_folder, name = (
-        Path(torch.__file__).parent,
-        f"pretended_cuda_{torch.__version__}_{crc32(_RUNTIME.encode())}.so",
-    )
+    folder, name = Path(torch.__file__).parent, f"pretended_{torch.__version__}_{crc32(_RUNTIME.encode())}.so"
     if not (library := Path(tempfile.gettempdir(), name)).exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            (source := Path(folder, "runtime.cpp")).write_text(_RUNTIME)
-            linked = [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
-            made = Path(folder, name)
-            command = [
-                "g++",
-                "-shared",
-                "-fPIC",
-                "-std=c++20",
-                f"-I{torch_folder}/include",
-                source,
-                "-o",
-                made,
-                *linked,
-            ]
-            subprocess.run(command, check=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as place:
+            (source := Path(place, "runtime.cpp")).write_text(_RUNTIME)
+            options = f"-shared -fPIC -std=c++20 -I{folder}/include -L{folder}/lib -Wl,-rpath,{folder}/lib -o".split()
+            subprocess.run(["g++", *options, made := Path(place, name), source, "-lc10"], check=True)
             made.replace(library)  # whole, whoever else makes it
     ctypes.CDLL(str(library))
 
@@ -87,7 +72,6 @@ _register_runtime()
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 # What has a size that depends on values.
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "nonzero_numpy", "unique_dim", "_unique2", "repeat_interleave"}
-_RANDOM = {"bernoulli_", "exponential_", "multinomial", "rand", "rand_like", "uniform_"}
 _MULTIPLY = {"addmm", "baddbmm", "bmm", "mm"}
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # What launches nothing.
@@ -109,16 +93,13 @@ class Counts:
     phase: str = ""  # what launches are counted for
     depth: int = 0  # how many layers are running, one within another
     is_on: bool = False
-    attention: set[Any] = field(default_factory=set)  # shapes and strides
-    plans: set[Any] = field(default_factory=set)  # those for which cuDNN makes plans
+    plans: int = 0  # attention for which cuDNN makes plans, one for each shape
 
     def reset(self, phase: str) -> None:
         """Counts from zero, for ``phase`` at first."""
-        for counter in (self.reads, self.uploads, self.launches):
-            counter.clear()
-        self.phase, self.depth, self.is_on = phase, 0, False
-        self.attention.clear()
-        self.plans.clear()
+        for found in (self.reads, self.uploads, self.launches):
+            found.clear()
+        self.phase, self.depth, self.plans, self.is_on = phase, 0, 0, False
 
     def read(self, name: str) -> None:
         Graph.forbid(name)
@@ -133,12 +114,6 @@ class Counts:
     def launch(self, name: str) -> None:
         self.launches[self.phase, name] += self.is_on and not self.depth
 
-    def attend(self, tensors: list[torch.Tensor], makes_plan: bool = False) -> None:
-        if self.is_on:
-            shapes = tuple((value.shape, value.stride()) for value in tensors)
-            self.attention.add(shapes)
-            self.plans.update({shapes} if makes_plan else ())
-
 
 counts = Counts()
 
@@ -147,12 +122,9 @@ class Graph:
     """A ``torch.cuda.CUDAGraph``."""
 
     captures = threading.local()  # of this thread the one that is ``running``
-    closed: ClassVar[set[Any]] = set()  # pools of captures that have failed
-    going_on: ClassVar[set[Graph]] = set()  # captures of all threads
 
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
-        self._state, self._pool = _generator.state, None  # of the random numbers that are drawn there
         self._is_whole = True
 
     @staticmethod
@@ -163,25 +135,16 @@ class Graph:
         assert Graph.captured() is None
         assert capture_error_mode == "thread_local"
         assert _streams.current is not _streams.default
-        if pool in Graph.closed:
-            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
-        Graph.closed.add(pool)
-        Graph.going_on.add(self)
-        Graph.captures.running, self._pool, self._state = self, pool, _generator.state
-        self._state.is_capturing = True
+        Graph.captures.running = self
 
     def capture_end(self) -> None:
         del Graph.captures.running
-        Graph.going_on.remove(self)
-        if not self._is_whole:  # torch then leaves the pool and the generator as they are
+        if not self._is_whole:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        self._state.is_capturing = False
-        Graph.closed.remove(self._pool)
 
     def replay(self) -> None:
         """Does all operations again on the same tensors, and writes their results to the same ones."""
         assert Graph.captured() is None
-        self._state.draw()
         counts.launch("graph")
         _streams.current.launch()
         for func, args, kwargs, results in self._steps:
@@ -230,13 +193,9 @@ class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, raw: torch.Tensor, device: torch.device = DEVICE) -> Pretended:
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            raw.size(),
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            device=device if device.index is not None else DEVICE,
-        )
+            cls, raw.size(), raw.stride(), raw.storage_offset(), dtype=raw.dtype,
+            device=DEVICE if device.index is None else device,
+        )  # fmt: skip
         tensor.raw = raw
         return tensor
 
@@ -301,8 +260,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _READS:
         counts.read(name)
         return func(*raw_args, **raw_kwargs)
-    if name in _RANDOM:
-        _generator.state.draw()
     if name == "_fused_sdp_choice":
         return (SDPBackend.CUDNN_ATTENTION if torch.backends.cuda.cudnn_sdp_enabled() else SDPBackend.MATH).value
     _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
@@ -310,7 +267,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
         func = partial(_histogram, func)
     if name == "_scaled_dot_product_efficient_attention":  # nor this
-        counts.attend(here)
         func = _attention
     result = Graph.run(name, func, raw_args, raw_kwargs)
     for value in here:
@@ -375,7 +331,7 @@ class _Called(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
             counts.launch("attention")
             here = [value for value in _tensors((args, kwargs)) if isinstance(value, Pretended)]
-            counts.attend(here, torch.backends.cuda.cudnn_sdp_enabled())
+            counts.plans += counts.is_on and torch.backends.cuda.cudnn_sdp_enabled()
             place = _place_of("attention", args, here)
             raw_args, raw_kwargs = _mapped(_raw, (args, kwargs))
             with torch._C.DisableTorchFunction():
@@ -390,10 +346,10 @@ class _Called(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(part, list) for part in index):
                 counts.upload("index")
-                index = tuple(
+                parts = (
                     Pretended(torch.tensor(part), args[0].device) if isinstance(part, list) else part for part in index
                 )
-                return func(args[0], index, *args[2:])
+                return func(args[0], tuple(parts), *args[2:])
         if func is torch.Tensor.pin_memory:
             return args[0].clone()
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
@@ -408,7 +364,7 @@ _Called.__module__ = _Dispatched.__module__ = "torch"
 
 class _Event:
     def __init__(self, enable_timing: bool = False) -> None:
-        self.at, self.known = 0.0, dict[_Stream, int]()
+        self.at, self.known = 0.0, Counter[_Stream]()
 
     def record(self, stream: Any = None) -> None:
         self.at, self.known = time.perf_counter(), (stream or _streams.current).known()
@@ -426,22 +382,23 @@ _numbers = itertools.count()
 class _Stream:
     """Work of one thread; memory that it uses may be given to another stream, which has to wait for it before."""
 
+    finished: ClassVar[Counter[_Stream]] = Counter()  # what the host has waited for, of each stream
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream, self.launched = next(_numbers), 0
         self.has_scratch = False  # whether a library has memory there that may be freed before a graph is
-        self._waited: dict[_Stream, int] = {}
+        self._waited: Counter[_Stream] = Counter()
 
-    def known(self) -> dict[_Stream, int]:
+    def known(self) -> Counter[_Stream]:
         """What is done, of each stream, once what this one was handed so far is done."""
-        return {**self._waited, self: self.launched}
+        return self._waited | Counter({self: self.launched})
 
     def record_event(self) -> _Event:
         (event := _Event()).record(self)
         return event
 
     def wait_event(self, event: _Event) -> None:
-        for stream, launched in event.known.items():
-            self._waited[stream] = max(self._waited.get(stream, 0), launched)
+        self._waited |= event.known
 
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())
@@ -449,8 +406,7 @@ class _Stream:
     def finish(self) -> None:
         """The host waits, and hands over what it does later to whatever stream afterwards."""
         with _finishing:
-            for stream, launched in self.known().items():
-                _finished[stream] = max(_finished.get(stream, 0), launched)
+            _Stream.finished |= self.known()
 
     def synchronize(self) -> None:
         counts.read("synchronize")
@@ -460,7 +416,7 @@ class _Stream:
         for tensor in _tensors(inputs):
             memory = vars(tensor.untyped_storage())
             stream, launched = memory.get("written", (self, 0))
-            if stream is not self and launched > max(self._waited.get(stream, 0), _finished.get(stream, 0)):
+            if stream is not self and launched > max(self._waited[stream], _Stream.finished[stream]):
                 raise RuntimeError("memory is touched that another stream may still be writing")
             if memory.get("owner") not in (None, self) and self not in memory.get("streams", ()):
                 raise RuntimeError("memory could be freed for its own stream while this one uses it")
@@ -475,7 +431,7 @@ class _Stream:
     def launch(self) -> None:
         self.launched += 1
         _streams.used.add(self)
-        if any(self._waited.get(other, 0) < other.launched for other in _streams.used - {self}):
+        if any(self._waited[other] < other.launched for other in _streams.used - {self}):
             raise RuntimeError("work begins beside that of another stream, which may use the same memory")
 
 
@@ -495,50 +451,8 @@ class _Streams(threading.local):
             self.current = before
 
 
-_first = _Stream()
+_first, _finishing = _Stream(), threading.Lock()
 _streams = _Streams()
-
-
-# What the host has waited for, of each stream.
-_finished: dict[_Stream, int] = {}
-_finishing = threading.Lock()
-
-
-class _RandomState:
-    """Where a generator is; while one is part of a capture, others than this may not draw (as of torch 2.11)."""
-
-    is_capturing = False
-
-    def draw(self) -> None:
-        if self.is_capturing != (Graph.captured() is not None):
-            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
-
-
-class _Generator:
-    def __init__(self) -> None:
-        self.state = _RandomState()
-
-    def clone_state(self) -> _Generator:
-        return _Generator()
-
-    def graphsafe_get_state(self) -> _Generator:
-        (other := _Generator()).state = self.state
-        return other
-
-    def graphsafe_set_state(self, other: _Generator) -> None:
-        self.state = other.state
-
-    def seed(self) -> None:
-        pass
-
-
-_generator = _Generator()
-
-
-def _synchronize(device: Any = None) -> None:
-    counts.read("synchronize")
-    if Graph.going_on:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing (of another thread)")
 
 
 # What ``torch.cuda`` is for a GPU, as far as it is used.
@@ -549,7 +463,7 @@ _MODULE: dict[str, Any] = {
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
     "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
-    "synchronize": _synchronize,
+    "synchronize": lambda device=None: counts.read("synchronize"),
     "Event": _Event,
     "Stream": _Stream,
     "current_stream": lambda device=None: _streams.current,
@@ -557,7 +471,7 @@ _MODULE: dict[str, Any] = {
     "stream": _streams.during,
     "CUDAGraph": Graph,
     "empty_cache": lambda: None,
-    "default_generators": (_generator,),
+    "default_generators": (Mock(),),
     "graph_pool_handle": lambda: (0, next(_numbers)),
     "is_current_stream_capturing": lambda: Graph.captured() is not None,
 }
@@ -569,7 +483,7 @@ def pretended() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in _MODULE.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(torch.accelerator, "synchronize", _synchronize))
+        stack.enter_context(patch.object(torch.accelerator, "synchronize", _MODULE["synchronize"]))
         # Weights on a device have torch's own classes.
         stack.enter_context(patch.object(unseen, "_PLAIN_WEIGHTS", unseen._PLAIN_WEIGHTS | {Pretended}))
         stack.enter_context(patch.object(torch.backends.cuda, "can_use_efficient_attention", lambda _: True))

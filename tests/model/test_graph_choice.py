@@ -1,9 +1,8 @@
-"""Whether a graph or the model's own code serves a forward, by time, and what is told of graphs."""
+"""Which graphs there are, how many at a time, and what is told of them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -23,52 +22,6 @@ from hf_selfspec.model.graphs import model_graphs
 from hf_selfspec.model.graphs.graph_runner import GraphRunner
 from hf_selfspec.model.graphs.model_graphs import POOLS, Graph, ModelGraphs, graphs_of
 from hf_selfspec.model.graphs.shapes import BufferPool, size_for
-from hf_selfspec.model.kernels.fastest_way import FastestWay, device_clock
-
-
-class Ways:
-    """Two ways whose times are known, and which of them ran."""
-
-    def __init__(self, *seconds: float) -> None:
-        self.seconds = seconds
-        self.now, self.ran = 0.0, ""
-
-    def ways(self) -> tuple[Callable[[], str], Callable[[], str]]:
-        return lambda: self._run(0), lambda: self._run(1)
-
-    def _run(self, which: int) -> str:
-        self.now += self.seconds[which]
-        self.ran += "ge"[which]
-        return "ge"[which]
-
-
-@pytest.mark.parametrize(("seconds", "then"), [((1.0, 2.0), "gg"), ((2.0, 1.0), "ee"), ((1.0, 1.0), "gg")])
-def test_the_faster_way_stays(seconds: tuple[float, float], then: str) -> None:
-    two = Ways(*seconds)
-    graph = FastestWay(lambda: two.now)
-    for _ in range(8):
-        assert graph.of(*two.ways()) == two.ran[-1]
-    assert two.ran == "gegege" + then
-
-
-def test_the_times_of_comparisons_decide() -> None:
-    two = Ways(1.0, 2.0)
-    graph = FastestWay(lambda: two.now)
-    for _ in range(2):
-        assert graph.results(*two.ways()) == ["g", "e"]
-    assert [graph.of(*two.ways()) for _ in range(4)] == ["g", "e", "g", "g"]
-
-
-def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way is timed until the device has done its work, and nothing waits any more once one is chosen."""
-    waited: list[str] = []
-    stream = SimpleNamespace(synchronize=lambda: waited.append("cuda"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    for device, waits in (("cpu", 0), ("cuda", 12)):
-        graph = FastestWay(device_clock(torch.device(device)))
-        for _ in range(20):
-            graph.of(lambda: "g", lambda: "e")
-        assert len(waited) == waits
 
 
 class Known:
