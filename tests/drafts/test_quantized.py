@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,14 +85,12 @@ def test_rounding_is_close() -> None:
     assert errors[0] < errors[1] * 0.9
 
 
-def test_models_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
-    """With the kernels of this device; memory is told before it is taken."""
+def test_models_in_bfloat16() -> None:
+    """With the kernels of this device."""
     model = tiny_llama(factor=0.5).to(torch.bfloat16)
     spec = SelfSpec.quantized()
-    with caplog.at_level(logging.INFO), unchanged(model):
+    with unchanged(model):
         model.generate(**BATCH, max_new_tokens=16, do_sample=False, assistant=spec)
-    [told] = [record for record in caplog.records if "packing 42 layers" in record.message]
-    assert told.levelno == logging.INFO
     assert (
         f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).in_process["rounds", "greedy, several rows"].arms
     )
@@ -209,10 +204,6 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
         with unchanged(model):
             return model.generate(**ROW, max_new_tokens=4, assistant=spec or spec_of())
 
-    def without_room() -> Any:
-        monkeypatch.setattr(packing, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-        return draft(tiny_llama().to(torch.bfloat16))
-
     for wrong, error, words in (
         (lambda: draft(tiny_llama()), UnsupportedModelError, "faster than its layers in torch.float32 on this cpu"),
         (lambda: draft(quantised), UnsupportedModelError, "quantised already"),
@@ -220,7 +211,6 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
         (lambda: draft(gptq), UnsupportedModelError, r"quantised already \(gptq\)\. Load it in bfloat16"),
         (lambda: draft(narrow), UnsupportedModelError, "not of widths"),
         (lambda: draft(build("mixtral").to(torch.bfloat16)), UnsupportedModelError, r"experts\?"),
-        (without_room, UnsupportedModelError, "but cpu has 0 MiB left"),
     ):
         with pytest.raises(error, match=words):
             wrong()
@@ -228,35 +218,14 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("hip", "arch", "capability", "is_served"),
-    [
-        (None, "", (7, 5), False),
-        (None, "", (8, 0), True),
-        ("6.2", "gfx90a:sramecc+:xnack-", (9, 0), True),
-        ("6.2", "gfx942:sramecc+:xnack-", (9, 4), True),
-        ("6.2", "gfx1030", (10, 3), False),  # RDNA 2
-        ("6.2", "gfx1100", (11, 0), False),  # RDNA 3
-        ("6.2", "gfx908:sramecc+:xnack-", (9, 0), False),
-    ],
+    ("hip", "capability", "is_served"), [(None, (7, 5), False), (None, (8, 0), True), ("6.2", (9, 4), False)]
 )
 def test_gpus_whose_kernels_take_four_bits(
-    hip: str | None, arch: str, capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+    hip: str | None, capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
     assert (packing.kernel_for(torch.device("cuda"), torch.bfloat16) is not None) is is_served
-
-
-@pytest.mark.parametrize(("kept", "fits"), [(0, False), (8 * 2**20, True)])
-def test_what_torch_keeps_for_later_is_room(kept: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**40))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30 + kept)
-    model: Any = SimpleNamespace(device=torch.device("cuda"), get_memory_footprint=lambda: 2**30)
-    wanted = [torch.nn.Linear(2**11, 2**11, dtype=torch.bfloat16)]  # 2 MiB and scales
-    with nullcontext() if fits else pytest.raises(UnsupportedModelError, match="but cuda has 1 MiB left"):
-        packing._check_room(model, wanted)
 
 
 @pytest.mark.usefixtures("no_warnings_yet")

@@ -7,18 +7,15 @@ and float32 torch's kernels of a CPU are references, which take 7 to 20 times as
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from psutil import virtual_memory
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...errors import UnsupportedModelError
 from ..anatomy import Anatomy
 from ..fingerprint import samples
 from ..forks import new_lock
@@ -39,8 +36,6 @@ _CLIPS, _TURNS = (1.0, 0.85), 3
 GROUP_SIZE = 32
 # The smallest share of the numbers in layers that is packed: with less, drafts are hardly faster than the model.
 _LEAST = 0.5
-
-_logger = logging.getLogger(__name__)
 
 
 class Kernel(NamedTuple):
@@ -72,22 +67,12 @@ _KERNELS = {
 }
 
 
-# AMD's GPUs with matrix cores, as torch 2.6 names those that its kernel of four bits runs on.
-_CDNA = "gfx90a", "gfx940", "gfx941", "gfx942"
-
-
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """Returns what multiplies with packed weights on a device, ``None`` where nothing is faster than the layer."""
-    is_served = device.type != "cuda" or _has_tensor_cores(device)
-    return _KERNELS.get(device.type) if dtype is torch.bfloat16 and is_served else None
-
-
-def _has_tensor_cores(device: torch.device) -> bool:
-    """Whether a GPU has what torch's kernel of four bits is written for."""
-    if torch.version.hip is None:
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    # AMD's numbers say nothing of it: those of RDNA are higher than those of CDNA.
-    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0] in _CDNA
+    if dtype is not torch.bfloat16 or (device.type == "cuda" and torch.version.hip is not None):
+        return None  # which AMD GPUs torch's kernel runs on is not told by their capability
+    is_served = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return _KERNELS.get(device.type) if is_served else None
 
 
 def fits(module: nn.Module) -> bool:
@@ -134,12 +119,6 @@ def why_not(anatomy: Anatomy, fits: Callable[[nn.Module], bool] = fits) -> str:
         f"most of its weights, as one of {list(weight.shape)}, are not in linear layers (experts?) or not of widths "
         "that kernels take. Leave Quantized out."
     )
-
-
-def packed_bytes(module: nn.Module) -> int:
-    """Returns the memory that the packed weight of a linear layer takes: half a byte a number, two scales a group."""
-    count = _weight(module).numel()
-    return count // 2 + 4 * (count // GROUP_SIZE)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -238,8 +217,6 @@ def packed(model: PreTrainedModel, wanted: Sequence[nn.Module]) -> Substitutes:
         before = _models.get(model)
         earlier: Any = {} if before is None else before.of
         layers = {module: layer for module, layer in earlier.items() if layer.state[:3] == _layout(module.weight)}
-        if missing := [module for module in wanted if module not in layers]:
-            _check_room(model, missing)
         for module, state in zip(wanted, _states(wanted), strict=True):
             if module not in layers:
                 layers[module] = PackedLinear(module)
@@ -249,23 +226,3 @@ def packed(model: PreTrainedModel, wanted: Sequence[nn.Module]) -> Substitutes:
         if before is None or before.of != of:
             before = _models[model] = Substitutes(of)
         return before
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return virtual_memory().available
-    # The device counts as taken what torch keeps for its next tensors.
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def _check_room(model: PreTrainedModel, wanted: Sequence[nn.Module]) -> None:
-    size, device = sum(map(packed_bytes, wanted)), model.device
-    free = _free_bytes(device)
-    what = f"{size / 2**20:,.0f} MiB, {size / model.get_memory_footprint():.0%} of {type(model).__name__},"
-    if size > free:
-        raise UnsupportedModelError(
-            f"drafts with packed weights take {what} but {device} has {free / 2**20:,.0f} MiB left. Free memory, or "
-            "leave Quantized out."
-        )
-    _logger.info(f"{type(model).__name__}: packing {len(wanted)} layers for drafts takes {what} once.")
