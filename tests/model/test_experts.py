@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,19 +73,6 @@ def test_a_device_with_a_kernel_for_groups_gathers_for_one_token_alone(
     same_ids(moe, SelfSpec(EarlyExit(1), FixedLength(3)))
     batched, grouped = ({tokens for name, tokens in calls if name == which} for which in ("batched_mm", "grouped_mm"))
     assert (batched, 4 in grouped) == ({1}, True)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "expected"),
-    [(torch.bfloat16, 9, True), (torch.bfloat16, 10, True), (torch.bfloat16, 8, False), (torch.float32, 9, False)],
-    ids=str,
-)
-def test_elsewhere_torch_waits_for_the_sizes_of_groups(
-    dtype: torch.dtype, capability: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    has_function = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
-    assert experts.has_grouped_kernel(Mock(is_cuda=True, dtype=dtype)) is (expected and has_function)
 
 
 def test_exact_results_are_those_of_transformers_own_decoding(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from helpers.calls import new_spec
 from helpers.models import ROW
 from hf_selfspec import SelfSpec
 from hf_selfspec.model import forks
-from hf_selfspec.model.forks import cached_property, new_lock
+from hf_selfspec.model.forks import new_lock
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork"),
@@ -116,23 +116,4 @@ def test_a_fork_waits_for_what_locks_guard() -> None:
     thread.start()
     is_inside.wait()
     assert is_right_in_child(lambda: halves == [1, 2])
-    thread.join()
-
-
-def test_computed_values_are_not_waited_for() -> None:
-    is_inside, is_done = threading.Event(), threading.Event()
-
-    class Slow:
-        @cached_property
-        def value(self) -> int:
-            if threading.current_thread() is not threading.main_thread():
-                is_inside.set()
-                is_done.wait()
-            return 1
-
-    thread = threading.Thread(target=lambda: Slow().value, daemon=True)
-    thread.start()
-    is_inside.wait()
-    assert is_right_in_child(lambda: Slow().value == 1)
-    is_done.set()
     thread.join()

@@ -11,9 +11,6 @@ from torch.nn.functional import linear as plain_linear
 from helpers.calls import check_lossless
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
-from hf_selfspec.model.forward_pass import ForwardPass, obeying
 from hf_selfspec.model.kernels import linear
 from hf_selfspec.model.kernels.linear import (
     WAYS,
@@ -23,7 +20,6 @@ from hf_selfspec.model.kernels.linear import (
     few_token_linears,
     is_served,
 )
-from hf_selfspec.model.target import Target
 
 
 class FakeMachine:
@@ -88,12 +84,6 @@ def test_a_choice_stays(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -
     assert machine.choice(1, weight) == "for many"
 
 
-def test_the_time_of_compiling_does_not_count() -> None:
-    times = iter([100.0, 1.0, 1.0])
-    machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)})
-    assert machine.choice(1, torch.randn(6, 4)) == "compiled"
-
-
 def plain(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return plain_linear(input, layer.weight, layer.bias)
 
@@ -156,25 +146,6 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
         assert not served
         assert torch.equal(layer(x), plain(layer, x))
     assert served
-
-
-def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, served = tiny_llama(layers=2), []
-    monkeypatch.setattr(linear, "_SMALLEST", 1)
-    ways: list[Way] = [lambda *args: served.append(1) or linear.blas(*args)]
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner(ways))
-    target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
-    tokens = torch.tensor([[5, 6, 7]])
-    with target.prepared():
-        with obeying(ForwardPass(target.full_plan)):
-            model(tokens, use_cache=False).logits.sum().backward()
-        assert not served
-        with torch.no_grad():
-            target.step(tokens, [0])
-            served.clear()  # the first forward times the ways
-            target.step(tokens, [0])
-    assert len(served) == 2 * 7 + 1
-    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
 @pytest.mark.parametrize("shape", [(800,), (3, 800), (2, 4, 800), (1, 0, 800), (2, 40, 800)])

@@ -112,21 +112,6 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
     assert cache.layers[0].buffers()[0].isfinite().all()
 
 
-def test_layers_that_are_alike_and_others_have_their_own_keys() -> None:
-    """Layers that are expected to be alike share a buffer, whatever their keys then turn out to be."""
-    cache = SpeculativeCache(4, 2, capacity=8, shapes=["same"] * 4)
-    shapes = {0: (2, 4), 1: (2, 4), 2: (1, 4), 3: (2, 6)}
-    for cursors, places in (([0, 0], [[0, 1], [0, 1]]), ([2, 1], [[2, 3], [1, 2]])):
-        cache.seek(cursors, 2)
-        for layer, (k, h) in shapes.items():
-            states = torch.randn(2, k, 2, h)
-            keys, values = cache.update(states, -states, layer)
-            for row, slots in enumerate(places):
-                assert torch.equal(keys[row, :, slots], states[row])
-                assert torch.equal(values[row, :, slots], -states[row])
-    assert keys.isfinite().all()
-
-
 @pytest.mark.parametrize("vocabulary", [64 * 5, 97])
 def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
     """As in plain ``generate``, a NaN before all; the likeliest tokens tell it, too, unless some may be missing."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,17 +55,6 @@ def test_numbers_come_back_as_they_went() -> None:
     flags, shares = torch.tensor([True, False], device=device), torch.tensor([0.1, -1.5, torch.inf], device=device)
     for count, numbers in enumerate(whole):
         assert read(numbers, flags, shares) == [[[1, -2], [1 << 40, count]], flags.tolist(), shares.tolist()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SPECS)
-def test_ids_are_plain_but_for_near_ties(name: str, dtype: torch.dtype) -> None:
-    model = tiny_llama().to(DEVICE, dtype)
-    batch = {key: value.to(DEVICE) for key, value in ragged_batch((9, 5, 7), seed=5).items()}
-    plain = model.generate(**batch, max_new_tokens=60, do_sample=False)
-    ours = model.generate(**batch, max_new_tokens=60, do_sample=False, assistant=SPECS[name])
-    for difference in first_differences(model, plain, ours, batch["attention_mask"]):
-        assert difference.is_near_tie, difference
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -129,15 +120,31 @@ def test_rounds_wait_only_where_numbers_are_read(name: str, do_sample: bool) -> 
     model.generate(**batch, max_new_tokens=40, do_sample=do_sample, assistant=replace(SPECS[name], graphs=False))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 7)], ids=["row", "batch"])
 @pytest.mark.parametrize("name", SPECS)
-def test_forwards_are_captured(name: str) -> None:
-    """By default; those that turn out to be slower here stay eager."""
-    model = tiny_llama().to(DEVICE)
-    batch = {key: value.to(DEVICE) for key, value in ragged_batch((9,), seed=5).items()}
-    plain = model.generate(**batch, max_new_tokens=60, do_sample=False)
-    for _ in range(3):
-        ours = model.generate(**batch, max_new_tokens=60, do_sample=False, assistant=SPECS[name])
-        assert all(difference.is_near_tie for difference in first_differences(model, plain, ours))
+def test_ids_of_captured_forwards_are_plain_but_for_near_ties(
+    name: str, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Forwards are captured by default, while other threads draw numbers, and a static cache changes nothing."""
+    model, stopped = tiny_llama().to(DEVICE, dtype), threading.Event()
+
+    def draw() -> None:
+        while not stopped.is_set():
+            torch.rand(8, device=DEVICE)
+
+    with ThreadPoolExecutor(1) as other:
+        drawing = other.submit(draw)
+        try:
+            batch = {key: value.to(DEVICE) for key, value in ragged_batch(lengths, seed=5).items()}
+            plain = model.generate(**batch, max_new_tokens=60, do_sample=False)
+            for static in ({}, {}, {"cache_implementation": "static"}):
+                ours = model.generate(**batch, **static, max_new_tokens=60, do_sample=False, assistant=SPECS[name])
+                for difference in first_differences(model, plain, ours, batch["attention_mask"]):
+                    assert difference.is_near_tie, difference
+        finally:
+            stopped.set()
+        drawing.result()
     assert graphs_of(model).count > 0
     assert not graphs_of(model).refused
 
@@ -159,16 +166,6 @@ def test_captured_forwards_own_their_memory() -> None:
     others = [torch.full((1 << 24,), 7, dtype=torch.int32, device=DEVICE) for _ in range(4)]
     assert torch.equal(model.generate(**batch, **options, assistant=spec), before)
     assert all(bool((values == 7).all()) for values in others)
-
-
-def test_a_static_cache_is_served_by_captures() -> None:
-    model = tiny_llama().to(DEVICE)
-    batch = {key: value.to(DEVICE) for key, value in ragged_batch((9,), seed=5).items()}
-    plain = model.generate(**batch, max_new_tokens=48, do_sample=False)
-    options = {"max_new_tokens": 48, "do_sample": False, "cache_implementation": "static"}
-    ours = model.generate(**batch, **options, assistant=SPECS["line"])
-    assert graphs_of(model).count > 0
-    assert all(difference.is_near_tie for difference in first_differences(model, plain, ours))
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,40 +163,24 @@ def test_what_a_step_of_a_training_needs(measures: dict[tuple[Any, ...], Any]) -
     assert more == {"plain": (0, 0), "distilled": (1, 0), "last exit alone": (0, 0), "dropout": (0, 1)}
 
 
-class Event:
-    """An event of a device that takes a second for each layer, however long the host needs to hand it over."""
-
-    layers = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.at, self.is_done = 0, not enable_timing
-
-    def record(self, stream: str) -> None:
-        self.at = Event.layers
-
-    def synchronize(self) -> None:
-        self.is_done = True
-
-    def elapsed_time(self, later: Event) -> float:
-        assert later.is_done, "CUDA raises where the work is not done"
-        return 1e3 * (later.at - self.at)
-
-
 def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(Event=Event, current_stream=lambda device: "a stream")
+    """Each layer takes it a second, however long the host needs to hand it over."""
+    done: list[Any] = []
     monkeypatch.setattr(transfer, "TIMED", ("cpu",))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Mock, current_stream=str))
+    monkeypatch.setattr(Mock, "record", lambda event, stream: setattr(event, "at", len(done)), raising=False)
+    monkeypatch.setattr(Mock, "elapsed_time", lambda event, later: 1e3 * (later.at - event.at), raising=False)
     for layer in fresh_llama.model.layers:
-        layer.mlp.register_forward_hook(lambda *_: setattr(Event, "layers", Event.layers + 1))
+        layer.mlp.register_forward_hook(lambda *_: done.append(0))
     spec = SelfSpec(EarlyExit(2), FixedLength(3))
     fresh_llama.generate(**ROW, max_new_tokens=5, assistant=spec)  # which checks the hooks
-    Event.layers = 0
+    done.clear()
     fresh_llama.generate(**ROW, max_new_tokens=24, assistant=spec)
     stats = spec.stats
     assert stats is not None
     assert stats.draft_seconds == 2 * stats.draft_steps > 20
     assert stats.prefill_seconds == 6
-    assert stats.verify_seconds == Event.layers - 6 - stats.draft_seconds > 4 * stats.rounds
+    assert stats.verify_seconds == len(done) - 6 - stats.draft_seconds > 4 * stats.rounds
 
 
 @pytest.mark.slow
