@@ -9,6 +9,7 @@ import torch
 from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
+from hf_selfspec.model import prefill
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
@@ -55,6 +56,11 @@ class Machine:
     def states_wait(self, most: int) -> None:
         """So many states of a model, while others draft, until a head takes them in."""
         self._set(states, "_WAITING", most)
+
+    def masks_have_rows(self, rows: int) -> None:
+        """The mask of a text that continues has so many rows at most."""
+        self._set(prefill, "_MASK", 1)
+        self._set(prefill, "_LEAST", rows)
 
     def packed_float32_is_fast(self) -> None:
         """Layers in float32 have a kernel for weights in four bits, as those in bfloat16 have."""

@@ -14,14 +14,14 @@ from transformers import DynamicCache, LlamaForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from helpers.calls import PAST
-from helpers.models import BATCH, ROW
+from helpers.machine import Machine
+from helpers.models import BATCH, ROW, ragged_batch
 from helpers.split import attention_with_sums
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.errors import UnsupportedModelError
-from hf_selfspec.model import prefill
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention import split as split_attention
-from hf_selfspec.model.attention.split import attention_in_parts, masks_of_parts, takes_lines
+from hf_selfspec.model.attention.split import attention_in_parts, masks_of_parts
 
 SPECS = {
     "default": SelfSpec,
@@ -32,31 +32,19 @@ OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "pad_token_i
 
 
 class Calls(TorchFunctionMode):
-    """Records each call of scaled dot-product attention: its queries, its mask, and whether cuDNN may serve it.
-
-    And the strides of its keys, with which a kernel's plans are kept.
-    """
+    """Records the number of queries and the mask of each call of scaled dot-product attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[int, torch.Tensor | None, bool]] = []
-        self.strides: set[tuple[int, ...]] = set()
+        self.found: list[tuple[int, torch.Tensor | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            mask = kwargs.get("attn_mask")
-            self.strides.add(args[1].stride())
-            self.found.append((args[0].shape[-2], mask, torch.backends.cuda.cudnn_sdp_enabled()))
-        return func(*args, **kwargs)
+            self.found.append((args[0].shape[-2], kwargs.get("attn_mask")))
+        return func(*args, **kwargs or {})
 
 
-def ragged(rows: int = 3, width: int = 40) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 90, (rows, width), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        mask[row, : 7 * row] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+RAGGED = ragged_batch((40, 33, 26), vocabulary=90)
 
 
 class Telling(type(ALL_MASK_ATTENTION_FUNCTIONS)):  # type: ignore[misc]  # a class that is found at runtime
@@ -68,46 +56,21 @@ class Telling(type(ALL_MASK_ATTENTION_FUNCTIONS)):  # type: ignore[misc]  # a cl
 
 def test_a_mask_argument_that_is_not_known_is_refused(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ours; plain ``generate`` goes on beside it."""
-    expected = llama.generate(**ragged(), **OPTIONS)
+    expected = llama.generate(**RAGGED, **OPTIONS)
     monkeypatch.setattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", Telling())
     with pytest.raises(UnsupportedModelError, match=r"masks made with is_packed, .* call generate without `assistant`"):
-        llama.generate(**ragged(), **OPTIONS, assistant=SelfSpec())
-    assert torch.equal(llama.generate(**ragged(), **OPTIONS), expected)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_cudnn_stays_for_other_threads(llama: LlamaForCausalLM, enabled: bool) -> None:
-    """The switch is that of the process; `test_pretended_cuda.py` counts that rounds of ours go without it."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    try:
-        with Calls() as calls:
-            llama.generate(**ragged(), **OPTIONS, assistant=SPECS["adapter"]())
-        assert calls.found
-        assert all(on is enabled for *_, on in calls.found)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_keys_have_the_same_strides_after_prompts_of_similar_lengths(llama: LlamaForCausalLM, name: str) -> None:
-    strides = []
-    for width in (40, 90):
-        with Calls() as calls:
-            llama.generate(**ragged(width=width), **OPTIONS, assistant=SPECS[name]())
-        strides.append(calls.strides)
-    assert strides[0] == strides[1]
+        llama.generate(**RAGGED, **OPTIONS, assistant=SelfSpec())
+    assert torch.equal(llama.generate(**RAGGED, **OPTIONS), expected)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name: str) -> None:
     """The causal rule alone is exact, so that flash attention can serve them."""
-    inputs = ragged()
-    expected = llama.generate(**inputs, **OPTIONS)
+    expected = llama.generate(**RAGGED, **OPTIONS)
     with Calls() as calls:
-        found = llama.generate(**inputs, **OPTIONS, assistant=SPECS[name]())
+        found = llama.generate(**RAGGED, **OPTIONS, assistant=SPECS[name]())
     assert torch.equal(found, expected)
-    prompts = [mask for queries, mask, _ in calls.found if queries == inputs["input_ids"].shape[1]]
+    prompts = [mask for queries, mask in calls.found if queries == RAGGED["input_ids"].shape[1]]
     assert len(prompts) == llama.config.num_hidden_layers + (name == "adapter")
     assert all(mask is None for mask in prompts)
 
@@ -115,33 +78,28 @@ def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name
 def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM) -> None:
     """It would make one of a boolean mask in each layer."""
     with Calls() as calls:
-        llama.generate(**ragged(), **OPTIONS, assistant=SelfSpec.lookup())
-    masks = [mask for _, mask, _ in calls.found if mask is not None]
+        llama.generate(**RAGGED, **OPTIONS, assistant=SelfSpec.lookup())
+    masks = [mask for _, mask in calls.found if mask is not None]
     assert {mask.dtype for mask in masks} == {torch.float32}
     assert len({id(mask) for mask in masks}) == len(masks) / llama.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, machine: Machine) -> None:
     """A mask over a long text is as large as a piece of it needs."""
-    monkeypatch.setattr(prefill, "_MASK", 1)
-    monkeypatch.setattr(prefill, "_LEAST", 5)
-    first, further = ragged(), torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(2))
-    inputs = {
-        "input_ids": torch.cat([first["input_ids"], further], dim=1),
-        "attention_mask": torch.cat([first["attention_mask"], torch.ones_like(further)], dim=1),
-    }
-    caches = []
-    for _ in range(2):
-        cache = DynamicCache(config=llama.config)
-        llama(**first, **{PAST: cache}, use_cache=True)
-        caches.append(cache)
+    machine.masks_have_rows(5)
+    further = torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(2))
+    mask = torch.cat([RAGGED["attention_mask"], torch.ones_like(further)], dim=1)
+    inputs = {"input_ids": torch.cat([RAGGED["input_ids"], further], dim=1), "attention_mask": mask}
+    caches = [DynamicCache(config=llama.config) for _ in range(2)]
+    for cache in caches:
+        llama(**RAGGED, **{PAST: cache}, use_cache=True)
     expected = llama.generate(**inputs, **OPTIONS, **{PAST: caches[0]})
     with Calls() as calls:
         found = llama.generate(**inputs, **OPTIONS, **{PAST: caches[1]}, assistant=SPECS[name]())
     assert torch.equal(found, expected)
     group = llama.config.num_attention_heads // llama.config.num_key_value_heads
-    pieces = [mask for _, mask, _ in calls.found[: 5 * llama.config.num_hidden_layers] if mask is not None]
+    pieces = [mask for _, mask in calls.found[: 5 * llama.config.num_hidden_layers] if mask is not None]
     assert pieces
     assert max(mask.shape[-2] for mask in pieces) <= 5 * group
 
@@ -171,7 +129,6 @@ def test_parts_are_the_whole(parts: int, starts: tuple[int, ...]) -> None:
         ((1, 8, 128, 128, 8192), 32),  # as many as there are processors, of at least 256 keys
         ((4, 8, 128, 128, 4096), 8),
         ((1, 1, 32, 64, 2048), 8),
-        ((16, 8, 8, 128, 4096), 2),
         ((32, 8, 8, 128, 4096), 1),  # rows and heads are enough
         ((1, 8, 128, 128, 510), 1),  # parts would be too short
         ((1, 8, 4, 128, 4672), 8),  # in a window: rows of the masks of 16 parts would not be aligned
@@ -209,15 +166,12 @@ def test_lines_of_even_rows_have_no_mask(
 ) -> None:
     """Where a kernel knows what tokens at a text's end see. Trees, and rows of different lengths, have one."""
     expected = llama.generate(**prompt, **OPTIONS)
-    query = torch.ones(1, 4, 3, 16)
-    assert not takes_lines(query, query)  # on a CPU
     monkeypatch.setattr(attention, "takes_lines", lambda query, key: True)
     specs = {"line": SelfSpec(EarlyExit(2), FixedLength(3)), "tree": SelfSpec(EarlyExit(2), FixedLength(3), TopKTree())}
-    calls = Calls()
-    with calls:
+    with Calls() as calls:
         ids = llama.generate(**prompt, **OPTIONS, assistant=specs[spec])
     assert torch.equal(ids, expected)
-    masks = [mask for queries, mask, _ in calls.found if mask is not None]
+    masks = [mask for _, mask in calls.found if mask is not None]
     assert masks
     if spec == "line" and prompt is ROW:
         assert all(type(mask) is CausalBias for mask in masks)
