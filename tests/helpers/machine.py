@@ -10,6 +10,7 @@ from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model import prefill
+from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
@@ -61,6 +62,10 @@ class Machine:
         """The mask of a text that continues has so many rows at most."""
         self._set(prefill, "_MASK", 1)
         self._set(prefill, "_LEAST", rows)
+
+    def windows_of_graphs_move(self) -> None:
+        """They have little room, so that short texts run out of it."""
+        self._set(speculative_cache, "_GRAPH_GRAIN", 8)
 
     def packed_float32_is_fast(self) -> None:
         """Layers in float32 have a kernel for weights in four bits, as those in bfloat16 have."""

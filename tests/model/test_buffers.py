@@ -14,10 +14,8 @@ import torch
 from helpers.captured import Traced, few_layers, same_ids, specs
 from helpers.machine import Machine
 from helpers.models import ragged_batch
-from hf_selfspec.model.cache.layers import LayerBuffers
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.graphs import model_graphs, shapes
-from hf_selfspec.model.graphs.graph_runner import GraphRunner
 from hf_selfspec.model.graphs.model_graphs import graphs_of
 
 Recorded = dict[Traced, set[tuple[int, ...]]]
@@ -28,31 +26,19 @@ def recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """For each graph the addresses of keys and values in calls of it."""
     machine.graphs_are_taken()
     found: defaultdict[Traced, set[tuple[int, ...]]] = defaultdict(set)
-    of_thread, outcome, run = threading.local(), GraphRunner._outcome, Traced.__call__
+    of_thread, addresses, run = threading.local(), SpeculativeCache.addresses, Traced.__call__
 
-    def noted(runner: GraphRunner, *args: Any) -> Any:
-        of_thread.cache = runner.target.cache
-        return outcome(runner, *args)
+    def noted(cache: SpeculativeCache) -> tuple[int, ...]:
+        of_thread.addresses = addresses(cache)
+        return of_thread.addresses
 
     def called(graph: Traced, *inputs: torch.Tensor) -> Any:
-        found[graph].add(of_thread.cache.addresses())
+        found[graph].add(of_thread.addresses)
         return run(graph, *inputs)
 
-    monkeypatch.setattr(GraphRunner, "_outcome", noted)
+    monkeypatch.setattr(SpeculativeCache, "addresses", noted)
     monkeypatch.setattr(Traced, "__call__", called)
     return found
-
-
-def test_buffers_of_all_layers_grow_with_the_text() -> None:
-    cache, states = SpeculativeCache(2, 1, 256), torch.ones(1, 1, 4, 8)
-    for start, wanted in ((0, 256), (4, 256), (300, 512)):
-        cache.seek([start], 4)
-        for layer in (0, 1):
-            cache.update(states, states, layer)
-        cache.addresses()
-        buffers = [buffer for layer in cache.layers for buffer in layer.buffers()]
-        assert [buffer.shape[2] for buffer in buffers] == [wanted] * 4
-        assert all(bool((buffer[:, :, start : start + 4] == 1).all()) for buffer in buffers)
 
 
 def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
@@ -149,7 +135,7 @@ def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -
     def exhausted(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(LayerBuffers, "_allocate", exhausted)
+    monkeypatch.setattr(torch.Tensor, "new_empty", exhausted)
     cache.seek([4], 400)
     with pytest.raises(torch.OutOfMemoryError):
         cache.update(torch.ones(1, 2, 400, 8), torch.ones(1, 2, 400, 8), 0)

@@ -17,7 +17,6 @@ from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_lla
 from hf_selfspec import FixedLength, OnTheFlySearch, SelfSpec, TopKTree, audit
 from hf_selfspec.drafts import EarlyExit
 from hf_selfspec.modules.adapter import Adapter
-from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.reduced_head import ReducedHead
 from hf_selfspec.train.adapter import fit_adapter
 
@@ -29,14 +28,11 @@ DEFAULTS = ("meta", "bfloat16")
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "default": SelfSpec,
     "tree": lambda: SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((1.0, 2),))),
-    "layerskip": SelfSpec.layerskip,
-    "swift": lambda: SelfSpec.swift(0.4, tree=TopKTree()),
     "search": lambda: SelfSpec.swift(search=OnTheFlySearch(8, 50, 5, budget=1.0)),
     "reduced head": lambda: SelfSpec(
         EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), FixedLength(3), TopKTree()
     ),
     "kangaroo": lambda: SelfSpec.kangaroo(Adapter(2, 64, 4)),
-    "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
     "heads": lambda: SelfSpec.dssd(heads_of(MODEL, 0.5, (1, 3))),
 }
 GREEDY: list[dict[str, Any]] = [ROW, BATCH | {"eos_token_id": [5, 17, 23], "repetition_penalty": 1.3}]

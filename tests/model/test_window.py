@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
-from helpers.calls import PAST, random_skip_set
+from helpers.calls import random_skip_set
 from helpers.fitted import mtp_of
 from helpers.machine import Machine
 from helpers.models import ragged_batch
@@ -25,11 +25,8 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.drafts import MTP
-from hf_selfspec.model.cache import speculative_cache as cache_module
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
-from hf_selfspec.model.cache.window import Window
 from hf_selfspec.model.graphs.model_graphs import graphs_of
-from hf_selfspec.model.transfer import RowNumbers
 
 pytestmark = pytest.mark.machine("verification_is_free")
 
@@ -86,25 +83,13 @@ def test_texts_many_windows_long(rows: str, kind: str, name: str) -> None:
 @pytest.mark.parametrize("tree", [None, WIDE], ids=["line", "tree"])
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("rows", ["row", "ragged"])
-def test_in_graphs(
-    rows: str, kind: str, tree: TopKTree | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_graphs(rows: str, kind: str, tree: TopKTree | None, machine: Machine) -> None:
     machine.graphs_are_taken()
-    monkeypatch.setattr(cache_module, "_GRAPH_GRAIN", 8)  # so that windows move
+    machine.windows_of_graphs_move()
     model, options = model_of(kind), {"max_new_tokens": 60 - max(ROWS[rows])}
     spec = SelfSpec(EarlyExit(2), THREE, tree)
     assert torch.equal(ids(model, rows, spec, **options), ids(model, rows, None, **options))
     assert graphs_of(model).count > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
-def test_bit_for_bit(kind: str) -> None:
-    model = build(kind).bfloat16()
-    options = {"max_new_tokens": NEW, "eos_token_id": None}
-    expected = ids(model, "row", None, **options)
-    for spec in (SelfSpec(EarlyExit(2), THREE, WIDE, exact=True), SelfSpec(exact=True)):
-        assert torch.equal(ids(model, "row", spec, **options), expected)
 
 
 @pytest.mark.every_run("ragged")
@@ -125,40 +110,3 @@ def test_what_is_kept(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ids(model, rows, spec)
         assert max(slots[True]) <= WINDOW + max(16, 32)
         assert min(slots[False]) >= max(ROWS[rows]) + NEW
-
-
-def test_room_of_a_long_draft_is_given_up() -> None:
-    window, capacities, end = Window(128, 1), [], 4000
-    window.seek(RowNumbers([0]), 4000, [4000], 0, 8192)
-    for new in (1, 33, *[1] * 34):
-        window.seek(RowNumbers([end]), new, None, 0, 8192)
-        capacities.append(window.capacity)
-        window.roots, end = RowNumbers([end + 1]), end + 1
-        assert window.firsts[0] == end - 128  # what one token sees
-    assert (capacities[0], max(capacities), capacities[-1]) == (144, 161, 144)
-
-
-def test_a_chat_goes_on_in_windows() -> None:
-    """A user's cache has dropped what no window covers, and has again afterwards."""
-    for kind in ("mistral", "gemma3_text"):
-        model, texts = model_of(kind), []
-        for assistant in (None, SPECS["tree"](model)):
-            past, text = None, ragged_batch(ROWS["ragged"], seed=11)
-            for _ in range(3):
-                found = model.generate(
-                    **text,
-                    **({PAST: past} if past is not None else {}),
-                    max_new_tokens=11,
-                    do_sample=False,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    assistant=assistant,
-                )
-                past, grown = found.past_key_values, found.sequences
-                held = [layer.keys.shape[2] for layer in past.layers if layer.is_sliding]
-                assert set(held) == {WINDOW - 1}
-                more = torch.full((3, 2), 21)
-                mask = torch.cat([text["attention_mask"], torch.ones(3, 11 + 2, dtype=torch.long)], 1)
-                text = {"input_ids": torch.cat([grown, more], 1), "attention_mask": mask}
-            texts.append(grown)
-        assert torch.equal(*texts)
