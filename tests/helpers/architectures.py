@@ -20,7 +20,7 @@ EVERY_RUN = (
 )
 
 # What nearly every config understands; entries below add to it, replace it, or (with None) take away from it.
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
@@ -225,7 +225,7 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     if model_type in _NEWER and model_type not in CONFIG_MAPPING:
         raise SkipTest(f"transformers {transformers.__version__} has no {model_type} yet")
     skip_if_refused(model_type)
-    settings = {key: value for key, value in (_COMMON | entry).items() if value is not None}
+    settings = {key: value for key, value in (COMMON | entry).items() if value is not None}
     config = AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # configs write into what they are given
     if model_type in _EAGER_ONLY:
         config._attn_implementation = "eager"

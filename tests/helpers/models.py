@@ -5,8 +5,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -98,17 +96,3 @@ def tiny_t5() -> T5ForConditionalGeneration:
 
 def tiny_rwkv() -> RwkvForCausalLM:
     return RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)).eval()
-
-
-def tiny_gpt_neo(vocabulary: int = VOCABULARY) -> GPTNeoForCausalLM:
-    torch.manual_seed(0)
-    config = GPTNeoConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        num_layers=2,
-        attention_types=[[["global", "local"], 1]],
-        num_heads=2,
-        max_position_embeddings=128,
-        **SPECIAL_TOKENS,
-    )
-    return GPTNeoForCausalLM(config).eval()

@@ -11,18 +11,12 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from helpers.architectures import ARCHITECTURES, draftable, skip_if_refused
+from helpers.architectures import ARCHITECTURES, COMMON, draftable, skip_if_refused
 
 IMAGE, VIDEO = 90, 91
 # A placeholder for which there is no embedding.
 OUTSIDE = 120
-VOCABULARY = 97
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-}  # fmt: skip
 _VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
@@ -65,7 +59,7 @@ _PROJECTED: dict[str, Any] = {
 
 
 def _text(model_type: str, **settings: Any) -> dict[str, Any]:
-    return {"model_type": model_type} | _TEXT | settings
+    return {"model_type": model_type} | COMMON | settings
 
 
 def _stateful(model_type: str) -> dict[str, Any]:
