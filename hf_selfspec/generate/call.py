@@ -178,7 +178,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         call.model,
         anatomy,
         cache_for(call.model, anatomy, batch_size, prompt.width + new_tokens, call.past, moves=call.has_own_cache),
-        reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+        reachable=None if stopper.max_length is None else stopper.max_length + max(prompt.base) - 1,
         following=inputs.following,
         is_exact=_is_exact(call, spec),
     )

@@ -20,7 +20,7 @@ import torch.nn.functional
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..model.attention.interface import attention_functions, is_usual_attention
+from ..model.attention.interface import attention_functions, is_of_transformers, is_sdpa_of_torch
 from ..model.internals import (
     STEP_METHODS,
     attention_implementation,
@@ -153,7 +153,7 @@ class Unseen:
                 note(f"the mode {type(mode).__name__}", False, mode)
         implementation = attention_implementation(model.config.get_text_config(decoder=True))
         functions = attention_functions(implementation)
-        if not all(map(is_usual_attention, functions)):
+        if not (all(map(is_of_transformers, functions)) and is_sdpa_of_torch()):
             note(f"its attention function for {implementation!r}", True, *functions, model.config)
         return cls(tuple(own), tuple(attached), tuple(holders))
 

@@ -75,11 +75,6 @@ class HeadRows:
         logits: torch.Tensor = self._rows(states.to(self.tokens.device))
         return logits
 
-    def only(self, logits: torch.Tensor) -> torch.Tensor:
-        """Changes logits ``[..., v]`` of the whole head to those that this head would return."""
-        tokens = self.tokens.to(logits.device)
-        return spread(logits.index_select(-1, tokens), tokens, logits.shape[-1])
-
     @cached_property
     def _rows(self) -> FewTokenLinear:
         weight, bias = self._head.weight, self._head.bias

@@ -38,7 +38,8 @@ class TreeLayout:
     @classmethod
     def of_packed(cls, packed: torch.Tensor) -> TreeLayout:
         """A layout that is on a device already, see :meth:`packed`."""
-        layout = cls.independent(packed.shape[1])
+        count = packed.shape[1]
+        layout = cls([[-1] * count], [[0] * count])
         layout._on[packed.device] = packed
         return layout
 
@@ -48,11 +49,6 @@ class TreeLayout:
         by default the last ones."""
         behind = count if behind is None else behind
         return cls([list(range(-1, count - 1))], [list(range(-behind, count - behind))], behind)
-
-    @classmethod
-    def independent(cls, count: int) -> TreeLayout:
-        """``count`` copies of the last token, none of which sees another."""
-        return cls([[-1] * count], [[0] * count])
 
     @property
     def size(self) -> int:
@@ -118,7 +114,7 @@ class StepTokens:
 
     tokens: torch.Tensor  # [b, s] ids, or [b, s, d] embeddings
     starts: RowNumbers  # slot of each row's first token
-    last: RowNumbers  # the last position that each row can have
+    last: int  # the last position that one can have
     nodes: TreeLayout | None = None  # the draft tree, None for a line
     first_node: int = 0  # the first of its nodes that is among the tokens; earlier ones are in the cache
     counts: Sequence[int] | None = None  # for a prefill the number of real tokens in each row

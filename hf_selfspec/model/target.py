@@ -45,7 +45,7 @@ class Target:
     model: PreTrainedModel
     anatomy: Anatomy
     cache: SpeculativeCache
-    reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
+    reachable: int | None = None  # the last position that a text can reach, None for any
     following: DecodeInputs = field(default_factory=DecodeInputs)
     is_exact: bool = False  # whether forwards over several tokens have the results of single ones, bit for bit
     forwards: int = field(init=False, default=0)  # so far
@@ -69,7 +69,6 @@ class Target:
         self.roots = RowNumbers([0] * len(self.cache.cursors))  # slot of each row's last token
         self.cache_name = cache_name(self.model)
         self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(self.model)
-        self._last = RowNumbers([_NO_END])
         self._installed, self._is_installed, self._unused_rounds = ExitStack(), False, 0
 
     @contextmanager
@@ -151,16 +150,11 @@ class Target:
         self.cache.keep_path(moves)
         self.cache.commit(roots if active is None else active.of_list(roots))
 
-    def last_positions(self) -> RowNumbers:
-        """The last position that each active row's tokens can have; rows that have ended may be past their text."""
-        rows, limit = self.rows, self.anatomy.position_limit
-        ends = tuple(_NO_END if self.reachable is None else self.reachable[row] for row in rows)
-        if limit is not None:
-            # A row's root is a real token, wherever it is; drafted ones stay within the limit.
-            ends = tuple(max(min(end, limit - 1), self.roots[row]) for row, end in zip(rows, ends, strict=True))
-        if self._last != ends:  # else what is on the device already serves
-            self._last = RowNumbers(ends)
-        return self._last
+    def last_position(self) -> int:
+        """The last position that tokens can have: roots are real ones, wherever they are, and drafts stay in bounds."""
+        limit = self.anatomy.position_limit
+        bounds = [bound for bound in (self.reachable, None if limit is None else limit - 1) if bound is not None]
+        return max(min(bounds, default=_NO_END), *self.roots)
 
     def end_round(self) -> None:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
@@ -225,7 +219,7 @@ class Target:
             self.install()
         if rows is not None:
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
-        step_tokens = StepTokens(tokens, starts.ahead(first_node), self.last_positions(), nodes, first_node, counts)
+        step_tokens = StepTokens(tokens, starts.ahead(first_node), self.last_position(), nodes, first_node, counts)
         if self.graphs is None or counts is not None:
             run.logits = self.run_eagerly(step_tokens, run)
         else:
@@ -249,8 +243,8 @@ class Target:
         if step_tokens.counts is None or not self.needs_no_mask(step_tokens.starts, step_tokens.counts):
             spec = MaskSpec.of(step_tokens, positions, self.cache.window, run.is_exact)
         if self.anatomy.takes_positions:
-            if any(start + s - 1 > end for start, end in zip(step_tokens.starts, step_tokens.last, strict=True)):
-                positions = positions.minimum(step_tokens.last.on(tokens.device))
+            if max(step_tokens.starts) + s - 1 > step_tokens.last:
+                positions = positions.clamp(max=step_tokens.last)
             rows = None if self.active_rows is None else self.active_rows.kept
             kwargs["position_ids"] = self.following.positions(positions, rows)
         # Layers that read what others have stored may run for these tokens alone (Gemma 4).

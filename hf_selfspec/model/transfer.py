@@ -141,6 +141,10 @@ class RowNumbers(tuple[int, ...]):
         differences = [number - other for number, other in zip(self, others, strict=True)]
         return RowNumbers.made(differences, lambda device: self.on(device) - others.on(device))
 
+    def of_rows(self, kept: Sequence[int]) -> RowNumbers:
+        """The numbers of these rows."""
+        return RowNumbers([self[row] for row in kept])
+
     def onwards(self, count: int, device: torch.device) -> torch.Tensor:
         """``count`` consecutive numbers from each row's on: ``[b, count]``, or ``[1, count]`` if all rows are equal."""
         if self.are_equal:

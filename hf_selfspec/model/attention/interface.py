@@ -26,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import unsupported
-from ..cache.window import Window
+from ..cache.speculative_cache import Window
 from ..internals import registered
 from ..layout import StepTokens
 from ..module_tools import libraries_of
@@ -70,13 +70,6 @@ class MaskSpec:
     served: set[int] = field(default_factory=set)  # ids of the modules whose attention has used `views`
     lines: dict[int, torch.Tensor] = field(default_factory=dict)  # masks in which a token sees all up to its own slot
     grouped: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # layouts for query heads
-    usual: dict[Any, bool] = field(default_factory=dict)  # see :meth:`serves`
-
-    def serves(self, original: Any) -> bool:
-        """Whether an attention function is transformers' own, looked up once a forward."""
-        if original not in self.usual:
-            self.usual[original] = is_usual_attention(original)
-        return self.usual[original]
 
     @classmethod
     def of(cls, step: StepTokens, positions: torch.Tensor, window: Window | None, is_exact: bool = False) -> MaskSpec:
@@ -208,9 +201,11 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
 
 
 def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    is_of_others = not is_of_transformers(original)
+
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         spec = _current.now
-        if spec is None or not spec.serves(original):
+        if spec is None or is_of_others or not is_sdpa_of_torch():
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         _, views = spec.views.get(id(attention_mask), (None, None))
         if views is not None and kwargs.get("position_bias") is None:
@@ -227,10 +222,14 @@ def attention_functions(implementation: str) -> list[Any]:
     return [getattr(function, _ORIGINAL, function) for function in functions]
 
 
-def is_usual_attention(function: Any) -> bool:
-    """Returns whether an attention function is transformers' own, and sdpa, which it may call, torch's own."""
-    is_ours_to_replace = function is None or {*libraries_of(function)} == {"transformers"}
-    return is_ours_to_replace and isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType)
+def is_of_transformers(function: Any) -> bool:
+    """Returns whether an attention function is transformers' own, or none."""
+    return function is None or {*libraries_of(function)} == {"transformers"}
+
+
+def is_sdpa_of_torch() -> bool:
+    """Returns whether sdpa, which attention may call, is torch's own."""
+    return isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType)
 
 
 _served = SharedChange()

@@ -13,7 +13,6 @@ from ..forks import cached_property
 from ..graphs.shapes import ChangingNumber
 from ..transfer import RowNumbers
 from .recurrent_states import StateLayer
-from .window import WriteRange, rows_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 # Slots that are filled at once.
@@ -23,9 +22,7 @@ _FILLED = 64
 class LayerBuffers:
     """Keys, or values, of layers of one shape: ``[n, b, k, slots, h]``, valid up to the end that the cache tracks."""
 
-    def __init__(
-        self, cache: Any, write_range: WriteRange, name: str, layers: Sequence[int], states: torch.Tensor
-    ) -> None:
+    def __init__(self, cache: Any, write_range: Any, name: str, layers: Sequence[int], states: torch.Tensor) -> None:
         self.numbers = {layer: number for number, layer in enumerate(layers)}
         self.zeroed_to = 0  # slots that hold numbers in all rows; what is in the others is not known
         self._cache, self.write_range, self.name = cache, write_range, name
@@ -126,7 +123,7 @@ class LayerBuffers:
             if row != before:
                 self._buffer[:, row, :, :end] = self._buffer[:, before, :, :end]
         self._keep(self._buffer[:, : len(kept)])
-        self.bases = self.bases and rows_of(self.bases, kept)
+        self.bases = self.bases and self.bases.of_rows(kept)
 
     def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         if self._buffer.shape[1] == 1:  # in a fifth of the time

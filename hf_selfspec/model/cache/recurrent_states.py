@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...errors import unsupported
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, Uploaded
-from .recurrence import Advance, Convolution, Entries, Recurrence
+from .recurrence import Convolution, Entries, Recurrence
 from .recurrent_kernels import CONVOLUTION, check_convolution, current_turns
 
 # Returns what a function returns, computed once for equal arguments.
@@ -96,8 +96,9 @@ class Timeline(NamedTuple):
 class StateLog:
     """The states of a :class:`Timeline`, and what tokens feed into them."""
 
-    def __init__(self, advance: Advance, plan: Plan, slots: Sequence[int], state: torch.Tensor) -> None:
-        self.advance, self._plan = advance, plan
+    def __init__(self, of: Any, plan: Plan, slots: Sequence[int], state: torch.Tensor) -> None:
+        """``of`` is the :class:`Recurrence`, or the :class:`Convolution`, whose states these are."""
+        self.of, self._plan = of, plan
         # [b, c, n, ...]: the first of the `n` is that of the floor's slot in each row, the last one is not read.
         self._entries: Entries = ()
         self.restart(slots, state)
@@ -113,7 +114,7 @@ class StateLog:
         state: torch.Tensor = getattr(self, origin)
         if columns.stop:
             entries = tuple(values[:, :, columns] for values in self._entries)
-            state = self.advance(state, entries, kept and kept.on(entries[0].device))
+            state = self.of.advance(state, entries, kept and kept.on(entries[0].device))
             if timeline.latest != self.timeline.latest:
                 self.latest, self.timeline = state, timeline
         return state
@@ -213,7 +214,7 @@ class StateUpdate:
     def add(self, log: StateLog, starts: Sequence[int], entries: Entries, kept: torch.Tensor | None) -> None:
         """Adds what the tokens feed into a state to its log; after a prompt the log starts over."""
         if self.counts is not None:
-            log.restart(self.ends(starts, entries[0].shape[2]), log.advance(log.state_at(starts), entries, kept))
+            log.restart(self.ends(starts, entries[0].shape[2]), log.of.advance(log.state_at(starts), entries, kept))
         elif not self.is_scratch:
             log.add(starts, entries)
 
@@ -229,41 +230,40 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.record_past = True
         self._recurrence = recurrence
         self._model_name = name
-        self._convolutions: dict[int, tuple[Convolution, StateLog]] = {}
+        self._convolutions: dict[int, StateLog] = {}
         # For each state and call of the function, of which there may be several for one state.
-        self._recurrent: dict[tuple[int, int], tuple[Recurrence, StateLog]] = {}
+        self._recurrent: dict[tuple[int, int], StateLog] = {}
         self._calls = 0  # of the function in the running forward
         self._has_parts = False
 
     def logs(self) -> list[StateLog]:
-        return [log for _, log in (*self._convolutions.values(), *self._recurrent.values())]
+        return [*self._convolutions.values(), *self._recurrent.values()]
 
     def take_states(self, source: Any, slots: Sequence[int]) -> None:
         """Copies the states of a layer that an earlier ``generate`` returned, for each row before its slot."""
         for index, inputs in source.conv_states.items():
             if inputs is not None and source.has_previous_state[index]:
-                convolution = Convolution(source.conv_kernel_size[index] or inputs.shape[2])
-                log = self._log(convolution, slots, inputs[:, :, -convolution.width :].clone())
-                self._convolutions[index] = convolution, log
+                width = source.conv_kernel_size[index] or inputs.shape[2]
+                self._convolutions[index] = self._log(Convolution(width), slots, inputs[:, :, -width:].clone())
         for index, state in source.recurrent_states.items():
             if state is not None and source.has_previous_state[index]:
                 assert self._recurrence is not None
                 self._has_parts = state.dim() > self._recurrence().load(state, 0).dim()
                 for part in range(state.shape[1] if self._has_parts else 1):
                     recurrence = self._recurrence()
-                    log = self._log(recurrence, slots, recurrence.load(state.clone(), part))
-                    self._recurrent[index, part] = recurrence, log
+                    loaded = recurrence.load(state.clone(), part)
+                    self._recurrent[index, part] = self._log(recurrence, slots, loaded)
 
     def _log(self, of: Convolution | Recurrence, slots: Sequence[int], state: torch.Tensor) -> StateLog:
-        return StateLog(of.advance, self._cache.plan, slots, state)
+        return StateLog(of, self._cache.plan, slots, state)
 
     def hand_states(self, target: Any, slots: Sequence[int]) -> None:
         """Fills an empty layer with the states before these slots."""
         slots, stored = tuple(slots), dict[int, list[torch.Tensor]]()
-        for index, (convolution, log) in self._convolutions.items():
-            target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
-        for (index, _), (recurrence, log) in self._recurrent.items():
-            stored.setdefault(index, []).append(recurrence.store(log.state_at(slots)))
+        for index, log in self._convolutions.items():
+            target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=log.of.width)
+        for (index, _), log in self._recurrent.items():
+            stored.setdefault(index, []).append(log.of.store(log.state_at(slots)))
         for index, parts in stored.items():
             whole = torch.stack(parts, 1) if self._has_parts else parts[0]
             target.update_recurrent_state(whole, state_idx=index)
@@ -278,15 +278,15 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if not width:
             raise unsupported(f"{self._model_name} keeps inputs of convolutions whose number is not known")
         if is_first := state_idx not in self._convolutions:
-            convolution, state = Convolution(width), conv_states.new_zeros(*conv_states.shape[:2], width)
-            self._convolutions[state_idx] = convolution, self._log(convolution, update.starts, state)
-        convolution, log = self._convolutions[state_idx]
+            state = conv_states.new_zeros(*conv_states.shape[:2], width)
+            self._convolutions[state_idx] = self._log(Convolution(width), update.starts, state)
+        log = self._convolutions[state_idx]
         state = log.state_at(starts := update.begin(log))
         update.add(log, starts, (conv_states,), update.kept(conv_states.shape[2], conv_states.device))
         if is_first:
             return conv_states
         if update.nodes is not None:
-            windows = convolution.windows(state, conv_states, update.nodes)
+            windows = log.of.windows(state, conv_states, update.nodes)
             check_convolution(turns)
 
             def run(original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Ignores a state that the model has computed, since it is known already."""
-        parts = [log for (index, _), (_, log) in self._recurrent.items() if index == state_idx]
+        parts = [log for (index, _), log in self._recurrent.items() if index == state_idx]
         if self._recurrence is not None:
             current_turns().pop(self._recurrence.kernel, None)
         if not parts or self._calls != len(parts):
@@ -312,7 +312,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         update: StateUpdate = self._cache.state_update
         key = state_idx, self._calls
-        recurrence, log = self._recurrent.get(key) or (self._recurrence(), None)  # type: ignore[misc]
+        log = self._recurrent.get(key)
+        recurrence: Recurrence = self._recurrence() if log is None else log.of  # type: ignore[misc]
         self._calls += 1
         arguments = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
         first = arguments[recurrence.parameters[0]]
@@ -321,7 +322,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         state = None if log is None else log.state_at(starts)
         if log is None or state is None or (update.counts is not None and recurrence.continues and length > 1):
             output, state = recurrence.prefill(original, state, kept, arguments)
-            self._recurrent[key] = recurrence, self._log(recurrence, update.ends(starts, length), state)
+            self._recurrent[key] = self._log(recurrence, update.ends(starts, length), state)
             return output, state
         output, entries = recurrence.step(state, update.nodes, arguments)
         update.add(log, starts, entries, kept)

@@ -105,7 +105,7 @@ class GraphRunner:
         inputs = [
             _filled(tokens, size),
             step_tokens.starts.on(device).expand(b, 1),
-            step_tokens.last.on(device).expand(b, 1),
+            torch.full((b, 1), step_tokens.last, device=device),
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
             *([] if window is None else [window.bases.on(device).expand(b, 1)]),
