@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_logs_and_what_they_share(history: int) -> None:
     that have ended; logs in step compute what they share once, and do not grow."""
     numbers, computed = Random(history), list[str]()
     plan = lru_cache(8)(lambda function, *args: (computed.append(function.__name__), function(*args))[1])
-    logs = [StateLog(add_up, plan, [2, 0], torch.tensor([[12], [0]])) for _ in range(3)]
+    logs = [StateLog(SimpleNamespace(advance=add_up), plan, [2, 0], torch.tensor([[12], [0]])) for _ in range(3)]
     text, roots = [[1, 2], list[int]()], (2, 0)
 
     def feed(log: StateLog, starts: tuple[int, ...], rows: list[list[int]]) -> None:
