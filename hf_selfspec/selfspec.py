@@ -165,7 +165,7 @@ class SelfSpec(Settings):
         return self._knowledge.stats
 
     def plot(self, path: StrPath | None = None, model: Any = None) -> Figure:
-        """Plots what the calls so far did; see :func:`hf_selfspec.tools.plots.plot`.
+        """Plots what the calls so far did; see :func:`hf_selfspec.tools.figures.plot`.
 
         Args:
             path: where to save the picture, in the format that its suffix names, e.g. ``search.png``.
@@ -178,14 +178,14 @@ class SelfSpec(Settings):
             SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
                 and none is given, or ``path`` cannot be written.
         """
-        from .tools import plots  # few calls need it
+        from .tools import figures  # few calls need it
 
         if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
         inner, search = self._only_model("SelfSpec.plot", model), None
         if inner is not None:
             search = self._knowledge.latest(inner, lambda findings: isinstance(findings, SkipSearch))
-        return plots.plot(list(self._knowledge.calls), search, path)
+        return figures.plot(list(self._knowledge.calls), search, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
         """The given model, or the only one with findings."""

@@ -28,7 +28,7 @@ from timing import (
 from transformers import PreTrainedModel
 
 from hf_selfspec import SelfSpec
-from hf_selfspec.tools.plots import new_figure
+from hf_selfspec.tools.figures import new_figure
 from hf_selfspec.train.loading import read_prompts
 
 CHOOSING = 8

@@ -22,7 +22,7 @@ from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.model.transfer import RowNumbers
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.tools.plots import new_figure
+from hf_selfspec.tools.figures import new_figure
 
 _RATIO = 0.5
 # Greedy texts of random models soon repeat themselves, so that agreement there shows little.

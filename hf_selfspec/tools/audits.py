@@ -1,7 +1,7 @@
 """Where greedy texts of one model diverge, and whether rounding explains it; audits of a ``SelfSpec``."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -18,7 +18,7 @@ from ..model.encoding import Prompt, checked_texts, encoded
 from ..model.prompt import cache_name
 from ..selfspec import SelfSpec
 from ..validation import check_count
-from .tables import as_text
+from .figures import as_text
 
 # Noise is measured over the likeliest tokens, since smaller logits have finer steps, with the text's last tokens going
 # through the model one at a time: after fewer than 16 it is smaller than in whole texts of plain ``generate``.
@@ -202,17 +202,13 @@ def differences_of(
     with_scores = {"assistant": False, "return_dict_in_generate": True, "output_scores": True}
     plain: Any = model.generate(**inputs, **options, **with_scores)
     width, differences = inputs["input_ids"].shape[1], list[Difference]()
-    for row, (expected, tokens) in enumerate(zip(new_tokens(model, plain.sequences, width), ours, strict=True)):
-        pairs = enumerate(zip_longest(expected, tokens, fillvalue=_ENDED))
-        column, pair = next(((column, pair) for column, pair in pairs if pair[0] != pair[1]), (0, None))
-        if pair is not None:
-            text = plain.sequences[row : row + 1, int(inputs["attention_mask"][row].argmax()) : width + column]
-            scores = plain.scores[min(column, len(plain.scores) - 1)][row]
-            differences.append(difference_at(row, column, *pair, model, text, scores))
+    for row, column, expected, token in _divergences(new_tokens(model, plain.sequences, width), ours):
+        text = _text(plain.sequences, inputs["attention_mask"], row, width + column)
+        scores = plain.scores[min(column, len(plain.scores) - 1)][row]
+        differences.append(difference_at(row, column, expected, token, model, text, scores))
     return differences
 
 
-@torch.no_grad()
 def first_differences(
     model: PreTrainedModel, expected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[Difference]:
@@ -231,29 +227,30 @@ def first_differences(
         One :class:`Difference` for each row that differs; empty if none does.
 
     Raises:
-        SettingError: the batch sizes differ, or one text is a prefix of the other.
+        SettingError: the batch sizes differ.
     """
-    if expected.shape[0] != tokens.shape[0]:
+    if len(expected) != len(tokens):
         raise SettingError(
-            f"first_differences compares row by row, got {expected.shape[0]} and {tokens.shape[0]} rows. Pass the "
-            "results of two calls with the same prompts."
+            f"first_differences compares row by row, got {len(expected)} and {len(tokens)} rows. Pass the results of "
+            "two calls with the same prompts."
         )
-    differences = []
-    width = min(expected.shape[1], tokens.shape[1])
-    for row in range(expected.shape[0]):
-        different = (expected[row, :width] != tokens[row, :width]).nonzero()
-        if not len(different):
-            if expected.shape[1] != tokens.shape[1]:
-                raise SettingError(
-                    f"row {row} is the same in both texts for {width} columns, but they have {expected.shape[1]} and "
-                    f"{tokens.shape[1]}. Pass the results of two calls with the same max_new_tokens."
-                )
-            continue
-        column = int(different[0])
-        start = 0 if attention_mask is None else int(attention_mask[row].argmax())
-        pair = int(expected[row, column]), int(tokens[row, column])
-        differences.append(difference_at(row, column, *pair, model, expected[row : row + 1, start:column]))
-    return differences
+    return [
+        difference_at(row, column, plain, ours, model, _text(expected, attention_mask, row, column))
+        for row, column, plain, ours in _divergences(expected.tolist(), tokens.tolist())
+    ]
+
+
+def _divergences(expected: list[list[int]], tokens: list[list[int]]) -> Iterator[tuple[int, int, int, int]]:
+    """The rows that differ: number, first column that does, and both tokens there."""
+    for row, texts in enumerate(zip(expected, tokens, strict=True)):
+        pairs = enumerate(zip_longest(*texts, fillvalue=_ENDED))
+        yield from [(row, column, plain, ours) for column, (plain, ours) in pairs if plain != ours][:1]
+
+
+def _text(sequences: torch.Tensor, attention_mask: torch.Tensor | None, row: int, end: int) -> torch.Tensor:
+    """A row's tokens ``[1, s]`` up to a column, without the padding on their left."""
+    start = 0 if attention_mask is None else int(attention_mask[row].argmax())
+    return sequences[row : row + 1, start:end]
 
 
 @torch.no_grad()

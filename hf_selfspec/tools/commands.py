@@ -44,16 +44,16 @@ def _command(*options: Option) -> Callable[[Callable[[Namespace], int | None]], 
     return registered
 
 
-def _prompts(default: int) -> Option:
-    return _option("prompts", "texts to take, from the beginning of the data", type=_count, default=default)
+def _number(name: str, about: str, default: int | None = None) -> Option:
+    return _option(name, about, type=_count, default=default)
 
 
 def _max_new_tokens(default: int) -> Option:
-    return _option("max-new-tokens", "tokens to generate for each prompt", type=_count, default=default)
+    return _number("max-new-tokens", "tokens to generate for each prompt", default)
 
 
 def _max_prompt_tokens(default: int) -> Option:
-    return _option("max-prompt-tokens", "most tokens of a prompt; the rest is cut off", type=_count, default=default)
+    return _number("max-prompt-tokens", "most tokens of a prompt; the rest is cut off", default)
 
 
 _TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
@@ -68,8 +68,9 @@ _LOADING = (
     _ATTENTION,
     _option("device", "e.g. cpu, cuda or cuda:1; otherwise the accelerator, if there is one"),
     _option("device-map", "how to spread the model over devices instead, e.g. auto or balanced"),
-    _option("threads", "number of torch threads on the CPU", type=_count),
+    _number("threads", "number of torch threads on the CPU"),
 )
+_PROMPTS = _number("prompts", "texts to take, from the beginning of the data", 8)
 _DATA = _option("data", "a .jsonl or .txt file", required=True)
 _OUT = _option("out", "folder for the result", required=True)
 _FIELD = _option("field", "column of the text, otherwise `text`")
@@ -104,7 +105,7 @@ def _named(args: Namespace) -> Any:
     *_LOADING,
     _option("data", _PROMPT_DATA, required=True),
     _PROMPT_FIELD,
-    _prompts(8),
+    _PROMPTS,
     *_CHAT,
     _option("methods", "as generate's --spec, several separated by commas; otherwise selfspec", action="append"),
     _max_new_tokens(64),
@@ -136,8 +137,8 @@ def audit(args: Namespace) -> int:
     ),
     _OUT,
     _PROMPT_FIELD,
-    _option("prompts", "prompts of each kind; otherwise 20 for a single kind, 5 each for several", type=_count),
-    _option("max-prompt-tokens", "longer prompts are left out", type=_count),
+    _number("prompts", "prompts of each kind; otherwise 20 for a single kind, 5 each for several"),
+    _number("max-prompt-tokens", "longer prompts are left out"),
     *_CHAT,
     _option(
         "methods",
@@ -147,7 +148,7 @@ def audit(args: Namespace) -> int:
     ),
     _max_new_tokens(128),
     _TEMPERATURE,
-    _option("batch-size", "prompts in a batch", type=_count, default=1),
+    _number("batch-size", "prompts in a batch", 1),
     _SEED,
 )
 def bench(args: Namespace) -> None:
@@ -179,8 +180,8 @@ def bench(args: Namespace) -> None:
     *_LOADING,
     _DATA,
     _FIELD,
-    _prompts(8),
-    _option("max-length", "most tokens of a text; the rest is cut off", type=_count, default=512),
+    _PROMPTS,
+    _number("max-length", "most tokens of a text; the rest is cut off", 512),
     _option("plot", "file for a plot, e.g. exits.png; needs matplotlib"),
 )
 def exit_report(args: Namespace) -> None:
@@ -198,8 +199,7 @@ def exit_report(args: Namespace) -> None:
 
 @_command(
     *_LOADING,
-    _option("prompt", "the prompt to answer or to continue"),
-    _option("file", "a text file with the prompt"),
+    _option("prompt", "the prompt to answer or to continue, otherwise what a pipe brings"),
     *_CHAT,
     _option(
         "spec",
@@ -209,7 +209,6 @@ def exit_report(args: Namespace) -> None:
     ),
     _max_new_tokens(256),
     _TEMPERATURE,
-    _option("top-p", "top-p of sampling", type=float),
     _SEED,
 )
 def generate(args: Namespace) -> None:
@@ -218,8 +217,6 @@ def generate(args: Namespace) -> None:
 
     from .. import MarkedStreamer, SettingError
     from ..model.encoding import check_chats, encoded, has_chats
-    from ..train.loading import content
-    from ..validation import check_share
     from .spec_text import read_spec
 
     named = _named(args)
@@ -228,16 +225,7 @@ def generate(args: Namespace) -> None:
         raise SettingError(f"--temperature must be a finite number of at least 0, got {args.temperature}.")
     if args.temperature:
         options["temperature"] = args.temperature
-    if args.top_p is not None:
-        check_share("--top-p", args.top_p, zero=False, one=True)
-        if not args.temperature:
-            raise SettingError(f"--top-p {args.top_p} has no effect at temperature 0: give a temperature, too.")
-        options["top_p"] = args.top_p
-    if args.prompt is not None and args.file is not None:
-        raise SettingError("--prompt and --file are both given: give one of the two.")
-    prompt = args.prompt if args.file is None else content(args.file)
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+    prompt = args.prompt if args.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
     drafts, tokenizer = read_spec(args.spec), named.tokenizer()
     is_chat = prompt is None or (has_chats(tokenizer) if args.chat is None else args.chat)
     if is_chat:
@@ -293,10 +281,10 @@ def inspect(args: Namespace) -> None:
     _DATA,
     _OUT,
     _FIELD,
-    _prompts(8),
+    _PROMPTS,
     _max_prompt_tokens(256),
     _max_new_tokens(64),
-    _option("steps", "sets of blocks to time", type=_count, default=100),
+    _number("steps", "sets of blocks to time", 100),
     _SEED,
 )
 def tune(args: Namespace) -> None:

@@ -19,9 +19,8 @@ import numpy as np
 from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..validation import StrPath
+from .figures import as_text, new_figure, saved
 from .methods import LAYERS, PLAIN, Method
-from .plots import new_figure, saved
-from .tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,8 +16,7 @@ from ..model.encoding import checked_texts, token_ids
 from ..model.patching import evaluating
 from ..train.exits import LOGIT_ELEMENTS, Exits
 from ..validation import StrPath, check_count
-from .plots import new_figure, saved
-from .tables import as_text
+from .figures import as_text, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

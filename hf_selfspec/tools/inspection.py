@@ -13,7 +13,7 @@ from ..model.graphs.graph_runner import why_no_graphs
 from ..model.kernels.packing import has_widths, why_not
 from ..model.view import ModelView
 from ..search.skip_space import SkipSpace
-from .tables import as_text
+from .figures import as_text
 
 _NOT_PACKED = "most weights are quantised already, not in linear layers, or of widths that no kernel takes"
 
@@ -35,7 +35,6 @@ class Inspection:
         ragged: the rows of a batch advance at their own pace, otherwise plain ``generate`` serves batches.
         unseen: what of the model the tests of this package have not seen, and what comparing it with its own one-token
             steps has shown in this process (see ``GenerationStats.checked``); empty where there is nothing.
-        replay: verification can start from the hidden states that a draft has computed.
         exits: the states of several exits can go through the head together (``exit_report``, training of exits).
         no_graphs: why forwards cannot be captured on a GPU, empty where they can be.
         packed: drafts in four bits (:class:`Quantized`) are possible, where the machine has kernels for them.
@@ -55,7 +54,6 @@ class Inspection:
     no_skips: str = ""
     tree: bool = False
     ragged: bool = False
-    replay: bool = False
     exits: bool = False
     no_graphs: str = ""
     packed: bool = False
@@ -131,7 +129,7 @@ def inspect_model(model: Any) -> Inspection:
         skippable = len(SkipSpace.of(anatomy).blocks)
     except SelfSpecError as error:
         no_skips = str(error)
-    copied = ("num_layers", "tree", "ragged", "replay", "exits", "is_recurrent", "max_positions")
+    copied = ("num_layers", "tree", "ragged", "exits", "is_recurrent", "max_positions")
     return Inspection(
         **about,
         **{name: getattr(anatomy, name) for name in copied},

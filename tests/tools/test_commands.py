@@ -150,11 +150,10 @@ def test_how_a_model_is_loaded(model: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_generate_prints_the_text_and_one_line_beside_it(
-    plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "prompt").write_text(PROMPT)
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))  # as a pipe
-    for words in (["--prompt", PROMPT], ["--file", str(tmp_path / "prompt")], ["--raw"]):
+    for words in (["--prompt", PROMPT], ["--raw"]):
         assert generated(*words) == 0
         told = capsys.readouterr()
         assert told.out == plain
@@ -259,8 +258,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "bad methods": (["--methods", "lookup,lokup"], "--methods lokup: there is no such folder or preset"),
     "out is a file": (["--out", "{}/data.jsonl"], "--out {}/data.jsonl: nothing can be written there"),
     "no chat template": (["--chat"], "the tokenizer has no chat template"),
-    "top-p of greedy": (["--top-p", "0.5"], "has no effect"),
-    "two prompts": (["--file", "{}/none"], "are both given"),
+    "bad temperature": (["--temperature", "-1"], "temperature"),
 }
 
 

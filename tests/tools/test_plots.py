@@ -13,7 +13,7 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.skip_space import SkipSpace
-from hf_selfspec.tools import plots as pictures
+from hf_selfspec.tools import figures as pictures
 
 LAYERS = 8
 

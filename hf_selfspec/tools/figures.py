@@ -1,4 +1,4 @@
-"""Plots of what a ``SelfSpec`` did: the skipped blocks, matchness and speed, and where the time went."""
+"""Tables as text and figures of reports; the plot of what a ``SelfSpec`` did: search, speed, shares of time."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ _PHASES = ("prefill", "draft", "verify", "search", "other")
 # Tokens over which speed is averaged.
 _SPAN = 64
 _DPI = 120
+
+
+def as_text(head: Sequence[str], rows: Sequence[Sequence[str]], right: bool = False) -> str:
+    """Returns a table with aligned columns; ``right`` aligns all but the first one on the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    sides = [str.ljust, *[str.rjust if right else str.ljust] * (len(widths) - 1)]
+    lines = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in (head, *rows)]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def new_figure(what: str, width: float, height: float) -> Figure:
