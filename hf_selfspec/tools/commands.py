@@ -34,6 +34,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _temperature(text: str) -> float:
+    if not text.replace(".", "", 1).isdecimal():
+        raise argparse.ArgumentTypeError(f"it must be a number of at least 0, got {text!r}")
+    return float(text)
+
+
 def _command(*options: Option) -> Callable[[Callable[[Namespace], int | None]], Callable[[Namespace], int | None]]:
     """Makes a command of a function."""
 
@@ -84,7 +90,7 @@ _CHAT: tuple[Option, ...] = (
     _option("chat", "prompts are chat messages, as otherwise if the model has a chat template", const=True, **_IS_CHAT),
     _option("raw", "prompts are texts to continue", const=False, **_IS_CHAT),
 )
-_TEMPERATURE = _option("temperature", "0 for greedy decoding", type=float, default=0.0)
+_TEMPERATURE = _option("temperature", "0 for greedy decoding", type=_temperature, default=0.0)
 _SEED = _option("seed", "seed of random numbers", type=int, default=0)
 OF_FITS = (_MODEL, _DATA, _OUT, _FIELD, _DTYPE, _REVISION, _ATTENTION)
 
@@ -215,14 +221,12 @@ def generate(args: Namespace) -> None:
     """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
     import torch
 
-    from .. import MarkedStreamer, SettingError
+    from .. import MarkedStreamer
     from ..model.encoding import check_chats, encoded, has_chats
     from .spec_text import read_spec
 
     named = _named(args)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
-    if not 0 <= args.temperature < float("inf"):
-        raise SettingError(f"--temperature must be a finite number of at least 0, got {args.temperature}.")
     if args.temperature:
         options["temperature"] = args.temperature
     prompt = args.prompt if args.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
