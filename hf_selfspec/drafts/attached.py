@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, SettingTypeError
-from ..learned.files import read_json
+from ..learned.saving import class_named
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
-from ..modules.adapter import Adapter
-from ..modules.block import BlockHead, is_block_head
-from ..modules.draft_module import CONFIG, DraftModule, file_of, reading_published
-from ..modules.eagle import is_eagle3, load_eagle3
+from ..modules.block import BlockHead
+from ..modules.draft_module import DraftModule, loader_of, read_config
 from ..modules.mtp import MtpHead
 from ..modules.shipped import SPECULATORS, attach, load_layers, load_mtp, ships_layers
-from .heads.adapter import EarlyExitAdapter
-from .heads.block import Block
-from .heads.mtp import MTP
 from .source import DraftSource
 
 
@@ -32,7 +27,7 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
         model: a causal LM of transformers, or a PEFT model around one.
         path: the folder or Hub repository of a block head (see :class:`Block`), an EAGLE-3 head (see
             :meth:`MTP.from_eagle3`), an MTP layer (of speculators, of this package, or in a checkpoint of the model,
-            see :func:`load_mtp`), or an adapter (see :class:`EarlyExitAdapter`).
+            see :func:`load_mtp`), an adapter (see :class:`EarlyExitAdapter`), or exit heads (see :class:`DynamicExit`).
 
     Returns:
         The head.
@@ -46,37 +41,28 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"load_head(path) must be a folder or a name on the Hub, got {path!r}.")
     name = os.fspath(path)
-    with reading_published("head", name):
-        config = read_json(file_of("head", name, CONFIG))
-    config = config if isinstance(config, dict) else {}
-    head: DraftModule
+    config = read_config("head", name)
     if config.get("speculators_model_type") == "mtp":
-        head = load_layers(inner, name, SPECULATORS)
-    elif is_eagle3(config):
-        head = load_eagle3(name)
-    elif is_block_head(config):
-        head = BlockHead.load(name)
-    elif "configs" in config:
-        head = MtpHead.load(name)
-    elif "exit_layer" in config and "num_heads" in config:
-        head = Adapter.load(name)
-    elif ships_layers(inner) and "model_type" in config:
+        head: DraftModule = load_layers(inner, name, SPECULATORS)
+    elif loader_of(config) is None and ships_layers(inner):
         return load_mtp(inner, name)
     else:
-        raise SettingError(
-            f"load_head: {name} holds no head that {type(inner).__name__} can draft with. Give the folder or the Hub "
-            "repository of a DFlash, DSpark or EAGLE-3 head, an MTP layer, or an adapter that was fitted to it."
-        )
+        head = DraftModule.load(name)
+    source = source_of(head)
     if isinstance(head, (MtpHead, BlockHead)):
         head.read_layers(inner)
     head.check(lambda: Fingerprint.of_decoder(inner))
-    source_of(head).check(Anatomy.of(inner), None)
+    source.check(Anatomy.of(inner), None)
     attach(inner, head)
     return head
 
 
 def source_of(head: DraftModule) -> DraftSource:
     """What drafts with a head that is attached to a model."""
-    if isinstance(head, BlockHead):
-        return Block(head)
-    return EarlyExitAdapter(head) if isinstance(head, Adapter) else MTP()
+    source_class: Any = class_named(head.source, "draft")
+    if source_class is None:
+        raise SettingError(
+            f"load_head: a {head.kind} drafts by itself for no model. Give the folder or the Hub repository of a DFlash, "
+            "DSpark or EAGLE-3 head, an MTP layer, or an adapter or exit heads that were fitted to it."
+        )
+    return cast(DraftSource, source_class(head))

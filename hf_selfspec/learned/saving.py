@@ -18,13 +18,13 @@ FORMAT = 1
 # The settings in a file; classes that they may hold are registered. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft", "exact", "trust")
-# Settings that name the folder or repository to load a part from, and whether they may be left out.
-PARTS = {"adapter": False, "head": True, "head_rows": True, "heads": False, "lora": False}
+# Settings that name the folder or repository to load a part from.
+_PARTS = ("adapter", "head", "head_rows", "heads")
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]
-# Settings that hold classes of a place, or a list of them.
-_INSIDE: dict[str, Place] = {"sources": "draft", "layers": "draft"}
+# Settings that hold a list of classes of a place.
+_INSIDE: dict[str, Place] = {"sources": "draft"}
 
 _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
@@ -132,7 +132,7 @@ def decode(value: Any, name: str) -> Any:
         fields = {field: content for field, content in value.items() if field != "class"}
         _check_names(f"{name}.", fields, [field.name for field in dataclasses.fields(cls)])
         return cls(**{field: decode(content, f"{name}.{field}") for field, content in fields.items()})
-    if setting in PARTS and not (value is None and PARTS[setting]):
+    if setting in _PARTS and value is not None:
         _check_place(name, value)
     return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 

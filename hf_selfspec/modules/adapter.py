@@ -10,10 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ..errors import SettingError
 from ..model.attention.interface import MaskSpec, grouped_attention
 from ..model.kernels.linear import FewTokenLinear
-from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
 from .draft_module import About, DraftModule
-
-BLOCKS = ("attention", "mlp")
 
 
 class Adapter(DraftModule):
@@ -31,10 +28,10 @@ class Adapter(DraftModule):
         about: see :class:`DraftModule`.
 
     Raises:
-        SettingError, SettingTypeError: a setting is not allowed.
+        SettingError: the heads do not divide the width.
     """
 
-    kind = "adapter"
+    kind, usage, source = "adapter", "SelfSpec.kangaroo({!r})", "EarlyExitAdapter"
 
     def __init__(
         self,
@@ -48,20 +45,12 @@ class Adapter(DraftModule):
         about: About = None,
     ) -> None:
         super().__init__()
-        check_count("Adapter(exit_layer)", exit_layer, most=MOST_LAYERS)
-        for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads), ("vocabulary", vocabulary)):
-            if name != "vocabulary" or value is not None:
-                check_count(f"Adapter({name})", value, most=MOST_WIDTH)
-        if not isinstance(blocks, (list, tuple)) or not blocks or any(block not in BLOCKS for block in blocks):
-            raise SettingError(f"Adapter(blocks) takes some of {BLOCKS}, got {blocks!r}.")
-        check_positive("Adapter(rope_theta)", rope_theta)
-        check_share("Adapter(norm_eps)", norm_eps, zero=False, one=False)
         if hidden_size % (2 * num_heads):
             raise SettingError(
                 f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): hidden_size must be a multiple of "
                 f"2 * num_heads, {2 * num_heads}."
             )
-        self.exit_layer, self.rope_theta, self.about = exit_layer, rope_theta, about
+        self.exit_layer, self.rope_theta, self.about = int(exit_layer), float(rope_theta), about
         self.num_heads, self.head_width = num_heads, hidden_size // num_heads
         self.norm = nn.RMSNorm(hidden_size, norm_eps)
         self.attention = "attention" in blocks

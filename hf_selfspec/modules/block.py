@@ -21,20 +21,23 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from typing_extensions import Self
 
 from ..errors import SettingError
-from ..learned.files import read_json
 from ..model.anatomy import Anatomy
 from ..model.attention.interface import MaskSpec, grouped_attention
 from ..model.kernels.linear import FewTokenLinear
 from ..validation import MOST_DRAFT, check_count
 from .draft_module import (
     CONFIG,
+    DIGEST,
     WEIGHTS,
     About,
     DraftModule,
+    check_save,
     file_of,
     published_weights,
+    read_config,
     read_tensors,
-    reading_published,
+    reading,
+    register_format,
 )
 from .eagle import tokens_of
 from .mtp import check_states
@@ -104,7 +107,7 @@ class BlockHead(DraftModule):
         SettingError: a setting is not allowed, or is that of a variant that is not served.
     """
 
-    kind = "block head"
+    kind, usage, source = "block head", "SelfSpec(Cascade([Lookup(), Block({!r})]))", "Block"
     d2t: torch.Tensor | None
 
     def __init__(self, about: About = None, **settings: Any) -> None:
@@ -228,9 +231,9 @@ class BlockHead(DraftModule):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """Reads a checkpoint; see :class:`hf_selfspec.Block`."""
         name = os.fspath(pretrained_model_name_or_path)
-        config_file, weights_file = (file_of(cls.kind, name, file, **options) for file in (CONFIG, WEIGHTS))
-        with reading_published(cls.kind, name):
-            settings = _settings_of(name, read_json(config_file))
+        config, weights_file = read_config(cls.kind, name, **options), file_of(cls.kind, name, WEIGHTS, **options)
+        with reading(cls.kind, name):
+            settings = _settings_of(name, config)
             tensors = {_renamed(key): value for key, value in read_tensors(weights_file).items()}
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
                 head = cls(**settings)
@@ -238,6 +241,8 @@ class BlockHead(DraftModule):
                 tokens_of(tensors.get("d2t"), head.settings["draft_vocab_size"], head.vocabulary)
             unused = _UNUSED if head.lm_head is not None else (*_UNUSED, "lm_head.", "d2t")
             head.load_state_dict(published_weights(tensors, unused), assign=True)
+            if DIGEST in config:  # of ours, not published
+                check_save(config[DIGEST], weights_file)
         return head.eval().requires_grad_(False)
 
 
@@ -262,6 +267,9 @@ def is_block_head(config: dict[str, Any]) -> bool:
     """Whether a configuration is that of a block head, in any of the formats, served or not."""
     named = str(config.get("speculators_model_type", ""))
     return named.startswith(("dflash", "dspark")) or "dflash_config" in config or "target_layer_ids" in config
+
+
+register_format(is_block_head, BlockHead.from_pretrained)
 
 
 def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:

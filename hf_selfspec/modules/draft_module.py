@@ -4,17 +4,16 @@ import copy
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn as nn
 from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typing_extensions import Self
@@ -24,8 +23,11 @@ from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import Fingerprint
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_DIGEST = "weights_sha256"  # in the config; files are replaced one by one
-# Copies of modules on other devices, or of other types.
+# In the config: what kind of part it is, and of which weights, since files are replaced one by one.
+_KIND, DIGEST = "kind", "weights_sha256"
+# How a config tells what a folder holds, and what loads it.
+_formats: list[tuple[Callable[[dict[str, Any]], bool], Callable[[str], Any]]] = []
+# Copies of modules on other devices, or of other types, with the weights that were copied, and their versions then.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
 About: TypeAlias = dict[str, Any] | None
@@ -38,12 +40,20 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     ``model.safetensors`` and a model card with the recipe and the figures.
 
     Attributes:
-        kind: what messages call such a module.
+        kind: what messages and the config call such a module.
+        usage: the expression of a ``SelfSpec`` that drafts with the folder ``{!r}``, for command lines.
+        source: the name of the registered draft source that drafts with it where it is attached to a model.
         about: ``{"fingerprint": ..., "recipe": ..., "figures": ...}``: the model that it belongs to, how it was fitted
             and what was measured then.
     """
 
-    kind: ClassVar[str] = "module"
+    kind: ClassVar[str] = "part"
+    usage: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        register_format(lambda config: config.get(_KIND) == cls.kind, cls.from_pretrained)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -51,35 +61,25 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @about.setter
     def about(self, value: About) -> None:
-        name = f"{type(self).__name__}(about)"
-        about = _object(name, value)
-        for entry in ("recipe", "figures"):
-            _object(f"{name}[{entry!r}]", about.get(entry))
-        if about.get("fingerprint") is not None:
-            Fingerprint.read(about["fingerprint"], f"{name}['fingerprint']")
-        self._check_about(name, about)
-        self.__dict__["_about"] = about
+        if not isinstance(value, dict | None):
+            raise SettingTypeError(f"{type(self).__name__}(about) must be a dict or None, got {brief(repr(value))}.")
+        self.__dict__["_about"] = value or {}
         self.__dict__["_hub_mixin_config"] = {**self.__dict__["_hub_mixin_config"], "about": value}
-
-    def _check_about(self, name: str, about: dict[str, Any]) -> None: ...
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Returns the module itself if it is on the device and of the type (by default its own), else a copy, which is
-        made once."""
+        made once, and again when weights have changed."""
         first = next(self.parameters())
         dtype = dtype or first.dtype
         if (device, dtype) == (first.device, first.dtype):
             return self
-        copies = _copies.setdefault(self, {})
-        if (device, dtype) not in copies:
-            copies[device, dtype] = copy.deepcopy(self).to(device)
-            for parameter in copies[device, dtype].parameters():  # no buffers: rotary frequencies need all their digits
+        weights, versions, copied = _copies.get(self, {}).get((device, dtype), ((None,), (), None))
+        if weights[0] is not first or versions != _versions(weights):
+            copied, weights = copy.deepcopy(self).to(device), list(self.parameters())
+            for parameter in copied.parameters():  # no buffers: rotary frequencies need all their digits
                 parameter.data = parameter.data.to(dtype)
-        return copies[device, dtype]
-
-    def forget_copies(self) -> None:
-        """Drops copies on other devices, which do not follow changed weights."""
-        _copies.pop(self, None)
+            _copies.setdefault(self, {})[device, dtype] = weights, _versions(weights), copied
+        return cast(Self, copied)
 
     @property
     def num_parameters(self) -> int:
@@ -88,9 +88,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     @property
     def digest(self) -> str:
         """A short hash of the weights, of up to 1,024 values of each; it tells modules apart that have one shape."""
-        weights = self.state_dict(keep_vars=True).values()
-        # Tensors of inference mode do not count their changes.
-        state = [None if value.is_inference() else (value._version, value.data_ptr()) for value in weights]
+        weights = list(self.state_dict(keep_vars=True).values())
+        state = [*_versions(weights), *map(torch.Tensor.data_ptr, weights)]
         last_state, digest = self.__dict__.get("_digest", (None, ""))
         if last_state != state or None in state:
             sha256 = hashlib.sha256()
@@ -121,32 +120,30 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """Reads a folder that ``save_pretrained`` has written, or a repository of the Hub (``options`` as there).
 
+        ``DraftModule.from_pretrained`` reads parts of all kinds, and heads in the formats of others.
+
         Raises:
             SettingError: there is none, it holds something else, was cut short, has weights that are not finite, or
                 files of two saves, of which one was interrupted.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        config_file, weights_file = (file_of(cls.kind, name, file, **options) for file in (CONFIG, WEIGHTS))
-        try:
+        settings = read_config(cls.kind, name, **options)
+        if cls is DraftModule:
+            if (load := loader_of(settings)) is None:
+                raise SettingError(f"{name} holds no part: its {CONFIG} has no kind that is known here.")
+            return cast(Self, load(name, **options))
+        weights_file = file_of(cls.kind, name, WEIGHTS, **options)
+        with reading(cls.kind, name):
+            if (kind := settings.pop(_KIND, None)) != cls.kind:
+                raise ValueError(f"{CONFIG} is that of {kind!r}")
+            digest = settings.pop(DIGEST, None)
             with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
-                settings = read_json(config_file)
-                if not isinstance(settings, dict):
-                    raise ValueError(f"its {CONFIG} has no names")
-                digest = settings.pop(_DIGEST, None)
                 module = cls(**settings)
             tensors = read_tensors(weights_file)
             module.load_state_dict(tensors, assign=True)
-        except SelfSpecError as error:  # of a setting
-            raise SettingError(f"{config_file}: {error}") from error
-        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise SettingError(
-                f"{name} holds no saved {cls.kind}, or one whose {CONFIG} or {WEIGHTS} was cut short or changed "
-                f"({brief(error)}). Fit and save it again."
-            ) from error
-        if key := not_finite(tensors):
-            raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {key}. Fit it again.")
-        if digest != _digest_of(weights_file):  # last, so that files that are replaced meanwhile are noticed, too
-            raise SettingError(f"{name}: its {CONFIG} and {WEIGHTS} are not of one save. Save the {cls.kind} again.")
+            if key := not_finite(tensors):
+                raise ValueError(f"weights that are not finite: {key}")
+            check_save(digest, weights_file)  # last, so that files that are replaced meanwhile are noticed, too
         return module.float().eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
@@ -164,7 +161,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         super()._save_pretrained(save_directory)
-        self.__dict__["_hub_mixin_config"][_DIGEST] = _digest_of(save_directory / WEIGHTS)
+        self.__dict__["_hub_mixin_config"] |= {_KIND: self.kind, DIGEST: _digest_of(save_directory / WEIGHTS)}
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Returns the model card: what the module is, its recipe and its figures."""
@@ -182,13 +179,29 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         )
 
 
-def _object(name: str, value: object) -> dict[str, Any]:
-    """Returns a dict with names as keys, an empty one for ``None``; raises for anything else."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {brief(repr(value))}.")
-    return value
+def register_format(is_format: Callable[[dict[str, Any]], bool], load: Callable[..., Any]) -> None:
+    """Lets ``load`` read folders and repositories with a config that ``is_format``."""
+    _formats.insert(0, (is_format, load))
+
+
+def loader_of(config: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns what loads a folder with this config, if it is one of a part."""
+    return next((load for is_format, load in _formats if is_format(config)), None)
+
+
+def _versions(weights: Iterable[torch.Tensor]) -> list[int | None]:
+    """Numbers that change with weights; tensors of inference mode have none."""
+    return [None if weight.is_inference() else weight._version for weight in weights]
+
+
+def read_config(kind: str, name: str, **options: Any) -> dict[str, Any]:
+    """Returns the content of a part's config."""
+    file = file_of(kind, name, CONFIG, **options)
+    with reading(kind, name):
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise ValueError(f"its {CONFIG} has no names")
+        return config
 
 
 def file_of(kind: str, name: str, file: str, **options: Any) -> Path:
@@ -210,6 +223,12 @@ def _digest_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def check_save(digest: object, weights: Path) -> None:
+    """Raises if a config with this digest was not saved with these weights."""
+    if digest != _digest_of(weights):
+        raise ValueError(f"its {CONFIG} and {WEIGHTS} are not of one save")
+
+
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file, copied, since the file may change."""
     return {key: value.clone() for key, value in load_file(file).items()}
@@ -221,15 +240,18 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 @contextmanager
-def reading_published(kind: str, name: str) -> Iterator[None]:
-    """Turns any error about a checkpoint that others publish into one for the user."""
+def reading(kind: str, name: str) -> Iterator[None]:
+    """Turns any error about the files of a part into one for the user."""
     try:
         yield
-    except SelfSpecError:
-        raise
+    except SelfSpecError as error:
+        if name in str(error):
+            raise
+        raise SettingError(f"{name}: {error}") from error
     except Exception as error:  # of readers of files, or of the code of any configuration
         raise SettingError(
-            f"{name} holds no {kind}, or one whose {CONFIG} or weights were cut short or changed ({brief(error)})."
+            f"{name} holds no {kind}, or one whose {CONFIG} or weights were cut short or changed ({brief(error)}). "
+            "Save it again."
         ) from error
 
 
@@ -256,4 +278,7 @@ def module_of(name: str, setting: Any, module_class: type[_M]) -> tuple[_M | str
         raise SettingTypeError(f"{name} must be {module_class.__name__} or the path of a saved one, got {setting!r}.")
     folder = path_of(setting)
     path = str(folder.resolve()) if os.path.isdir(folder) else os.fspath(setting)  # valid in any working directory
-    return path, module_class.load(path)
+    module = DraftModule.load(path)
+    if not isinstance(module, module_class):
+        raise SettingError(f"{name}: {path} holds a saved {module.kind}, and takes a {module_class.kind}.")
+    return path, module

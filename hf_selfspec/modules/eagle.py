@@ -10,8 +10,15 @@ import torch
 from transformers import AutoConfig
 
 from ..errors import SettingError, SettingTypeError
-from ..learned.files import read_json
-from .draft_module import CONFIG, WEIGHTS, file_of, published_weights, read_tensors, reading_published
+from .draft_module import (
+    WEIGHTS,
+    file_of,
+    published_weights,
+    read_config,
+    read_tensors,
+    reading,
+    register_format,
+)
 from .mtp import MtpHead, config_of_layer
 
 _KIND, _OLD_WEIGHTS = "EAGLE-3 head", "pytorch_model.bin"
@@ -26,14 +33,18 @@ def load_eagle3(checkpoint: str | os.PathLike[str], state_layers: Sequence[int] 
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise SettingTypeError(f"MTP.from_eagle3 takes a folder or a name on the Hub, got {checkpoint!r}.")
     name = os.fspath(checkpoint)
-    with reading_published(_KIND, name):
-        return _head(name, read_json(file_of(_KIND, name, CONFIG)), _tensors(name), state_layers)
+    config = read_config(_KIND, name)
+    with reading(_KIND, name):
+        return _head(name, config, _tensors(name), state_layers)
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
     """Whether a configuration is that of an EAGLE-3 head, in any of the formats."""
     named = [str(config.get("speculators_model_type")), *map(str, config.get("architectures") or ())]
     return any("eagle3" in name.lower() for name in named)
+
+
+register_format(is_eagle3, load_eagle3)
 
 
 def _tensors(name: str) -> dict[str, torch.Tensor]:

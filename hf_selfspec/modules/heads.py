@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -10,9 +9,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..errors import SettingError, SettingTypeError, brief
+from ..errors import SettingError, brief
 from ..model.kernels.linear import FewTokenLinear
-from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
+from ..validation import check_share
 from .draft_module import About, DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
@@ -51,10 +50,10 @@ class ExitHeads(DraftModule):
         about: see :class:`DraftModule`; ``about["calibration"]`` is what :func:`calibrate` returned.
 
     Raises:
-        SettingError, SettingTypeError: a setting is not allowed.
+        SettingError: the layers are not in increasing order.
     """
 
-    kind = "set of exit heads"
+    kind, usage, source = "set of exit heads", "SelfSpec.dssd({!r})", "DynamicExit"
 
     def __init__(
         self,
@@ -66,40 +65,15 @@ class ExitHeads(DraftModule):
         about: About = None,
     ) -> None:
         super().__init__()
-        check_count("ExitHeads(hidden_size)", hidden_size, most=MOST_WIDTH)
-        check_count("ExitHeads(vocabulary)", vocabulary, most=MOST_WIDTH)
-        if rank is not None:
-            check_count("ExitHeads(rank)", rank, most=MOST_WIDTH)
-        if not isinstance(layers, (list, tuple)):
-            raise SettingTypeError(f"ExitHeads(layers) must be a list of exit layers, got {layers!r}.")
-        for layer in layers:
-            check_count("ExitHeads(layers): a layer", layer, most=MOST_LAYERS)
-        if not layers or list(layers) != sorted(set(layers)):
+        if not layers or list(layers) != sorted(set(map(int, layers))) or layers[0] < 1:
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on, in increasing order, got {layers!r}.")
-        check_share("ExitHeads(norm_eps)", norm_eps, zero=False, one=False)
-        self.layers, self.vocabulary = tuple(layers), vocabulary
-        self.about = about  # which depends on the layers
+        self.layers, self.vocabulary, self.about = tuple(layers), vocabulary, about
 
         def linear() -> nn.Module:
             last = FewTokenLinear(rank or hidden_size, vocabulary, bias=False)
             return nn.Sequential(nn.Linear(hidden_size, rank, bias=False), last) if rank else last
 
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
-
-    def _check_about(self, name: str, about: dict[str, Any]) -> None:
-        if not (calibration := about.get("calibration")):
-            return
-        try:
-            rates, limits = [calibration["epsilons"], *calibration["acceptance"].values()], calibration["thresholds"]
-            rows = np.array([*rates, *chain(*(limits[metric] for metric in METRICS))], dtype=float)  # of equal length
-            is_right = {calibration["metric"], *limits} == METRICS.keys() and len(rows) == 4 + 3 * len(self.layers)
-        except (TypeError, KeyError, ValueError, AttributeError):
-            is_right = False
-        if not is_right:
-            raise SettingError(
-                f"{name}['calibration'] is not one that calibrate_exit_heads has written for {len(self.layers)} heads, "
-                f"got {brief(repr(calibration))}."
-            )
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` logits of a head for the states ``[..., d]`` that left the layers before it."""
@@ -123,32 +97,42 @@ class ExitHeads(DraftModule):
         A draft is accepted up to its first wrong token, so this is stricter than each head being right as often. Raises
         if the rate ``epsilon`` was never reached.
         """
-        too_high = (
-            f"is more than these exit heads reach: when they were calibrated, at best {self.reached(metric)} of what "
-            "they drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer "
-            "to what they are used for."
-        )
         check_share("epsilon", epsilon, zero=False, one=True)
-        index = next((index for index, rate in enumerate(self._rates(metric)) if rate >= epsilon - 1e-9), None)
-        if index is None:
-            raise SettingError(f"epsilon={epsilon} {too_high}")
-        return [math.inf if head[index] is None else head[index] for head in self._by_metric("thresholds", metric)]
+        thresholds, rates = self._calibrated(metric)
+        enough = np.flatnonzero(rates >= epsilon - 1e-9)
+        if not len(enough):
+            raise SettingError(
+                f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
+                f"{self.reached(metric)} of what they drafted was accepted. Ask for less, fit them on more text, or "
+                "calibrate them on text that is closer to what they are used for."
+            )
+        return np.nan_to_num(thresholds[:, enough[0]], nan=math.inf).tolist()
 
     def reached(self, metric: str | None = None) -> float:
         """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
-        return math.floor(1000 * max(self._rates(metric))) / 1000
+        return math.floor(1000 * self._calibrated(metric)[1].max()) / 1000
 
     def figures(self) -> dict[str, float]:
         """The model card's lines about the calibration."""
         means = {f"ROC AUC of {name}": round(auc, 4) for name, auc in _mean_auc(self.calibration["auc"]).items()}
         return means | {"drafts accepted at best": self.reached()}
 
-    def _rates(self, metric: str | None) -> list[float]:
-        return [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
-
-    def _by_metric(self, table: str, metric: str | None) -> list[Any]:
+    def _calibrated(self, metric: str | None) -> tuple[np.ndarray, np.ndarray]:
+        """The thresholds ``[K, n]``, NaN for none, and the acceptance rates ``[n]`` that drafts had with them."""
         check_metric("exit heads", metric)
-        return list(self.calibration[table][metric or self.metric])
+        calibration = self.calibration
+        try:
+            name = metric or calibration["metric"]
+            tables = calibration["thresholds"][name], calibration["acceptance"][name]
+            thresholds, rates = (np.array(table, dtype=float) for table in tables)
+            if thresholds.shape != (len(self.layers), len(rates)):
+                raise ValueError(f"thresholds of the shape {thresholds.shape}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise SettingError(
+                f"the calibration of these {len(self.layers)} exit heads is not one that calibrate_exit_heads has "
+                f"written ({brief(repr(error))}). Calibrate them again."
+            ) from error
+        return thresholds, np.nan_to_num(rates)
 
 
 def check_metric(name: str, metric: str | None) -> None:

@@ -3,7 +3,6 @@
 import torch
 import torch.nn as nn
 
-from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_flag
 from .draft_module import About, DraftModule
 
 
@@ -15,19 +14,13 @@ class LinearProbe(DraftModule):
         hidden_size: their width ``d``.
         do_sample: whether the probe is for sampling, where acceptance is defined differently.
         about: see :class:`DraftModule`.
-
-    Raises:
-        SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    kind = "probe"
+    kind, usage = "probe", "SelfSpec.adaspeed({!r})"
 
     def __init__(self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: About = None) -> None:
         super().__init__()
-        check_count("LinearProbe(exit_layer)", exit_layer, most=MOST_LAYERS)
-        check_count("LinearProbe(hidden_size)", hidden_size, most=MOST_WIDTH)
-        check_flag("LinearProbe(do_sample)", do_sample)
-        self.exit_layer, self.do_sample, self.about = exit_layer, do_sample, about
+        self.exit_layer, self.do_sample, self.about = int(exit_layer), bool(do_sample), about
         self.direction = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.direction.weight)
         nn.init.zeros_(self.direction.bias)

@@ -19,7 +19,6 @@ from ..model.kernels.linear import FewTokenLinear
 from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name
-from ..validation import MOST_LAYERS, check_count
 from .draft_module import About, DraftModule
 
 # Entries of a config that have a value for each layer.
@@ -188,7 +187,7 @@ class MtpHead(DraftModule):
         SettingError: these are no configs of a causal LM that transformers knows.
     """
 
-    kind = "MTP head"
+    kind, usage, source = "MTP head", "SelfSpec.mtp({!r})", "MTP"
     tokens: torch.Tensor | None
     layers: Any  # each an :class:`MtpLayer`, or one :class:`EagleLayer`
 
@@ -201,17 +200,8 @@ class MtpHead(DraftModule):
         eagle3: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.about, self.configs, self.state_layers, self.eagle3 = about, configs, tuple(state_layers), eagle3
-        are_configs = isinstance(configs, list) and all(isinstance(c, dict) and "model_type" in c for c in configs)
-        if not configs or not are_configs:
-            raise SettingError(
-                "MtpHead(configs) must be a list with the config of each layer as `to_dict` returns it, its model_type "
-                f"included, got {brief(repr(configs))}. MtpHead.of(model) makes a head for a model."
-            )
-        for number in self.state_layers:
-            check_count("MtpHead(state_layers): a layer", number, least=0, most=MOST_LAYERS)
-        if sorted(set(self.state_layers)) != list(self.state_layers):
-            raise SettingError(f"MtpHead(state_layers) must be in increasing order, got {state_layers!r}.")
+        self.about, self.configs, self.eagle3 = about, configs, eagle3
+        self.state_layers = tuple(map(int, state_layers))
         self.register_buffer("tokens", torch.arange(size, device="cpu") if size else None)
         try:
             # Weights come from a file or from a model.
@@ -233,7 +223,10 @@ class MtpHead(DraftModule):
                 for layer in self.layers:
                     _compute_buffers(layer.decoder)
         except Exception as error:  # of the code of any model
-            raise SettingError(f"MtpHead(configs) are no configs of MTP layers: {brief(error)}.") from error
+            raise SettingError(
+                f"MtpHead(configs) are no configs of MTP layers as `to_dict` returns them: {brief(error)}. "
+                "MtpHead.of(model) makes a head for a model."
+            ) from error
 
     def __repr__(self) -> str:
         return f"MtpHead({self.digest})"

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 
 from ..errors import SettingError
-from ..validation import MOST_WIDTH, check_count
 from .draft_module import About, DraftModule
 
 
@@ -26,17 +25,12 @@ class ReducedHead(DraftModule):
 
     Attributes:
         tokens: ``[size]`` the ids of the tokens, in increasing order.
-
-    Raises:
-        SettingError, SettingTypeError: a setting is not allowed.
     """
 
     kind = "reduced head"
 
     def __init__(self, size: int, vocabulary: int, about: About = None) -> None:
         super().__init__()
-        check_count("ReducedHead(vocabulary)", vocabulary, most=MOST_WIDTH)
-        check_count("ReducedHead(size)", size, most=vocabulary)
         self.vocabulary, self.about = vocabulary, about
         self.tokens = nn.Parameter(torch.arange(size, device="cpu"), requires_grad=False)
 

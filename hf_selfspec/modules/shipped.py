@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
@@ -69,9 +67,8 @@ class MtpFormat:
         return of_layer | {name: [values[number]] for name, values in of_mtp.items() if values}
 
 
-# The fields that are names, and what they may be.
-_NAMES = dict.fromkeys(("embedding_norm", "state_norm", "projection", "norm"), r"([^{}]|\{[nl]\})+")
-_NAMES["block"] = r"[^{}]*\{[nl]\}[^{}]*\."
+# The fields that are names.
+_NAMES = ("embedding_norm", "state_norm", "projection", "norm", "block")
 # The file of MTP layers without their model.
 LAYERS_ALONE = "model-mtp.safetensors"
 # The block of a model that has one layer alone.
@@ -104,19 +101,10 @@ def register_mtp_format(model_type: str, names: MtpFormat) -> None:
         names: the names; replaces an earlier registration.
 
     Raises:
-        SettingError: ``model_type`` is not a non-empty string or ``names`` is not an :class:`MtpFormat`, or one with
-            other placeholders, without any in ``block``, or with an unknown kind of attention.
+        SettingError: ``names`` is not an :class:`MtpFormat` or has the same block for all layers.
     """
-    if not isinstance(model_type, str) or not model_type or not isinstance(names, MtpFormat):
-        raise SettingError(f"register_mtp_format takes a model type and an MtpFormat, got {model_type!r}, {names!r}.")
-    for field, pattern in _NAMES.items():
-        if not re.fullmatch(pattern, name := str(getattr(names, field))):
-            raise SettingError(
-                f"MtpFormat({field}) must be a name with no placeholders but {{n}} and {{l}}, and block one that has "
-                f'one of these and ends with a dot, such as "mtp.{{n}}.", got {name!r}.'
-            )
-    if names.kind not in ALLOWED_LAYER_TYPES:
-        raise SettingError(f"MtpFormat(kind) must be one of {', '.join(ALLOWED_LAYER_TYPES)}, got {names.kind!r}.")
+    if not isinstance(names, MtpFormat) or "{" not in names.block:
+        raise SettingError(f"register_mtp_format takes an MtpFormat, whose block has {{n}} or {{l}}, got {names!r}.")
     _FORMATS[model_type] = names
     _shipped.clear()
 

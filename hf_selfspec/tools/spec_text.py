@@ -1,7 +1,6 @@
 """A ``SelfSpec`` from a command line: a preset's name, a folder, or a Python expression."""
 
 import ast
-import json
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from ..errors import SelfSpecError, SettingError, brief
 from ..learned.files import path_of
 from ..learned.saving import FILE_NAME, class_named
-from ..modules.draft_module import CONFIG
+from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 
 # The presets that need no further argument, by their names in the table of methods.
@@ -18,13 +17,6 @@ PRESETS: dict[str, Callable[[], SelfSpec]] = {"selfspec": SelfSpec} | {
 }
 # Methods of SelfSpec that an expression may call.
 _CONSTRUCTORS = sorted({*PRESETS, "dssd", "from_pretrained", "kangaroo"} - {"selfspec"})
-# For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
-_PARTS: dict[str, Callable[[str], SelfSpec]] = {
-    "configs": SelfSpec.mtp,
-    "layers": SelfSpec.dssd,
-    "num_heads": SelfSpec.kangaroo,
-    "exit_layer": SelfSpec.adaspeed,
-}
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -57,22 +49,13 @@ def split(texts: Iterable[str]) -> list[str]:
 def _of_folder(folder: str) -> SelfSpec:
     if (path_of(folder) / FILE_NAME).is_file():
         return SelfSpec.from_pretrained(folder)
-    try:
-        settings = json.loads((path_of(folder) / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}
-    settings = settings if isinstance(settings, dict) else {}
-    for setting, preset in _PARTS.items():
-        if setting in settings:
-            return preset(folder)
-    if "vocabulary" in settings and "size" in settings:
+    part = DraftModule.load(folder)
+    if not part.usage:
         raise SettingError(
-            f"this folder holds a reduced head, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with "
-            "the exit layer that is meant."
+            f"this folder holds a {part.kind}, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with the "
+            "exit layer that is meant."
         )
-    raise SettingError(
-        f"this folder holds neither a {FILE_NAME} nor an adapter, exit heads, an MTP head or a probe. {_advice()}"
-    )
+    return _of_expression(part.usage.format(folder))
 
 
 def _of_expression(text: str) -> SelfSpec:

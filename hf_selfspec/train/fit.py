@@ -284,8 +284,6 @@ def speed_figures(
     except Exception as error:  # whatever it is, hours of fitting are not lost to it
         warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
         return {}
-    finally:
-        module.forget_copies()  # which do not follow the weights
     if max(alone, together) < max(1.0, free) and PartialState().is_main_process:
         warnings.warn(
             f"this {module.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "

@@ -1,48 +1,128 @@
-"""Parts that come from files, or are built, with settings that are none."""
+"""Parts of all kinds: they come back whole, are told apart, and load wherever a part is named."""
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
 
-from helpers.models import VOCABULARY, tiny_llama
+from helpers.blocks import published
+from helpers.calls import check_lossless
+from helpers.fitted import heads_of
+from helpers.models import ROW, VOCABULARY, tiny_llama
 from hf_selfspec import (
+    MTP,
     Adapter,
+    Block,
     Cascade,
+    DynamicExit,
+    EarlyExit,
     EarlyExitAdapter,
     ExitHeads,
     LinearProbe,
     Lookup,
+    MtpHead,
+    ReducedHead,
+    SelfSpec,
     SettingError,
+    load_head,
 )
+from hf_selfspec.drafts.attached import source_of
+from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.draft_module import DraftModule, about
+from hf_selfspec.tools.spec_text import read_spec
 
-CALIBRATION = {
-    "metric": "entropy",
-    "epsilons": [0.5, 0.9],
-    "tokens": 40,
-    "thresholds": {
-        "entropy": [[-1.0, None], [-2.5, -0.1]],
-        "probability": [[0.2, 0.4], [0.6, 0.7]],
-        "margin": [[0.1, 0.2], [0.3, None]],
-    },
-    "acceptance": {"entropy": [0.6, None], "probability": [None, None], "margin": [0.5, 0.95]},
-    "auc": {"entropy": [0.7, None], "probability": [0.6, 0.5], "margin": [0.8, 0.9]},
-}
-PARTS: dict[type[DraftModule], Callable[[], DraftModule]] = {
-    Adapter: lambda: Adapter(2, 64, 4, about=about(tiny_llama(), {"steps": 3}, {"last loss": 1.5})),
-    ExitHeads: lambda: ExitHeads([1, 3], 64, VOCABULARY, about={"calibration": CALIBRATION}),
-    LinearProbe: lambda: LinearProbe(2, 64, True, about={"figures": None}),
+MODEL = tiny_llama(8, factor=0.5)
+# For each kind one part, the SelfSpec of its folder, and what drafts with it where it is attached to a model.
+PARTS: dict[type[DraftModule], tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    Adapter: (
+        lambda: Adapter(2, 64, 4, about=about(MODEL, {"steps": 3}, {})),
+        SelfSpec.kangaroo,
+        EarlyExitAdapter,
+    ),
+    BlockHead: (lambda: block(), lambda at: SelfSpec(Cascade([Lookup(), Block(at)])), Block),
+    ExitHeads: (lambda: heads_of(MODEL, 0.5), SelfSpec.dssd, DynamicExit),
+    LinearProbe: (lambda: LinearProbe(2, 64, True, about={"figures": None}), SelfSpec.adaspeed, None),
+    MtpHead: (lambda: MtpHead.of(MODEL), SelfSpec.mtp, MTP),
+    ReducedHead: (lambda: ReducedHead.of(range(9), VOCABULARY), None, None),  # type: ignore[dict-item]
 }
 
 
-def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) -> Path:
+def block() -> BlockHead:
+    with TemporaryDirectory() as folder:
+        published(Path(folder), MODEL, (1, 3, 5))
+        return BlockHead.load(folder)
+
+
+@pytest.mark.parametrize("part_class", PARTS)
+def test_any_part_is_loaded_anywhere(part_class: type[DraftModule], tmp_path: Path) -> None:
+    """From its folder alone: by its class, as a part, for a command line, and attached to a model."""
+    make, spec_of, source_class = PARTS[part_class]
+    part, model = make(), copy.deepcopy(MODEL)
+    part.save_pretrained(tmp_path)
+    for loaded in (part_class.from_pretrained(tmp_path), DraftModule.load(tmp_path)):
+        assert type(loaded) is part_class
+        assert loaded.about == part.about
+        assert not loaded.training
+        assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in part.state_dict().items())
+    other = next(kind for kind in PARTS if kind is not part_class)
+    with pytest.raises(SettingError, match=f"holds no {other.kind}"):
+        other.load(tmp_path)
+    if spec_of is None:
+        with pytest.raises(SettingError, match=r"holds a reduced head.*write SelfSpec\(EarlyExit\(8, "):
+            read_spec(str(tmp_path))
+    else:
+        assert repr(read_spec(str(tmp_path))) == repr(spec_of(str(tmp_path)))
+    if part_class in (LinearProbe, ReducedHead):
+        with pytest.raises(SettingError, match=f"a {part_class.kind} drafts by itself for no model"):
+            load_head(model, tmp_path)
+    else:
+        head = load_head(model, tmp_path)
+        assert isinstance(source_of(head), source_class)
+        check_lossless(model, SelfSpec(), 12, [ROW])
+    loaded.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors", "README.md"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_a_part_of_another_kind_is_named(tmp_path: Path) -> None:
+    LinearProbe(2, 64).save_pretrained(tmp_path)
+    for wrong in (EarlyExitAdapter, DynamicExit, Block, lambda at: EarlyExit(2, at), SelfSpec.mtp):
+        with pytest.raises(SettingError, match=r"holds a saved probe, and takes a "):
+            wrong(tmp_path)
+    for place in ("a" * 300, str(tmp_path / "config.json"), "no/such-part", str(tmp_path / "none")):
+        with pytest.raises(SettingError, match="there is no saved part at"):
+            EarlyExitAdapter(place)
+
+
+CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
+    (Adapter, ("about",), "good", r"Adapter\(about\) must be a dict or None"),
+    (Adapter, ("colour",), "red", "colour"),
+    (Adapter, ("hidden_size",), 128, r"cut short or changed .*size mismatch for .*\[64\].*\[128\]"),
+    (Adapter, ("rope_theta",), "wide", "could not convert"),
+    (Adapter, ("num_heads",), 5, "hidden_size must be a multiple of"),
+    (Adapter, ("kind",), "probe", "that of 'probe'"),
+    (ExitHeads, ("layers",), [3, 1], "exit layers from 1 on, in increasing order"),
+    (LinearProbe, ("exit_layer",), None, "cut short or changed"),
+]
+
+
+@pytest.mark.parametrize(("part_class", "keys", "value", "words"), CASES)
+def test_junk_in_config(
+    part_class: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
+) -> None:
+    """One error at load, with the file and the field."""
+    changed(tmp_path, PARTS[part_class][0](), keys, value)
+    with pytest.raises(SettingError, match=words) as error:
+        part_class.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) -> None:
     """A saved part with one value of its config.json replaced."""
     part.save_pretrained(folder)
     content = inner = json.loads((folder / "config.json").read_text())
@@ -50,57 +130,23 @@ def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) 
         inner = inner[key]
     inner[keys[-1]] = value
     (folder / "config.json").write_text(json.dumps(content))
-    return folder
 
 
-CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
-    (Adapter, ("about", "figures"), "good", r"Adapter\(about\)\['figures'\] must be a dict"),
-    (Adapter, ("about", "fingerprint", "num_layers"), "6", r"\['fingerprint'\] must have .* a whole number"),
-    (Adapter, ("colour",), "red", "colour"),
-    (Adapter, ("hidden_size",), 128, r"cut short or changed .*size mismatch for .*\[64\].*\[128\]"),
-    (Adapter, ("rope_theta",), math.nan, "config.json .*a number that is not finite"),
-    (Adapter, ("num_heads",), 5, "hidden_size must be a multiple of"),
-    (ExitHeads, ("layers",), [3, 1], "exit layers from 1 on, in increasing order"),
-    (ExitHeads, ("about", "calibration", "thresholds", "entropy", 1, 0), "x", r"\['calibration'\] is not one that"),
-    (LinearProbe, ("do_sample",), "yes", r"LinearProbe\(do_sample\) must be True or False, got 'yes'"),
-]
-
-
-@pytest.mark.parametrize(("module_class", "keys", "value", "words"), CASES)
-def test_junk_in_config(
-    module_class: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
-) -> None:
-    """One error at load, with the file and the field."""
-    changed(tmp_path, PARTS[module_class](), keys, value)
-    with pytest.raises(SettingError, match=words) as error:
-        module_class.load(tmp_path)
-    assert str(tmp_path) in str(error.value)
-
-
-def test_damaged_files(tmp_path: Path) -> None:
-    PARTS[Adapter]().save_pretrained(tmp_path)
-    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["norm.weight"][3] = float("nan")
-    for file, content, words in (
-        (weights, weights.read_bytes()[:200], "cut short or changed"),
-        (weights, save(tensors), "weights that are not finite: norm.weight"),
-        (config, b'{"exit_layer": 2,', "holds no saved adapter"),
-        (config, b"[" * 600, "holds no saved adapter"),
-    ):
-        before = file.read_bytes()
-        file.write_bytes(content)
-        with pytest.raises(SettingError, match=words):
-            Adapter.load(tmp_path)
-        file.write_bytes(before)
-    for place in ("a" * 300, str(config), "no/such-part", str(tmp_path / "none")):
-        with pytest.raises(SettingError, match="there is no saved adapter at"):
-            Adapter.load(place)
+def test_junk_in_a_calibration_is_one_error(tmp_path: Path) -> None:
+    """Where its thresholds are read, before anything is generated; so is a fingerprint of another model."""
+    heads = heads_of(MODEL, 0.5)
+    for table, value in (("thresholds", {}), ("thresholds", {"entropy": [["x"]]}), ("acceptance", 3), ("metric", None)):
+        changed(tmp_path, heads, ("about", "calibration", table), value)
+        with pytest.raises(SettingError, match="is not one that calibrate_exit_heads has written"):
+            SelfSpec.dssd(tmp_path)
+    changed(tmp_path, PARTS[Adapter][0](), ("about", "fingerprint", "num_layers"), "6")
+    with pytest.raises(SettingError, match="a whole number"):
+        MODEL.generate(**ROW, max_new_tokens=3, assistant=SelfSpec.kangaroo(tmp_path))
 
 
 def test_nothing_large_is_made_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights tell how large a part is before there is memory for what its settings want."""
-    changed(tmp_path, PARTS[ExitHeads](), ("hidden_size",), 2**20)
+    changed(tmp_path, PARTS[ExitHeads][0](), ("hidden_size",), 2**20)
     made: list[torch.Tensor] = []
     linear = torch.nn.Linear.__init__
 
@@ -115,25 +161,10 @@ def test_nothing_large_is_made_for_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(weight.is_meta for weight in made)
 
 
-@pytest.mark.parametrize("module_class", PARTS)
-def test_parts_come_back(module_class: type[DraftModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = PARTS[module_class]()
-    torch.nn.init.normal_(next(part.parameters()))
-    part.save_pretrained(tmp_path)
-    loaded = module_class.from_pretrained(tmp_path)
-    assert loaded.about == part.about
-    assert not loaded.training
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in part.state_dict().items())
-    loaded.save_pretrained(tmp_path / "again")
-    for name in ("config.json", "model.safetensors", "README.md"):
-        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_names_tell_weights_apart(inference: bool) -> None:
     with torch.inference_mode(inference):
-        part = PARTS[Adapter]()
+        part = PARTS[Adapter][0]()
         other = copy.deepcopy(part)
         assert repr(other) == repr(part)
         with torch.no_grad():
@@ -143,13 +174,18 @@ def test_names_tell_weights_apart(inference: bool) -> None:
         assert repr(other) == repr(part)
 
 
-def test_parts_are_copied_to_a_device_once() -> None:
-    part, other = PARTS[Adapter](), torch.device("meta")
-    copied = part.on(other)
-    assert copied is part.on(other) is not part.on(torch.device("cpu")) is part
-    assert (part.norm.weight.is_meta, copied.norm.weight.is_meta) == (False, True)
-    part.forget_copies()  # which do not follow its weights
-    assert part.on(other) is not copied
+def test_copies_on_other_devices_and_of_other_types_follow_the_weights() -> None:
+    part, types = PARTS[Adapter][0](), (torch.float64, torch.bfloat16)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert part.on(meta) is part.on(meta) is not part.on(cpu) is part
+    assert (part.norm.weight.is_meta, part.on(meta).norm.weight.is_meta) == (False, True)
+    first = [part.on(cpu, dtype) for dtype in types]
+    assert all(part.on(cpu, dtype) is copied for dtype, copied in zip(types, first, strict=True))
+    with torch.no_grad():
+        part.output.weight.fill_(2.0)  # the last of its parameters, in place
+    assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {2.0}
+    part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()}, assign=True)
+    assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {1.0}
 
 
 def test_a_cascade_of_parts_that_differ_in_weights() -> None:

@@ -170,7 +170,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (lambda: generate(shared, heads_of(model, 0.5, (1,))), UnsupportedModelError, "exit heads cannot draft"),
         (lambda: calibrate_again(other), SettingError, "was fitted to|were fitted to"),
         (lambda: calibrate_again(heads, block_size=1), SettingError, "leaves the model nothing to write"),
-        (lambda: calibrate_again(tmp_path / "none"), SettingError, "there is no saved set of exit heads"),
+        (lambda: calibrate_again(tmp_path / "none"), SettingError, "there is no saved part"),
         (lambda: fit(metric="variance"), SettingError, "must be one of"),
         (lambda: fit(epsilons=[0.9, 0.5]), SettingError, "must be in increasing order"),
         (lambda: fit(labels=2.0), SettingError, "must lie between"),

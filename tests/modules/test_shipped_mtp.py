@@ -290,6 +290,8 @@ def test_names_can_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_mtp(model, renamed)
     names = {part: name.replace("model.layers.4", "next.{n}") for part, name in _DEEPSEEK.items()}
     names["block"] += "."
+    with pytest.raises(SettingError, match=r"takes an MtpFormat, whose block has \{n\} or \{l\}"):
+        hf_selfspec.register_mtp_format("llama", MtpFormat(block="mtp.block."))
     hf_selfspec.register_mtp_format("llama", MtpFormat(**names, state_first=True))
     load_mtp(model, renamed)
     assert torch.allclose(own_logits(model, ROW["input_ids"]), expected, atol=1e-6)
@@ -338,26 +340,9 @@ def test_wrong_weights_are_refused(case: str, tmp_path: Path) -> None:
         load_mtp(model)
 
 
-FORMATS = {
-    r"MtpFormat\(norm\).*got 'mtp\.\{k\}\.norm'": {"norm": "mtp.{k}.norm"},
-    r"MtpFormat\(norm\).*got 'mtp\.\{n\.norm'": {"norm": "mtp.{n.norm"},
-    r"MtpFormat\(block\) must .*got 'mtp\.block\.'": {"block": "mtp.block."},
-    r"MtpFormat\(block\) must .* ends with a dot.*got 'mtp\.\{n\}'": {"block": "mtp.{n}"},
-    r"MtpFormat\(kind\) must be one of .*full_attention.*got 'full'": {"kind": "full"},
-}
-
-
-@pytest.mark.parametrize("message", FORMATS)
-def test_wrong_formats_are_refused(message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        hf_selfspec.register_mtp_format("llama", MtpFormat(**FORMATS[message]))
-
-
 DAMAGED = {
     "{": r"index\.json was cut short",
-    "{}": r"index\.json has no weight_map",
     "[]": r"index\.json has no weight_map",
-    '{"weight_map": 3}': r"index\.json has no weight_map",
     '{"weight_map": {"a": 3}}': r"index\.json has no weight_map",
     '{"weight_map": {"a": "b.safetensors"}}': r"index\.json names b\.safetensors, which is not there",
     "": r"model\.safetensors was cut short",

@@ -79,7 +79,7 @@ class FittedExit(FittedSource[_M]):
 
     def exit_at(self, layer: int, anatomy: Anatomy) -> LayerPlan:
         """The blocks below the exit layer that the module was fitted to."""
-        if layer >= anatomy.num_layers:
+        if not 0 < layer < anatomy.num_layers:
             raise SettingError(
                 f"the {self.module.kind} is for exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} "
                 "layers. Use it with the model that it was fitted to."
