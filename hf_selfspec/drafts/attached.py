@@ -62,7 +62,7 @@ def source_of(head: DraftModule) -> DraftSource:
     source_class: Any = class_named(head.source, "draft")
     if source_class is None:
         raise SettingError(
-            f"load_head: a {head.kind} drafts by itself for no model. Give the folder or the Hub repository of a DFlash, "
-            "DSpark or EAGLE-3 head, an MTP layer, or an adapter or exit heads that were fitted to it."
+            f"load_head: a {head.kind} drafts by itself for no model. Give the folder or the Hub repository of a "
+            "DFlash, DSpark or EAGLE-3 head, an MTP layer, or an adapter or exit heads that were fitted to it."
         )
     return cast(DraftSource, source_class(head))

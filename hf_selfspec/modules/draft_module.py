@@ -130,7 +130,10 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         settings = read_config(cls.kind, name, **options)
         if cls is DraftModule:
             if (load := loader_of(settings)) is None:
-                raise SettingError(f"{name} holds no part: its {CONFIG} has no kind that is known here.")
+                raise SettingError(
+                    f"{name} holds no part: its {CONFIG} has no kind that is known here. Give the folder or the Hub "
+                    "repository of a fitted part, or of a DFlash, DSpark or EAGLE-3 head."
+                )
             return cast(Self, load(name, **options))
         weights_file = file_of(cls.kind, name, WEIGHTS, **options)
         with reading(cls.kind, name):

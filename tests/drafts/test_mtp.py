@@ -177,13 +177,13 @@ def of_another_width() -> Any:
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     wrong: Any = tiny_llama()
     for make, kind, message in (
-        (lambda: MTP(tmp_path / "none"), SettingError, "there is no saved MTP head at"),
+        (lambda: MTP(tmp_path / "none"), SettingError, "there is no saved part at"),
         (lambda: MTP(wrong), SettingTypeError, "must be MtpHead or the path"),
-        (lambda: MtpHead([]), SettingError, r"a list with the config of each layer.*got \[\]"),
-        (lambda: MtpHead([{}]), SettingError, r"a list with the config of each layer.*got \[\{\}\]"),
+        (lambda: MtpHead([]), SettingError, "no configs of MTP layers"),
+        (lambda: MtpHead([{}]), SettingError, "no configs of MTP layers"),
         (lambda: MTP(MtpHead(MtpHead.of(wrong).configs)), SettingError, "has no weights yet"),
         (lambda: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
-        (lambda: MtpHead([{"model_type": "llama"}], state_layers=[3, 1]), SettingError, "in increasing order"),
+        (lambda: MtpHead.of(wrong, state_layers=(3, 1)), SettingError, r"reads the states before layers \[3, 1\]"),
         (lambda: MtpHead.of(tiny_llama(2), state_layers=(1, 3)), SettingError, "the model has 2"),
         (of_another_width, SettingError, "takes states of width 32, and the model has 64"),
         (lambda: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),

@@ -247,8 +247,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *(
         ({"draft": {"class": name, setting: place}}, NO_PLACE)
         for name, setting in (("EarlyExitAdapter", "adapter"), ("DynamicExit", "heads"))
-        for place in ("../adapter", "~/adapter", "https://example.com/a", None, r"\\a\b")
+        for place in ("../adapter", "~/adapter", "https://example.com/a", r"\\a\b")
     ),
+    ({"draft": {"class": "EarlyExitAdapter", "adapter": None}}, "must be Adapter or the path of a saved one, got None"),
 ]
 
 
