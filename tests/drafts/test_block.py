@@ -208,7 +208,7 @@ def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path, monkeypatch: p
     assert attached_head(other) is None
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_text("{}")
-    with pytest.raises(SettingError, match="holds no part: .*no kind that is known"):
+    with pytest.raises(SettingError, match=r"holds no part: .*no kind that is known"):
         load_head(model, tmp_path / "none")
     with pytest.raises(SettingTypeError, match="must be a folder"):
         load_head(model, 3)  # type: ignore[arg-type]  # a wrong one
