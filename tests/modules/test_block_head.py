@@ -141,7 +141,7 @@ def changed_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], ob
 _LAYER = "transformer_layer_config"
 VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"speculators_model_type": "dflash2"}, "not served: dflash2"),
-    "EAGLE-3": ({"speculators_model_type": "eagle3"}, r"not served: eagle3.*MTP\.from_eagle3"),
+    "EAGLE-3": ({"speculators_model_type": "eagle3"}, r"MTP\.from_eagle3: .* not served: 2 layers"),
     "other layers": ({_LAYER: {"model_type": "gemma2"}}, "not served: layers of gemma2"),
     "another width of states": ({"target_hidden_size": 32}, "not served: target_hidden_size"),
     "another Markov head": (
@@ -180,7 +180,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="of which `speculators convert` makes"):
         Block(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SettingError, match="holds no block head"):
+    with pytest.raises(SettingError, match="holds no part"):
         Block(tmp_path)
 
 
