@@ -113,7 +113,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     model.lm_head.weight = weight
     for wrong, error, words in (
         (lambda: EarlyExit(2, 8192), SettingTypeError, r"EarlyExit\(head\) must be ReducedHead or the path"),
-        (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved reduced head"),
+        (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved part"),
         (lambda: reduced.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),
         (lambda: fit_reduced_head(tiny_llama(), None, [{"input_ids": [97]}]), SettingError, "distinct ids"),
         (lambda: check_lossless(tiny_llama(), far), UnsupportedModelError, "names token 97"),
