@@ -4,12 +4,10 @@ import functools
 import gc
 import itertools
 import logging
-import operator
 import random
 import re
 import warnings
 import weakref
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -84,17 +82,6 @@ class OwnEmbeddings(LlamaForCausalLM):
         return inputs | {"inputs_embeds": self.get_input_embeddings()(inputs.pop("input_ids")).flip(-1)}
 
 
-class CountsSteps(LlamaForCausalLM):
-    def forward(self, *args: Any, step: int = 0, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits.roll(step % 5, -1)
-        return output
-
-    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
-        later = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
-        return later | {"step": later.get("step", 0) + 1}
-
-
 class Signs(LlamaForCausalLM):
     def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         ids = super()._sample(input_ids, *args, **kwargs)
@@ -109,15 +96,19 @@ class WithoutCache(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=attention_mask, use_cache=False)
 
 
-class LastLogits(LlamaForCausalLM):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits[:, -1:]
+def with_logits(change: Callable[[Any, torch.Tensor], torch.Tensor], **members: Any) -> type[LlamaForCausalLM]:
+    """A class of a model that changes its logits."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = LlamaForCausalLM.forward(self, *args, **kwargs)
+        output.logits = change(self, output.logits)
         return output
 
+    return type("Changing", (LlamaForCausalLM,), {"forward": forward} | members)
 
-class Unchanged(LlamaForCausalLM):
-    pass
+
+UNCHANGED = type("Unchanged", (LlamaForCausalLM,), {})
+LAST_LOGITS = with_logits(lambda self, logits: logits[:, -1:])
 
 
 class PassesOn(nn.Module):
@@ -150,31 +141,20 @@ class MaxScaled(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-class Counting(nn.Module):
-    """An embedding that counts positions itself."""
+class Counting(nn.Embedding):
+    """Counts positions itself."""
 
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.embedding, self.count = embedding, 0
+    count = 0
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.count = ids.shape[1] + (self.count if ids.shape[1] < 6 else 0)
         places = torch.arange(self.count - ids.shape[1], self.count)
-        return self.embedding(ids) + 0.3 * torch.sin(places[:, None] / (1 + torch.arange(64)))
+        return super().forward(ids) + 0.3 * torch.sin(places[:, None] / (1 + torch.arange(64)))
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return 1.1 * self.inner(ids)
-
-
-def with_embedding(wrapper: Callable[[Any], nn.Module]) -> LlamaForCausalLM:
+def with_a_counting_embedding() -> LlamaForCausalLM:
     model = LLAMA()
-    model.model.embed_tokens = wrapper(model.model.embed_tokens)
+    model.model.embed_tokens = Counting(VOCABULARY, 64, _weight=model.model.embed_tokens.weight.detach())
     return model
 
 
@@ -187,11 +167,6 @@ def with_a_forward_of_its_own() -> LlamaForCausalLM:
         return usual(states) * states.shape[1]
 
     model.model.layers[2].mlp.forward = forward
-    return model
-
-
-def add_hook_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    add_hook_to_module(model.model.layers[2].mlp, ModelHook())
     return model
 
 
@@ -326,11 +301,6 @@ def registered_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwarg
     return sdpa_attention_forward(module, q, k, 3 * v.roll(1, -1), mask, **kwargs)
 
 
-def rounded_by_all(usual: Any) -> Any:
-    """A product in fewer bits, by the largest number of all tokens."""
-    return lambda a, b, **kwargs: usual((a / (a.abs().amax() / 7)).round() * (a.abs().amax() / 7), b, **kwargs)
-
-
 def own_mask(usual: Any) -> Any:
     """As models of the Hub make it: from the length of the cache and the mask of the prompts."""
 
@@ -343,24 +313,6 @@ def own_mask(usual: Any) -> Any:
     return mask
 
 
-class Negated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        return -args[-1]
-
-
-def with_a_forward(make: Callable[[Any], Any]) -> LlamaForCausalLM:
-    model = LLAMA()
-    norm = model.model.norm
-    norm.forward = make(norm)
-    return model
-
-
-@torch.library.custom_op("hf_selfspec_tests::negated", mutates_args=())
-def negated(states: torch.Tensor) -> torch.Tensor:
-    return -states
-
-
 class Passing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -370,11 +322,10 @@ class Passing(TorchFunctionMode):
 # ``None`` for either: of a model's own code, and below of what is attached to one if users trust it.
 OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
     "own embeddings": (lambda: of_class(OwnEmbeddings), nullcontext, "prepare_inputs_for_generation"),
-    "counted steps": (lambda: of_class(CountsSteps), nullcontext, "_update_model_kwargs"),
     "own loop": (lambda: of_class(Signs), nullcontext, "decode loop of its own"),
     "no cache": (lambda: of_class(WithoutCache), nullcontext, "leave the cache empty"),
-    "last logits": (lambda: of_class(LastLogits), nullcontext, "logits of 1 of"),
-    "a class without changes": (lambda: of_class(Unchanged), nullcontext, ""),
+    "last logits": (lambda: of_class(LAST_LOGITS), nullcontext, "logits of 1 of"),
+    "a class without changes": (lambda: of_class(UNCHANGED), nullcontext, ""),
     "layers without keys": (lambda: Pruned(LLAMA().config).eval(), nullcontext, ""),
     "no decoder": (lambda: of_class(WithoutDecoder), nullcontext, "NotImplementedError"),
     "weights of a class": (with_weights_of_a_class, nullcontext, "several tokens at once differ"),
@@ -386,19 +337,10 @@ OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]
     ),
 }  # fmt: skip
 ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
-    "a method of torch's": (
-        lambda: with_a_forward(lambda norm: nn.Sequential(PassesOn()).forward), nullcontext, None,
-    ),
-    "a function with gradients": (lambda: hooked(Negated.apply), nullcontext, None),
-    "an operator": (lambda: with_a_forward(lambda norm: negated), nullcontext, None),
     "mode of torch": (LLAMA, Passing, ""),
-    "counted positions": (lambda: with_embedding(Counting), nullcontext, "keeps something"),
-    "embedding in a wrapper": (lambda: with_embedding(Wrapped), nullcontext, ""),
+    "counted positions": (with_a_counting_embedding, nullcontext, "keeps something"),
     "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
     "a method of a module": (with_another_method, nullcontext, "the _split_heads"),
-    "a forward below accelerate's": (
-        lambda: add_hook_to(with_a_forward_of_its_own()), nullcontext, "forward",
-    ),
     "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
     "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
     "hook on all tokens": (steered(lambda count: True), nullcontext, ""),
@@ -410,7 +352,6 @@ ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager
         LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
     ),
     "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), None),
-    "other product": (LLAMA, lambda: replaced(torch, "matmul", rounded_by_all), ""),  # eager attention alone calls it
 }  # fmt: skip
 KINDS = OWN | ATTACHED
 
@@ -477,7 +418,7 @@ def attached_to(make: Callable[[], Any], around: Callable[[], AbstractContextMan
 
 
 def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
-    model, calls = of_class(Unchanged), list[int]()
+    model, calls = of_class(UNCHANGED), list[int]()
 
     def hook(module: Any, args: Any, output: Any) -> None:
         calls.append(1)
@@ -505,23 +446,12 @@ PLACES: dict[str, tuple[Callable[[Any], object], Callable[[Any], int]]] = {
         lambda own: setattr(own.slots, "n", 0),
         lambda own: setattr(own.slots, "n", own.slots.n + 1) or own.slots.n,
     ),
-    "class": (lambda own: setattr(Counted, "n", 0), lambda own: setattr(Counted, "n", Counted.n + 1) or Counted.n),
-    "global": (lambda own: globals().update(_FORWARDS=0), lambda own: counted_in_a_global()),
-    "inner function": (
+    "class": (lambda own: setattr(Slots, "of_all", 0), lambda own: counted_in_a_class()),
+    "global of an inner function": (
         lambda own: globals().update(_FORWARDS=0),
         lambda own: (lambda: globals().update(_FORWARDS=_FORWARDS + 1) or _FORWARDS)(),
     ),
-    "dictionary": (
-        lambda own: own.by_name.clear(),
-        lambda own: own.by_name.update(n=own.by_name["n"] + 1) or own.by_name["n"],
-    ),
     "list": (lambda own: own.items.clear(), lambda own: own.items.append(1) or len(own.items)),
-    "far in a list": (
-        lambda own: operator.setitem(own.long, 700, 0),
-        lambda own: operator.setitem(own.long, 700, own.long[700] + 1) or own.long[700],
-    ),
-    "deque": (lambda own: own.last.clear(), lambda own: own.last.append(1) or len(own.last)),
-    "set": (lambda own: own.different.clear(), lambda own: own.different.add(len(own.different)) or len(own.different)),
     "array": (lambda own: own.array.fill(0), lambda own: int(np.add(own.array, 1, out=own.array)[0])),
     "tensor": (lambda own: own.tensor.zero_(), lambda own: int(own.tensor.add_(1))),
     "default of a function": (lambda own: _COUNT.clear(), lambda own: counted_in_a_default()),
@@ -530,21 +460,17 @@ PLACES: dict[str, tuple[Callable[[Any], object], Callable[[Any], int]]] = {
         lambda own: vars(own.lm_head).update(n=own.lm_head.n + 1) or own.lm_head.n,
     ),
     "iterator": (lambda own: vars(own).update(iterator=itertools.count(1)), lambda own: next(own.iterator)),
-    "generator": (
-        lambda own: vars(own).update(generator=torch.Generator().manual_seed(0)),
-        lambda own: int(torch.randint(0, 20, (), generator=own.generator)),
-    ),
 }
 
 
 class Slots:
     __slots__ = ("n",)
+    of_all = 0
 
 
-def counted_in_a_global() -> int:
-    global _FORWARDS
-    _FORWARDS += 1
-    return _FORWARDS
+def counted_in_a_class() -> int:
+    Slots.of_all += 1
+    return Slots.of_all
 
 
 def counted_in_a_default(count: list[int] = _COUNT) -> int:
@@ -552,41 +478,19 @@ def counted_in_a_default(count: list[int] = _COUNT) -> int:
     return len(count)
 
 
-class Counted(LlamaForCausalLM):
-    """Steers after 8 forwards, which its forward, or a hook, counts."""
-
-    n, counted = 0, staticmethod(lambda own: 0)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.by_name, self.items, self.long, self.slots = Counter[str](), [], [0] * 1000, Slots()
-        self.last, self.different, self.array, self.tensor = deque(), set(), np.zeros(1), torch.zeros(1)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        if self.counted(self) > 8:
-            output.logits = output.logits.roll(5, -1)
-        return output
-
-    def held(self) -> str:
-        names = ("by_name", "items", "long", "last", "different", "array", "tensor")
-        attributes = {name: vars(self)[name] for name in names}
-        return str((attributes, vars(self).get("n"), Counted.n, _FORWARDS, len(_COUNT), vars(self.lm_head).get("n")))
-
-
-class Derived(Counted):
-    pass
-
-
 @pytest.mark.parametrize("where", PLACES)
 def test_counts_of_forwards(quiet: None, where: str) -> None:
-    """Plain serves, and a comparison leaves no trace, wherever own code counts."""
-    model, spec, (begin, counted) = of_class(Derived), SelfSpec.lookup(), PLACES[where]
-    begin(model)
-    model.counted, found = counted, []
+    """Where own code counts its forwards, and steers after 8, plain serves; a comparison leaves no trace."""
+    begin, counted = PLACES[where]
+    model = of_class(with_logits(lambda own, logits: logits.roll(5, -1) if own.counted(own) > 8 else logits))
+    model.items, model.array, model.tensor, model.slots = [], np.zeros(1), torch.zeros(1), Slots()
+    model.counted, spec, found = counted, SelfSpec.lookup(), []
     for assistant in (None, spec, spec):
         begin(model)
-        found.append((model.generate(**ROW, **OPTIONS, assistant=assistant).tolist(), model.held()))
+        ids = model.generate(**ROW, **OPTIONS, assistant=assistant).tolist()
+        attributes = [str(vars(model).get(name)) for name in ("n", "items", "array", "tensor")]
+        counts = Slots.of_all, _FORWARDS, len(_COUNT), vars(model.lm_head).get("n"), getattr(model.slots, "n", None)
+        found.append((ids, attributes, counts))
     assert found[0] == found[1] == found[2]
     assert spec.stats is not None
     assert spec.stats.left_to_generate
@@ -696,14 +600,7 @@ def test_classes_of_a_notebook_go_with_their_models(quiet: None, trust: bool) ->
 
 def test_random_numbers_are_put_back(quiet: None) -> None:
     """Those of Python and numpy, too."""
-
-    class Random(LlamaForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
-            output.logits = output.logits.roll(random.randrange(3) + int(np.random.randint(3)), -1)
-            return output
-
-    model = of_class(Random)
+    model = of_class(with_logits(lambda own, logits: logits.roll(random.randrange(3) + int(np.random.randint(3)), -1)))
     texts = []
     for spec in (None, SelfSpec.lookup()):
         random.seed(1)
@@ -712,23 +609,16 @@ def test_random_numbers_are_put_back(quiet: None) -> None:
     assert torch.equal(*texts)
 
 
-class Lazy(LlamaForCausalLM):
-    """Makes a table in its first forward, as many models of the Hub do."""
-
-    table: Any = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.table is None:
-            self.table = torch.ones(97)
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits * self.table
-        return output
+def by_a_table(own: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Made in the first forward, as many models of the Hub do."""
+    if own.table is None:
+        own.table = torch.ones(97)
+    return logits * own.table
 
 
 def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
     """That call is left to plain, later ones are drafted."""
-    model, spec = of_class(Lazy), SelfSpec.lookup()
-    left = []
+    model, spec, left = of_class(with_logits(by_a_table, table=None)), SelfSpec.lookup(), []
     for seed in range(3):
         prompt = ragged_batch((9,), seed=seed)
         model.generate(**prompt, **OPTIONS, assistant=spec)
@@ -769,7 +659,7 @@ def test_graphs_of_what_was_not_seen_are_compared(quiet: None, monkeypatch: pyte
         return [2 * value if value.is_floating_point() else value for value in run(graph, *inputs)]
 
     monkeypatch.setattr(Traced, "__call__", wrong)
-    model, spec = of_class(Unchanged, 6), SelfSpec(EarlyExit(2), FixedLength(3))
+    model, spec = of_class(UNCHANGED, 6), SelfSpec(EarlyExit(2), FixedLength(3))
     options = OPTIONS | {"max_new_tokens": 16}
     expected = model.generate(**ROW, **options)
     for _ in range(3):

@@ -29,7 +29,6 @@ from hf_selfspec.drafts.stateless import is_stateless
 from hf_selfspec.errors import SettingTypeError, UnsupportedModelError
 
 MODEL = tiny_llama(4, factor=0.5)
-END = 50
 
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4)),
@@ -71,17 +70,21 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
 
 
+def every_third(row: int, ids: torch.Tensor, shift: int = 0) -> list[int]:
+    return list(range(2 + (row + shift) % 3, VOCABULARY, 3))
+
+
 def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
-    found = []
+    found: list[Any] = []
     for spec in (None, SPECS["exit"]()):
         calls: list[tuple[int, list[int]]] = []
 
         def allowed(row: int, ids: torch.Tensor, calls: list[Any] = calls) -> list[int]:
             calls.append((row, ids.tolist()))
-            return list(range(2 + (row + len(calls)) % 3, VOCABULARY, 3))
+            return every_third(row, ids, len(calls))
 
-        options = {"max_new_tokens": 20, "prefix_allowed_tokens_fn": allowed}
-        found.append((MODEL.generate(**BATCH, **options, assistant=spec).tolist(), calls))
+        ids = MODEL.generate(**BATCH, max_new_tokens=12, prefix_allowed_tokens_fn=allowed, assistant=spec)
+        found.append((ids.tolist(), calls))
     assert found[0] == found[1]
 
 
@@ -89,35 +92,41 @@ class Declared(Counting):
     is_stateless = True
 
 
+def test_a_declared_processor_is_called_for_drafts() -> None:
+    _, processor = texts(SPECS["exit"](), ROW, Declared)
+    assert len(processor.seen) > 20
+
+
 class Registered(lp.TemperatureLogitsWarper):
     pass
 
 
 def test_what_is_stateless() -> None:
+    """What is known or declared, of all that generate makes for a decoder-only model; no class that is new to us."""
+
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
         return [row]
 
-    def of(function: Any) -> lp.PrefixConstrainedLogitsProcessor:
-        return lp.PrefixConstrainedLogitsProcessor(function, num_beams=1)
+    def judged() -> list[bool]:
+        constrained = lp.PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
+        return [is_stateless(each) for each in (constrained, Registered(0.5))]
 
     assert is_stateless(lp.TemperatureLogitsWarper(0.5))
     assert is_stateless(Declared())
-    assert not is_stateless(Counting())
-    assert not is_stateless(lambda ids, scores: scores)
-    assert not is_stateless(lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, MODEL))
-    assert not is_stateless(of(allowed))
+    guidance = lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, MODEL)
+    for other in (Counting(), len, guidance, lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16)):
+        assert not is_stateless(other)
+    assert judged() == [False, False]
     allowed.is_stateless = True
-    assert is_stateless(of(allowed))
-    assert not is_stateless(Registered(0.5))
     hf_selfspec.register_stateless(Registered)
-    assert is_stateless(Registered(0.5))
+    assert judged() == [True, True]
     with pytest.raises(SettingTypeError, match=r"takes a class.*is_stateless"):
         hf_selfspec.register_stateless(Registered(0.5))
-
-
-def test_a_declared_processor_is_called_for_drafts() -> None:
-    _, processor = texts(SPECS["exit"](), ROW, Declared)
-    assert len(processor.seen) > 20
+    known = {kind.__name__ for kind in stateless._registered}
+    source = inspect.getsource(GenerationMixin._get_logits_processor)
+    made = set(re.findall(r"\b(\w+(?:LogitsProcessor|LogitsWarper|LengthPenalty|LogitNormalization))\(", source))
+    assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made
+    assert made - known <= {type(guidance).__name__, "PrefixConstrainedLogitsProcessor"}  # which is as its function is
 
 
 def test_statistics_name_what_rows_advance_together_for() -> None:
@@ -126,20 +135,6 @@ def test_statistics_name_what_rows_advance_together_for() -> None:
         texts(spec, inputs, stopping_criteria=[AfterCalls([30, 30, 30])])
         assert spec.stats.together_for == words
         assert ("since Counting, AfterCalls may keep a state" in str(spec.stats)) == bool(words)
-
-
-def test_only_what_is_known_is_stateless() -> None:
-    """All that generate makes for a decoder-only model, but for two; a class that is new to us is not trusted."""
-    known = {kind.__name__ for kind in stateless._registered}
-    source = inspect.getsource(GenerationMixin._get_logits_processor)
-    made = set(re.findall(r"\b(\w+(?:LogitsProcessor|LogitsWarper|LengthPenalty|LogitNormalization))\(", source))
-    others = {
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "PrefixConstrainedLogitsProcessor",  # as its function is
-    }
-    assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made
-    assert made - known == others & made
-    assert not is_stateless(lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16))
 
 
 # What others' functions do to the ids, or the model, between two tokens.
@@ -193,40 +188,41 @@ class Between:
     def end(self) -> None:
         self.seen.append("end")
 
-
-class BetweenScores(Between):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.put(input_ids)
         return scores
 
-
-class BetweenTokens(Between):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def judge(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.put(input_ids)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-WHERE = {"logits_processor": BetweenScores, "stopping_criteria": BetweenTokens, "streamer": Between}
+WHERE: dict[str, Callable[[Between], Any]] = {
+    "logits_processor": lambda watching: [watching.process],
+    "stopping_criteria": lambda watching: [watching.judge],
+    "streamer": lambda watching: watching,  # its tokens are copies, so that it writes none
+}
 
 
 @peft_calls_old_name
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.every_run("logits_.*-(writes a token|scale)|stop.*-(writes earlier tokens|adapter)|streamer-hooks")
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [pair for pair in itertools.product(WHERE, CHANGES) if pair[0] != "streamer" or pair[1][0] != "w"],
+)
 def test_what_changes_between_two_tokens(where: str, change: str) -> None:
     """Has its effect on the next token, as in plain ``generate``."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-    for inputs, name in itertools.product((ROW, BATCH), SPECS):
+    for inputs, make in zip((ROW, BATCH), SPECS.values(), strict=True):
         found = []
-        for assistant in (None, SPECS[name]()):
+        for assistant in (None, make()):
             torch.manual_seed(0)
             model = peft.get_peft_model(tiny_llama(4, factor=0.5), config).eval()
             model.add_adapter("other", config)
-            watching = WHERE[where](model, CHANGES[change])
-            function = watching if where == "streamer" else [watching]
-            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [83, 75], where: function}
-            ids = model.generate(
-                **{name: each.clone() for name, each in inputs.items()}, **options, assistant=assistant
-            )
+            watching = Between(model, CHANGES[change])
+            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [83, 75]}
+            copies = {name: each.clone() for name, each in inputs.items()}
+            ids = model.generate(**copies, **options, **{where: WHERE[where](watching)}, assistant=assistant)
             found.append((ids.tolist(), watching.seen))
         assert found[0] == found[1]
         assert assistant.stats.accepted > 0
@@ -266,38 +262,27 @@ class Shifted(lp.PrefixConstrainedLogitsProcessor):
         return super().__call__(input_ids, scores).roll(1, -1)
 
 
-@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["row", "batch"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stopping_criteria": [SoftLimit(16)]},
-        {"stopping_criteria": [LateEnd(list(range(2, 40)))]},
-        {"logits_processor": [Shifted(lambda row, ids: list(range(2 + row, VOCABULARY, 3)), 1)]},
-    ],
-    ids=["limit", "end", "prefix function"],
-)
-def test_classes_that_derive_from_those_of_transformers(inputs: Any, options: Any) -> None:
-    options = {"max_new_tokens": 24, "logits_processor": []} | options
-    plain, ours = (texts(spec, inputs, **options)[0] for spec in (None, SPECS["exit"]()))
-    assert torch.equal(ours, plain)
+@pytest.mark.parametrize("function", [SoftLimit(16), LateEnd(list(range(2, 40))), Shifted(every_third, 1)])
+def test_classes_that_derive_from_those_of_transformers(function: Any) -> None:
+    name = "logits_processor" if isinstance(function, LogitsProcessor) else "stopping_criteria"
+    for inputs in (ROW, BATCH):
+        ids = [texts(spec, inputs, **{name: [function]})[0] for spec in (None, SPECS["exit"]())]
+        assert torch.equal(*ids)
 
 
 class Tightening(LogitsProcessor):
     """A temperature that falls with each call."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return scores * (1.0, 0.5, 1.5, 0.8)[self.calls - 1]
 
 
-class TighteningByLength(LogitsProcessor):
+def tightening(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """The same, told by the length of the text."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores * (1.0, 0.5, 1.5, 0.8)[input_ids.shape[1] - 1]
+    return scores * (1.0, 0.5, 1.5, 0.8)[ids.shape[1] - 1]
 
 
 @pytest.mark.every_run("early exit-8")
@@ -308,4 +293,4 @@ def test_drawn_tokens_are_exact(name: str, rows: int) -> None:
     for seed in range(240 // rows):
         sequences.append(sample(spec, rows=rows, seed=seed, logits_processor=[Tightening()])[0])
         accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
-    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(llama(), [TighteningByLength()]))
+    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(llama(), [tightening]))

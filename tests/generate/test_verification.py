@@ -1,26 +1,76 @@
-"""Verification piece by piece: choosing a token, widths of trees, processors."""
+"""Verification piece by piece: choosing a token, walking a draft, processors of all its nodes."""
 
 import inspect
 import math
-from itertools import product
+from collections.abc import Iterator
+from itertools import permutations, product
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as lp
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from helpers.models import character_tokenizer
-from helpers.verification import ALMOST_ONE, fix_uniform, orders
 from hf_selfspec import NumericalError, TopKTree
-from hf_selfspec.batch import Draft, Text, Verdict
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.drafts.scoring import Scorer, check_highest
+from hf_selfspec.generate import acceptance
 from hf_selfspec.generate.acceptance import accept_line, choose_sampled
 from hf_selfspec.generate.stopping import Stopper
-from hf_selfspec.model.logits import draw_without_replacement
+from hf_selfspec.generate.walk import verify
+from hf_selfspec.model.logits import Logits, draw_without_replacement
+
+ALMOST_ONE = 1 - 2**-30
+
+
+def fix_uniform(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    """The next calls of ``torch.rand`` return these."""
+    script = iter(values)
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(next(script), dtype=torch.float64))
+
+
+def orders(q: torch.Tensor, count: int) -> Iterator[tuple[list[int], float]]:
+    """Every sequence of ``count`` distinct tokens, with the probability of drawing it from ``q`` one after another."""
+    for drawn in permutations(range(len(q)), count):
+        probability, left = 1.0, 1.0
+        for token in drawn:
+            probability *= float(q[token]) / left if probability else 0.0
+            left -= float(q[token])
+        if probability > 0.0:
+            yield list(drawn), probability
+
+
+def outcomes(
+    p: torch.Tensor, drafted: list[int], q: torch.Tensor, num_drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """The distribution of ``choose_sampled``'s token given its candidates, by bisecting its uniform numbers."""
+    residuals: list[torch.Tensor] = []
+
+    def draw(residual: torch.Tensor) -> torch.Tensor:
+        residuals.append(residual)
+        return torch.zeros((), dtype=torch.long)
+
+    def accepted(*uniform: float) -> int | None:
+        fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
+        return choose_sampled(p.log(), drafted, q, num_drawn)[1]
+
+    monkeypatch.setattr(acceptance, "draw", draw)
+    found, reached = torch.zeros(len(p)), 1.0
+    # What is left is drawn, and may be one of the named ones.
+    for index, token in enumerate(drafted[:num_drawn]):
+        low, high = 0.0, 1.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            low, high = (middle, high) if accepted(*[ALMOST_ONE] * index, middle) == index else (low, middle)
+        found[token] += reached * high
+        reached *= 1.0 - high
+    residuals.clear()
+    accepted()
+    return found + reached * residuals[0] if residuals and reached > 1e-6 else found
+
 
 HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
 
@@ -76,15 +126,90 @@ def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
     assert sorted(drawn[2:]) == [0, 3]
 
 
-@pytest.mark.parametrize(("confidence", "width"), [(0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.96, 1)])
+@pytest.mark.parametrize(("confidence", "width"), [(0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.96, 1), (math.nan, 1)])
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
     assert TopKTree().width(torch.tensor([confidence])) == width
-    assert TopKTree().width(torch.tensor([1.0, confidence])) == width
 
 
-def test_probabilities_that_are_no_numbers_get_one_candidate() -> None:
-    """Those of a user's drafter; the full model rejects what is wrong."""
-    assert TopKTree().width(torch.full((2,), math.nan)) == 1
+def quick(examples: int) -> Any:
+    """The same examples in each run, as long as each takes."""
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+# Some tokens without a probability.
+LOGITS = st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.0, 0.5, 2.0]), min_size=4, max_size=4).filter(
+    lambda logits: max(logits) > -math.inf
+)
+
+
+# Candidates that are named in addition; they may follow from what was drawn, but not from the uniform numbers.
+NAMED = {
+    "none": lambda drawn: [],
+    "the same whatever was drawn": lambda drawn: [2, 0, 3],
+    "one": lambda drawn: [next(token for token in (1, 3, 0, 2) if token not in drawn)],
+    "by what was drawn": lambda drawn: [(sum(drawn) + token) % 4 for token in range(3)],
+    "all": lambda drawn: [3, 0, 1, 2],
+}
+
+
+@quick(20)
+@given(p=LOGITS, q=LOGITS, count=st.integers(0, 3), name=st.sampled_from(sorted(NAMED)))
+def test_candidates_leave_the_distribution_p(p: list[float], q: list[float], count: int, name: str) -> None:
+    """Averaged over all siblings that could have been drawn without replacement, and named ones beside them."""
+    target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
+    marginal = torch.zeros(4)
+    with pytest.MonkeyPatch.context() as patch:
+        for drawn, probability in orders(drawn_from, min(count, int((drawn_from > 0).sum()))):
+            named = [token for token in NAMED[name](drawn) if token not in drawn]
+            marginal += probability * outcomes(target, [*drawn, *named], drawn_from, len(drawn), patch)
+    torch.testing.assert_close(marginal, target, rtol=0, atol=2e-5)
+
+
+@quick(12)
+@given(p=LOGITS, q=LOGITS)
+def test_a_line_has_the_distribution_p(p: list[float], q: list[float]) -> None:
+    """All rows at once; within 5 standard deviations for each token."""
+    torch.manual_seed(0)
+    rows = 20_000
+    target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
+    drafted = torch.multinomial(drawn_from, rows, replacement=True)[:, None]
+    accepted, instead = accept_line(target.expand(rows, 1, 4), drawn_from.expand(rows, 1, 4), drafted)
+    found = torch.where(accepted, drafted, instead).flatten().bincount(minlength=4) / rows
+    assert ((found - target).abs() <= 5 * (target * (1 - target) / rows).sqrt() + 1e-9).all()
+
+
+@st.composite
+def trees(draw: Any) -> tuple[list[int], list[int]]:
+    """Parents and tokens of up to nine nodes, some of which do not count; siblings differ."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    for node in range(1, draw(st.integers(1, 9)) + 1):
+        usable = [0, *(n for n in range(1, node) if parents[n - 1] >= 0)]
+        parents.append(draw(st.sampled_from([*usable, -1])))
+        taken = {token for parent, token in zip(parents, tokens, strict=False) if parent == parents[-1] >= 0}
+        tokens.append(draw(st.sampled_from(sorted(set(range(12)) - taken))))
+    return parents, tokens
+
+
+@quick(80)
+@given(tree=trees(), seed=st.integers(0, 999))
+def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], list[int]], seed: int) -> None:
+    parents, tokens = tree
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, len(tokens) + 1, 12, generator=generator)
+    for node, token in enumerate(tokens, start=1):  # some parents agree with a child
+        if torch.rand((), generator=generator) < 0.7 and parents[node - 1] >= 0:
+            logits[0, parents[node - 1], token] = 9.0 + node
+    text = Text.of(torch.zeros(1, 3, dtype=torch.long), [0], 20)
+    draft = Draft(torch.tensor([tokens]), [len(tokens)], [parents])
+    stopper = Stopper(StoppingCriteriaList())
+    (verdict,) = verify(text, draft, Logits(logits), Scorer(LogitsProcessorList(), 1, False), stopper, [False], None)
+    node, expected, path = 0, [], []
+    while node >= 0:
+        expected.append(int(logits[0, node].argmax()))
+        node = next((n for n, t in enumerate(tokens, start=1) if parents[n - 1] == node and t == expected[-1]), -1)
+        path.append(node)
+    assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
 
 
 VOCABULARY = 10
@@ -107,16 +232,15 @@ IGNORED = (None, 0, 3, 4, 9)
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["line", "tree"])
-@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 6, 4)], ids=["even", "ragged"])
 @pytest.mark.parametrize("ignored", IGNORED if not HAS_LENGTHS else (*IGNORED, torch.tensor([0, 4, 2])))
-def test_a_repetition_penalty_of_all_nodes_is_that_of_each(
-    ignored: Any, lengths: tuple[int, ...], is_tree: bool
-) -> None:
+def test_a_repetition_penalty_of_all_nodes_is_that_of_each(ignored: Any, is_tree: bool) -> None:
     """Bit for bit, between other processors; some ids have no logits."""
     generator = torch.Generator().manual_seed(1)
     last = [lp.TemperatureLogitsWarper(0.7), PENALTY(1.3, ignored), lp.TopKLogitsWarper(4), PENALTY(0.9)]
     scorer = Scorer(LogitsProcessorList(last), 3, do_sample=True)
-    rows = [torch.randint(VOCABULARY + 2 * HAS_LENGTHS, (length,), generator=generator).tolist() for length in lengths]
+    rows = [
+        torch.randint(VOCABULARY + 2 * HAS_LENGTHS, (length,), generator=generator).tolist() for length in (3, 6, 4)
+    ]
     text, tokens = text_of(*rows), torch.randint(VOCABULARY, (3, 4), generator=generator)
     parents = [[0, 1, 0, 3], [0, 0, 2, 2], [0, 1, 2, 1]]
     for listed in (None, tokens.tolist()):
@@ -147,29 +271,3 @@ def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
     check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")  # ruled out tokens are fine
     with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
         check_highest(torch.tensor([[0.0, 1.0], bad]).amax(-1).tolist(), "Tiny")
-
-
-@pytest.mark.parametrize("strings", [["aba"], ["aaaa", "bb"]])
-def test_stop_strings_are_looked_for_once_in_all_rows(strings: list[str]) -> None:
-    """Each row ends where plain generate ends it, whatever its length and place, also where the text is short."""
-    tokenizer, generator = character_tokenizer(), torch.Generator().manual_seed(0)
-    a, b = (tokenizer(letter, add_special_tokens=False)["input_ids"][-1] for letter in "ab")
-    criteria, ended = [StopStringCriteria(tokenizer, [string]) for string in strings], 0
-    for _ in range(30):
-        lengths = torch.randint(1, 6, (4,), generator=generator).tolist()
-        tokens = [torch.randint(2, (count + 5,), generator=generator) * (b - a) + a for count in lengths]
-        pairs = list(zip(tokens, lengths, strict=True))
-        new = [row[count:].tolist()[: 5 - row_number] for row_number, (row, count) in enumerate(pairs)]
-        text = text_of(*[row[:count].tolist() for row, count in pairs], width=1)
-        verdicts = [Verdict(row.copy(), [-1] * len(row), False, [0] * len(row)) for row in new]
-        called = Mock(side_effect=StopStringCriteria.__call__)
-        with patch.object(StopStringCriteria, "__call__", lambda *given, called=called: called(*given)):
-            Stopper(StoppingCriteriaList(criteria)).end(text, verdicts)
-        assert called.call_count == len(criteria)
-        for row, count, following, verdict in zip(tokens, lengths, new, verdicts, strict=True):
-            prefixes = [row[None, : count + ahead] for ahead in range(1, len(following) + 1)]
-            ends = [any(bool(criterion(prefix, None)) for criterion in criteria) for prefix in prefixes]
-            kept = ends.index(True) + 1 if True in ends else len(following)
-            assert verdict == Verdict(following[:kept], [-1] * kept, True in ends, [0] * kept)
-            ended += verdict.stopped
-    assert ended > 30
