@@ -13,6 +13,7 @@ import os
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,10 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def drafting() -> SelfSpec:
-    return SelfSpec(Cascade([Lookup(), EarlyExit(1)]), FixedLength(3))
-
-
 def specs(assisted: set[str]) -> Iterator[SelfSpec]:
     if assisted:
         yield SelfSpec.lookup() if "prompt_lookup_num_tokens" in assisted else SelfSpec()
-    yield drafting()
+    yield SelfSpec(Cascade([Lookup(), EarlyExit(1)]), FixedLength(3))
 
 
 def under_selfspec(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,16 +110,13 @@ def under_selfspec(original: Callable[..., Any]) -> Callable[..., Any]:
         for spec in specs(assisted):
             given = {name: value if name == "streamer" else copied(value) for name, value in options.items()}
             try:
-                if assisted:
-                    output = original(self, *args, **given, assistant=spec)
-                else:
-                    with hf_selfspec.attach(self, spec):
-                        output = original(self, *args, **given)
+                with nullcontext() if assisted else hf_selfspec.attach(self, spec):
+                    output = original(self, *args, **given, **({"assistant": spec} if assisted else {}))
+                left = spec.stats is None or spec.stats.left_to_generate
             except SelfSpecError as error:
-                counts[f"refused: {error}"] += 1
-                return original(self, *args, **options, **asked)
-            if spec.stats is None or spec.stats.left_to_generate:
-                counts[f"left to plain: {spec.stats and spec.stats.left_to_generate}"] += 1
+                left = f"refused: {error}"
+            if left:
+                counts[f"left to plain: {left}"] += 1
                 return original(self, *args, **options, **asked)
             counts["assisted" if assisted else "served"] += 1
             counts["drafted"] += spec.stats.drafted
