@@ -24,7 +24,7 @@ from transformers import (
 from helpers.calls import PAST, PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
 from helpers.models import BATCH, ROW, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingTypeError, attach, detach
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, attach, detach
 
 pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
 
@@ -89,42 +89,20 @@ def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
         assert_not_used(fresh_llama, inner)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda model: attach(model, SelfSpec), r"attach\(model, spec\) takes a SelfSpec, .* got <class"),
-        (lambda model: attach(model.lm_head, SelfSpec()), "attach takes a causal LM of transformers .* got Linear"),
-        (lambda model: detach(model.lm_head), "detach takes a causal LM of transformers .* got Linear"),
-    ],
-)
-def test_something_else(fresh_llama: LlamaForCausalLM, call: Callable[[Any], Any], words: str) -> None:
-    with pytest.raises(SettingTypeError, match=words):
-        call(fresh_llama)
-
-
-def test_copies_and_pickles_have_nothing_attached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(fresh_llama, spec)
-    for twin in (copy.deepcopy(fresh_llama), pickle.loads(pickle.dumps(fresh_llama))):
-        assert_not_used(twin, spec)
-    assert_used(fresh_llama, spec)
-
-
-def test_a_model_is_not_kept_alive(spec: SelfSpec) -> None:
+def test_it_belongs_to_the_object(spec: SelfSpec) -> None:
+    """In all threads; copies and pickles have nothing attached, and the model is not kept alive."""
     model = tiny_llama()
     attach(model, spec)
-    model.generate(**ROW, max_new_tokens=4)
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-
-
-def test_all_threads_use_it(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(fresh_llama, spec)
-    thread = threading.Thread(target=lambda: fresh_llama.generate(**ROW, max_new_tokens=8))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_not_used(twin, spec)
+    thread = threading.Thread(target=model.generate, kwargs=ROW | {"max_new_tokens": 8})
     thread.start()
     thread.join()
     assert calls(spec) == 1
+    alive = weakref.ref(model)
+    del model, thread
+    gc.collect()
+    assert alive() is None
 
 
 def lora(model: PreTrainedModel) -> peft.PeftModel:
@@ -182,37 +160,6 @@ def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     assert calls(spec) == 0
 
 
-def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any] = ROW, **options: Any) -> None:
-    """What plain gives, with one warning in two calls, after ``attach``."""
-    options = {"max_new_tokens": 6} | options
-    plain = model.generate(**inputs, **options, **PLAIN)
-    spec = new_spec()
-    with attach(model, spec):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ids = [model.generate(**inputs, **options) for _ in range(2)]
-        assert calls(spec) == 0
-        assert spec.stats is not None
-        assert words in spec.stats.left_to_generate
-    (told,) = [warning for warning in caught if "SelfSpec" in str(warning.message)]
-    assert f"attached to this {type(model).__name__} cannot serve a call, so plain" in str(told.message)
-    assert words in str(told.message)
-    assert told.filename == __file__, "not the line of the caller"
-    for output in ids:
-        assert torch.equal(getattr(output, "sequences", output), getattr(plain, "sequences", plain))
-
-
-def test_options(fresh_llama: LlamaForCausalLM) -> None:
-    fresh_llama.set_attn_implementation("eager")
-    for name, value in (("num_beams", 2), ("output_attentions", True), ("output_hidden_states", True)):
-        assert_plain_with_one_warning(fresh_llama, name, return_dict_in_generate=True, **{name: value})
-
-
-def test_models() -> None:
-    assert_plain_with_one_warning(tiny_t5(), "is an encoder-decoder")
-    assert_plain_with_one_warning(tiny_rwkv(), "is stateful")
-
-
 def masked(row: int) -> dict[str, torch.Tensor]:
     """A prompt of nothing but padding."""
     mask = BATCH["attention_mask"].clone()
@@ -224,14 +171,43 @@ def own_positions() -> dict[str, torch.Tensor]:
     return {**ROW, "position_ids": torch.arange(12)[None] + 3}
 
 
-def test_prompt(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    """The next prompt differs only in its numbers, which is no reason for another warning; another reason is one."""
-    assert_plain_with_one_warning(fresh_llama, "the prompt of row 1 is empty", masked(1))
-    attach(fresh_llama, spec)
-    fresh_llama.generate(**masked(2), max_new_tokens=2)
-    cache = StaticCache(config=fresh_llama.config, max_cache_len=64)
-    with pytest.warns(UserWarning, match="StaticCache"):
-        fresh_llama.generate(**ROW, max_new_tokens=4, **{PAST: cache})
+def eager() -> PreTrainedModel:
+    model = tiny_llama(factor=0.5)
+    model.set_attn_implementation("eager")
+    return model
+
+
+# What a SelfSpec cannot serve: the model, what is passed, and words of the warning.
+NOT_SERVED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    *((eager, {**ROW, name: value}, name) for name, value in (("num_beams", 2), ("output_attentions", True))),
+    (tiny_t5, ROW, "is an encoder-decoder"),
+    (tiny_rwkv, ROW, "is stateful"),
+    (eager, masked(1), "the prompt of row 1 is empty"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "words"), NOT_SERVED, ids=[words for *_, words in NOT_SERVED])
+def test_what_cannot_be_served(make: Callable[[], Any], given: dict[str, Any], words: str) -> None:
+    """Is what plain gives, with one warning in two calls; another reason is another warning."""
+    model, spec, options = make(), new_spec(), {"max_new_tokens": 6, "return_dict_in_generate": True}
+    plain = model.generate(**given, **options, **PLAIN)
+    with attach(model, spec):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert torch.equal(model.generate(**given, **options).sequences, plain.sequences)
+            if words.startswith("the prompt"):  # another number is no reason for another warning
+                model.generate(**masked(2), max_new_tokens=2)
+        assert calls(spec) == 0
+        assert spec.stats is not None
+        assert words.partition(" of row")[0] in spec.stats.left_to_generate
+        (told,) = [warning for warning in caught if "SelfSpec" in str(warning.message)]
+        assert f"attached to this {type(model).__name__} cannot serve a call, so plain" in str(told.message)
+        assert words in str(told.message)
+        assert told.filename == __file__, "not the line of the caller"
+        if make is eager:
+            with pytest.warns(UserWarning, match="StaticCache"):
+                model.generate(**ROW, max_new_tokens=4, **{PAST: StaticCache(config=model.config, max_cache_len=64)})
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

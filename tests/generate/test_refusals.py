@@ -46,6 +46,8 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedModelError,
     UnsupportedOptionError,
+    attach,
+    detach,
 )
 from hf_selfspec.model.module_tools import clock_of, is_tensor_parallel
 
@@ -396,6 +398,9 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
         ("SelfSpec(graphs) must be True or False, got 'inductor'",),
     ),
     (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
+    (lambda: attach(tiny_llama(1), SelfSpec), SettingTypeError, ("attach(model, spec) takes a SelfSpec, ", "<class")),
+    (lambda: attach(torch.nn.Linear(1, 1), SelfSpec()), SettingTypeError, ("attach takes a causal LM", "got Linear")),
+    (lambda: detach(torch.nn.Linear(1, 1)), SettingTypeError, ("detach takes a causal LM", "got Linear")),
     (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
     # What would have no effect.
     (
