@@ -92,10 +92,9 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
         texts: Any = {"help": about.splitlines()[0], "description": about.replace("%", "%%"), **layout}
         command = subparsers.add_parser(name, dataclass_types=trained, allow_abbrev=False, **texts)
         for names, how in commands.OF_FITS:
-            is_required = names != ("--data",) or "prompts" not in hints
-            command.add_argument(*names, **how | ({} if is_required else {"required": False}))
+            command.add_argument(*names, **how)
         for setting in fields(fit_class):
-            if setting.name != "output_dir" and (how := _read_as(setting.name, hints[setting.name])):
+            if setting.name != "output_dir" and (how := _read_as(hints[setting.name])):
                 how |= {"required": True} if setting.default is MISSING else {"default": setting.default}
                 command.add_argument(f"--{setting.name.replace('_', '-')}", help="see above", **how)
         if trained:
@@ -104,10 +103,8 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(run=fit, fit_class=fit_class)
 
 
-def _read_as(name: str, hint: Any) -> dict[str, Any]:
+def _read_as(hint: Any) -> dict[str, Any]:
     """How the command line reads a setting of that type, not at all where that is empty."""
-    if name == "prompts":  # a file
-        return {"type": str}
     if hint is bool:
         return {"action": "store_true"}
     for item in (int, float, str):
@@ -141,7 +138,7 @@ def fit(args: argparse.Namespace) -> None:
 
     from .. import SettingError
     from ..learned.files import check_folder
-    from ..train.loading import NamedModel, read_prompts, texts
+    from ..train.loading import NamedModel, texts
 
     names = {setting.name for setting in fields(args.fit_class)}
     chosen = {name: value for name, value in vars(args).items() if name in names}
@@ -153,12 +150,10 @@ def fit(args: argparse.Namespace) -> None:
         except (ValueError, ImportError) as error:
             raise SettingError(str(error)) from error
         chosen["args"], device = training, training.device
-    if chosen.get("prompts") is not None:
-        chosen["prompts"] = read_prompts(args.prompts)
     settings = args.fit_class(**chosen | {"output_dir": args.out})
     settings.check()
     check_folder("--out", args.out)
-    dataset = [] if args.data is None else texts(args.data, args.field)
+    dataset = texts(args.data, args.field, or_ids=True)
     weights = {"dtype": args.dtype, "attn_implementation": args.attn_implementation}
     named = NamedModel(args.model, device, args.revision, **weights)
     config = named.config.get_text_config(decoder=True)

@@ -72,8 +72,8 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}
         return {"exit layer": module.exit_layer, **shape, "own head": self.own_head}
 
-    def made(self, config: Any, width: int) -> Adapter:
-        most = config.num_attention_heads
+    def made(self, config: Any) -> Adapter:
+        width, most = config.hidden_size, config.num_attention_heads
         usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
         return Adapter(
             self.exit_layers(config)[0],

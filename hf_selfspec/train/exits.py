@@ -197,18 +197,6 @@ class FrozenModel:
             )
         return device
 
-    @property
-    def width(self) -> int:
-        """``d`` of the states; raises if the head takes states of another width."""
-        states = self.hidden_states(torch.zeros(1, 1, dtype=torch.long, device=self.device))
-        width, final = states[f"states_{self.layers[0]}"].shape[-1], states["final"].shape[-1]
-        if width != final:
-            raise UnsupportedModelError(
-                f"{self.anatomy.model_name} sends states of width {final} to its head and has {width} between its "
-                "layers: nothing can be fitted to go from there to the head."
-            )
-        return width
-
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Sets eval mode, stops gradients and hooks the exits; restores everything afterwards."""
@@ -256,11 +244,12 @@ class FrozenModel:
             self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
         finally:
             exits.chosen, exits.is_watching = (), False
-        if any(state.dim() != 3 for state in exits.left.values()):
-            raise UnsupportedModelError(
-                f"{self.anatomy.model_name} has several states for each token between its layers, so nothing is fitted."
-            )
         final, states = cast(Any, (exits.final, exits.states))
+        if any(state.shape != final.shape for state in exits.left.values()):
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} has other states between its layers (several for each token, or of another "
+                "width) than go into its head, so nothing can be fitted to go from there to the head."
+            )
         named = {"ids": ids, "final": final}
         for layer, state in zip(self.layers, states, strict=True):
             named |= {f"states_{layer}": exits.left[layer], f"exits_{layer}": state}

@@ -119,12 +119,12 @@ class TrainedFit(Fit[M]):
     def exit_layers(self, config: Any) -> Sequence[int]:
         """The layers whose states the module reads, for a model with this config."""
 
-    def made(self, config: Any, width: int) -> Any:
-        """Returns the module for a model with this config and states of this width, where that is all it takes."""
+    def made(self, config: Any) -> Any:
+        """Returns the module for a model with this config, where that is all it takes."""
 
     def module(self, frozen: FrozenModel) -> M:
         """Returns the module with which the fit of this model begins."""
-        return cast(M, self.made(frozen.model.config.get_text_config(decoder=True), frozen.width))
+        return cast(M, self.made(frozen.model.config.get_text_config(decoder=True)))
 
     def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
         """Returns the head of a draft and the states ``[b, s, d]`` that go into it; only for :meth:`loss` and
@@ -162,7 +162,7 @@ class TrainedFit(Fit[M]):
         check_length(self.function, self.block_size, config)
         self.exit_layers(config)
         with torch.device("meta"):
-            self.made(config, config.hidden_size)
+            self.made(config)
 
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         return packed(tokenizer, dataset, self.block_size, self.function)

@@ -76,8 +76,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         if (self.layers is not None and self.num_heads != _USUAL_HEADS) or (self.copied and self.rank is not None):
             raise SettingError(f"{name} takes layers or num_heads, not both, and copied=True or a rank, not both.")
 
-    def made(self, config: Any, width: int) -> ExitHeads:
-        return ExitHeads(self.exit_layers(config), width, config.vocab_size, self.rank)
+    def made(self, config: Any) -> ExitHeads:
+        return ExitHeads(self.exit_layers(config), config.hidden_size, config.vocab_size, self.rank)
 
     def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> torch.Tensor:
         text = super().read(tokenizer, dataset)

@@ -54,9 +54,13 @@ class Row(NamedTuple):
         return text
 
 
-def texts(data: str, field: str | None = None) -> list[str]:
-    """Returns the texts of a file: a ``.txt`` file is one text; see :func:`read_rows` for others."""
-    texts = [row.text(field or "text") for row in read_rows(data, field, is_whole=True)]
+def texts(data: str, field: str | None = None, or_ids: bool = False) -> list[Any]:
+    """Returns the texts of a file: a ``.txt`` file is one text; see :func:`read_rows` for others. With ``or_ids`` rows
+    of a file with ``input_ids`` are returned as they are, such as those of ``write_answers``."""
+    rows = read_rows(data, field, is_whole=True)
+    if or_ids and "input_ids" in rows[0].columns:
+        return [row.columns for row in rows]
+    texts = [row.text(field or "text") for row in rows]
     return _unless_empty(texts, data, any(text.strip() for text in texts))
 
 
@@ -131,26 +135,21 @@ class NamedModel:
         """The arguments of ``from_pretrained`` that say where it is."""
         of: dict[str, Any] = {} if self._revision is None else {"revision": self._revision}
         source: dict[str, Any] = {"trust_remote_code": False, **of}  # code from its repository is not run
-        if not os.path.isdir(self.name) and (why := self._hub_error(of)):
-            cached = try_to_load_from_cache(self.name, _CONFIG, **of) if is_name(self.name) else None
-            if not isinstance(cached, str):
-                raise SettingError(
-                    f"--model {self.name}: there is no such folder, and the Hub has no such model ({why}). "
-                    f"{_GIVE_MODEL}"
-                )
-            source["local_files_only"] = True
-        return source
-
-    def _hub_error(self, of: dict[str, Any]) -> str:
-        """Returns why the Hub has no such model; empty in offline mode."""
-        if not is_name(self.name):
-            return "this is not a valid name"
-        try:
-            if not constants.HF_HUB_OFFLINE:
-                HfApi().model_info(self.name, timeout=_PATIENCE, **of)
-        except _NO_ANSWER as error:
-            return brief(error)
-        return ""
+        if os.path.isdir(self.name):
+            return source
+        why = "this is not a valid name"
+        if is_name(self.name):
+            try:
+                if not constants.HF_HUB_OFFLINE:
+                    HfApi().model_info(self.name, timeout=_PATIENCE, **of)
+                return source
+            except _NO_ANSWER as error:
+                why = brief(error)
+            if isinstance(try_to_load_from_cache(self.name, _CONFIG, **of), str):
+                return source | {"local_files_only": True}
+        raise SettingError(
+            f"--model {self.name}: there is no such folder, and the Hub has no such model ({why}). {_GIVE_MODEL}"
+        )
 
     @cached_property
     def config(self) -> Any:

@@ -1,7 +1,7 @@
 """Fitting an MTP layer to a model that has none (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE-3, arXiv 2503.01840)."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from ..drafts.heads.mtp import MTP
 from ..errors import SettingError, SettingTypeError
-from ..model.encoding import Prompt
 from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
@@ -22,7 +21,6 @@ from ..validation import check_count
 from .exits import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .fit import TrainedFit, as_function
 from .reduced_head import ReducedHeadFit
-from .texts import Tokenizer, answers, as_ids, check_dataset
 
 # The weight of a step's loss, as a share of that of the step before.
 _DECAY = 0.8
@@ -39,10 +37,8 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
 
     Args:
         model, tokenizer, args, callbacks, output_dir: see :func:`fit_adapter`.
-        dataset: see :func:`fit_adapter`; best is what the model itself writes. It may be empty if there are prompts.
-        prompts: texts or chats that the model answers first, as by :func:`hf_selfspec.train.write_answers`; the fit
-            learns from prompts and answers.
-        answer_tokens: the most tokens of an answer.
+        dataset: see :func:`fit_adapter`; best is what the model itself writes, see
+            :func:`hf_selfspec.train.write_answers`.
         steps: how many tokens are drafted one after another in the fit.
         head_rows: how many tokens the head can draft, the most frequent ones of the text; or those of a reduced head.
         state_layers: the layers whose states the head reads, see :class:`hf_selfspec.MtpHead`.
@@ -59,8 +55,6 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         UnsupportedModelError: the model's last layer cannot stand alone, or its head cannot be cut.
     """
 
-    prompts: Iterable[Prompt] | None = None
-    answer_tokens: int = 256
     steps: int = 3
     head_rows: int | ReducedHead = 8192
     state_layers: Sequence[int] = ()
@@ -69,7 +63,6 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
 
     def check(self) -> None:
         super().check()
-        check_count("fit_mtp(answer_tokens)", self.answer_tokens)
         check_count("fit_mtp(steps)", self.steps, most=_MOST_STEPS)
         if self.start not in _STARTS or (self.start == "shipped" and len(self.state_layers)):
             raise SettingError(
@@ -89,31 +82,13 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             check_count("fit_mtp(state_layers)", layer, most=count)
         return [layer for layer in self.state_layers if layer < count]
 
-    def read(self, tokenizer: Tokenizer, dataset: Iterable[Any]) -> Any:
-        if self.prompts is None:
-            return super().read(tokenizer, dataset)
-        if tokenizer is None:
-            raise SettingError("fit_mtp(prompts) takes texts and chats, which need the tokenizer: give it.")
-        check_dataset("fit_mtp", dataset)
-        return tokenizer, dataset, as_ids("fit_mtp", tokenizer, self.prompts)
-
-    def fit(self, model: Any, text: Any) -> MtpHead:
-        if self.prompts is not None:
-            tokenizer, dataset, prompts = text
-            # Answers take long: what cannot be fitted is refused before.
-            with FrozenModel(model, self.exit_layers(model.config.get_text_config(decoder=True))).frozen():
-                self._start_of(model)
-            HeadRows(model, (self.head_rows if isinstance(self.head_rows, ReducedHead) else ReducedHead(1, 1)).tokens)
-            text = super().read(tokenizer, [*dataset, *answers(model, prompts, self.answer_tokens, "fit_mtp")])
+    def fit(self, model: Any, text: torch.Tensor) -> MtpHead:
         if isinstance(self.head_rows, ReducedHead):
             return super().fit(model, text)
-        reduced = ReducedHeadFit(size=self.head_rows).fit(model, text)
-        return replace(self, prompts=None, head_rows=reduced).fit(model, text)
+        return replace(self, head_rows=ReducedHeadFit(size=self.head_rows).fit(model, text)).fit(model, text)
 
     def module(self, frozen: FrozenModel) -> MtpHead:
-        return self._start_of(frozen.model, self._tokens)
-
-    def _start_of(self, model: Any, tokens: torch.Tensor | None = None) -> MtpHead:
+        model = frozen.model
         if self.start == "shipped":
             head = shipped_mtp(model)
             if head.eagle3 is not None or head.state_layers:
@@ -122,7 +97,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
                     "it. Load its own layers with load_mtp(model, checkpoint) first."
                 )
             return copy.deepcopy(head).requires_grad_(True)
-        return MtpHead.of(model, tokens, self.state_layers)
+        return MtpHead.of(model, self._tokens, self.state_layers)
 
     def loss(self, module: MtpHead, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         rows = HeadRows(frozen.model, self._tokens)

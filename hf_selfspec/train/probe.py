@@ -55,8 +55,8 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
         check_exit(self.function, "exit_layer", self.exit_layer, config.num_hidden_layers)
         return (self.exit_layer,)
 
-    def made(self, config: Any, width: int) -> LinearProbe:
-        return LinearProbe(self.exit_layer, width, self.do_sample)
+    def made(self, config: Any) -> LinearProbe:
+        return LinearProbe(self.exit_layer, config.hidden_size, self.do_sample)
 
     def loss(self, module: LinearProbe, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         scores = module.scores(states[f"states_{self.exit_layer}"]).flatten()

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO, TypeAlias
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import PartialState
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import SettingError, SettingTypeError, UnsupportedOptionError
+from ..errors import SettingError, SettingTypeError, UnsupportedOptionError, brief
 from ..learned.files import path_of, reported
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.encoding import Prompt, as_prompts, checked_texts, token_ids
@@ -26,7 +27,9 @@ AT_ONCE, _TEMPERATURE = 16, 0.7
 def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = "fit") -> torch.Tensor:
     """Texts, joined with end-of-text tokens, as rows ``[n, length]``; an incomplete last row is dropped."""
     check_count(f"{name}(block_size)", length)
-    check_dataset(name, texts)
+    is_rows = isinstance(texts, Iterable) or hasattr(texts, "__getitem__")  # as torch's map-style datasets
+    if not is_rows or isinstance(texts, (str, bytes, Mapping)):
+        raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {texts!r}.")
     tokens, end = list[int](), getattr(tokenizer, "eos_token_id", None)
     for text in texts:
         ids = _tokens(tokenizer, text, name)
@@ -41,27 +44,21 @@ def packed(tokenizer: Tokenizer, texts: Iterable[Any], length: int, name: str = 
     return torch.tensor(tokens[: len(tokens) // length * length], device="cpu").view(-1, length)
 
 
-def check_dataset(name: str, dataset: object) -> None:
-    """Raises if a dataset is something else than a list of rows."""
-    is_rows = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")  # as torch's map-style datasets
-    if not is_rows or isinstance(dataset, (str, bytes, Mapping)):
-        raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {dataset!r}.")
-
-
 def divided(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows to train on, and those at the end that are held out."""
     count = len(rows) - min(MOST_HELD_OUT, len(rows) // HELD_OUT)
     return rows[:count], rows[count:]
 
 
-def _tokens(tokenizer: Tokenizer, text: Any, name: str) -> list[int]:
-    if isinstance(text, Mapping):
-        if "input_ids" in text:
-            return [int(token) for token in text["input_ids"]]
-        text = text.get("text")
+def _tokens(tokenizer: Tokenizer, row: Any, name: str) -> list[int]:
+    text = row.get("text") if isinstance(row, Mapping) else row
+    if isinstance(row, Mapping) and "input_ids" in row:
+        with suppress(TypeError, ValueError):
+            return [int(token) for token in row["input_ids"]]
     if not isinstance(text, str) or tokenizer is None:
         raise SettingTypeError(
-            f"{name} takes strings, or rows with a `text` (and the tokenizer) or with `input_ids`; got {text!r}."
+            f"{name} takes strings, or rows with a `text` (and the tokenizer) or with `input_ids`; got "
+            f"{brief(repr(row))}."
         )
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -92,43 +89,34 @@ def write_answers(
         UnsupportedOptionError: this runs in several processes.
     """
     check_count("write_answers(answer_tokens)", answer_tokens)
-    inner, prompt_ids = causal_lm(model, "write_answers"), as_ids("write_answers", tokenizer, prompts)
-    with reported(file), path_of(file).open("x", encoding="utf-8") as lines:
-        return answers(inner, prompt_ids, answer_tokens, "write_answers", lines)
-
-
-def as_ids(name: str, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> list[list[int]]:
-    """The tokens of each prompt, of a chat up to where its answer begins."""
-    texts = as_prompts(tokenizer, checked_texts(name, prompts, chats=True, name="prompts"))
-    return [token_ids(tokenizer, text) for text in texts]
-
-
-def answers(
-    model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, name: str, lines: TextIO | None = None
-) -> list[dict[str, Any]]:
-    """Rows of prompts with the model's answers, written to ``lines`` batch by batch. Only in one process, as others
-    would draw others."""
-    if PartialState().num_processes > 1:
+    inner = causal_lm(model, "write_answers")
+    texts = as_prompts(tokenizer, checked_texts("write_answers", prompts, chats=True, name="prompts"))
+    ids = [token_ids(tokenizer, text) for text in texts]
+    if PartialState().num_processes > 1:  # others would draw others
         raise UnsupportedOptionError(
-            f"{name} answers prompts in one process alone. Write the answers first, with "
-            "hf_selfspec.train.write_answers, and give all processes its rows as dataset."
+            "write_answers runs in one process alone. Have one write the answers before, and give all of them its rows."
         )
-    limit, longest = Anatomy.of(model).position_limit, max(map(len, prompts))
-    if limit is not None and longest + new_tokens > limit:
+    limit, longest = Anatomy.of(inner).position_limit, max(map(len, ids))
+    if limit is not None and longest + answer_tokens > limit:
         raise SettingError(
-            f"{name}(answer_tokens={new_tokens}): with the longest prompt, of {longest} tokens, these are more than "
-            f"the {limit} positions of the model. Give fewer, or shorter prompts."
+            f"write_answers(answer_tokens={answer_tokens}): with the longest prompt, of {longest} tokens, these are "
+            f"more than the {limit} positions of the model. Give fewer, or shorter prompts."
         )
     rows, spec = list[dict[str, Any]](), SelfSpec()
-    with evaluating(model), torch.random.fork_rng(), torch.no_grad():
-        for begin in range(0, len(prompts), AT_ONCE):
+    with (
+        reported(file),
+        path_of(file).open("x", encoding="utf-8") as lines,
+        evaluating(inner),
+        torch.random.fork_rng(),
+        torch.no_grad(),
+    ):
+        for begin in range(0, len(ids), AT_ONCE):
             torch.manual_seed(begin)
-            settings = one_text_each(new_tokens, _TEMPERATURE if begin // AT_ONCE % 2 else None)
-            batch = continued(model, prompts[begin : begin + AT_ONCE], settings, spec)
-            rows += [{"input_ids": text} for text in batch]
-            if lines is not None:
-                lines.writelines(f"{json.dumps(row)}\n" for row in rows[-len(batch) :])
-                lines.flush()
+            settings = one_text_each(answer_tokens, _TEMPERATURE if begin // AT_ONCE % 2 else None)
+            batch = [{"input_ids": text} for text in continued(inner, ids[begin : begin + AT_ONCE], settings, spec)]
+            lines.writelines(f"{json.dumps(row)}\n" for row in batch)
+            lines.flush()
+            rows += batch
     return rows
 
 

@@ -108,7 +108,7 @@ WRONG: list[tuple[str, str, bytes, str]] = [
     ("heads", "--copied --rank 4", b"", "copied=True or a rank, not both"),
     ("probe", "--temperature 0.7", b"", "has no effect without do_sample=True"),
     ("probe", "--do-sample --top-p 1.5", b"", "`top_p` has to be a float > 0 and < 1"),
-    ("mtp", "--prompts nowhere.jsonl", b"", "nowhere.jsonl: there is no such file"),
+    ("mtp", "--data FILE.jsonl", b'{"input_ids": "a"}', "with `input_ids`; got {'input_ids': 'a'}"),
     ("adapter", "--bf16 --fp16", b"", "At most one of fp16 and bf16 can be True"),
     ("adapter", "--epoch 3", b"", "--epoch"),
     ("head", "--size 0", b"", "(size) must be at least 1, got 0"),

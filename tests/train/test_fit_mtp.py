@@ -1,6 +1,5 @@
 """Fitting an MTP layer, to text and to what the model writes itself."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import get_ident
@@ -18,10 +17,10 @@ from helpers.calls import check_lossless
 from helpers.fitted import Recording, arguments, mtp_of, rows, weights
 from helpers.models import VOCABULARY, character_tokenizer, ragged_batch, tiny_llama
 from hf_selfspec import MTP, MtpFormat, ReducedHead, SelfSpec, fit_mtp, load_mtp
-from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
+from hf_selfspec.errors import SelfSpecError, SettingError, UnsupportedOptionError
 from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
-from hf_selfspec.train import texts, write_answers
+from hf_selfspec.train import loading, texts, write_answers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pin_memory.*", "ignore:this MTP head does not pay", "ignore:`is_gradient_checkpointing`:FutureWarning"
@@ -129,33 +128,35 @@ def test_shipped_layers_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert stats.accepted
 
 
-def test_wrong_settings(tmp_path: Path) -> None:
-    model = tiny_llama()
-    for changed, words in (
-        ({"steps": 0}, r"fit_mtp\(steps\) must be"),
-        ({"head_rows": 0}, r"fit_mtp\(head_rows\) must be"),
-        ({"state_layers": [7]}, r"fit_mtp\(state_layers\) must be"),
-        ({"block_size": 4}, "block_size=4"),
-        ({"state_layers": 3}, r"fit_mtp\(state_layers\) must be a list"),
-        ({"prompts": ["a"]}, "tokenizer"),
-        ({"start": "new"}, r"fit_mtp\(start\) must be one of"),
-        ({"start": "shipped", "state_layers": [1, 2]}, "the second without state_layers"),
-        ({"start": "shipped", "block_size": 32}, "was not loaded from a checkpoint"),
+def test_wrong_settings() -> None:
+    model, peft_head = tiny_llama(), tiny_llama()
+    get_peft_model(peft_head, LoraConfig(target_modules=["lm_head"]))
+    for of, changed, words in (
+        (model, {"steps": 0}, r"fit_mtp\(steps\) must be"),
+        (model, {"head_rows": 0}, r"fit_mtp\(head_rows\) must be"),
+        (model, {"head_rows": ReducedHead.of([1, 5000], 6000)}, "names token 5000"),
+        (model, {"state_layers": [7]}, r"fit_mtp\(state_layers\) must be"),
+        (model, {"state_layers": 3}, r"fit_mtp\(state_layers\) must be a list"),
+        (model, {"block_size": 4}, "block_size=4"),
+        (model, {"start": "new"}, r"fit_mtp\(start\) must be one of"),
+        (model, {"start": "shipped", "state_layers": [1, 2]}, "the second without state_layers"),
+        (model, {"start": "shipped"}, "was not loaded from a checkpoint"),
+        (build("mamba"), {}, "cannot stand alone"),
+        (build("gpt_bigcode"), {}, "its exits can neither be trained"),
+        *((build(name), {}, "layer . of .* cannot stand alone") for name in ("gemma3n_text", "gpt_neo", "olmo_hybrid")),
+        (build("opt-350m"), {}, "sends states of width 16 to its head and has"),
+        (peft_head, {}, "no output head that is a plain linear layer"),
     ):
         with pytest.raises(SelfSpecError, match=words):
-            fit_mtp(model, None, rows(4), **changed)
+            fit_mtp(of, None, rows(4), **{"block_size": 32} | changed)
     shipped.attach(model, MtpHead.of(model, state_layers=(1, 2)))
     with pytest.raises(SettingError, match="did not ship with it"):
         fit_mtp(model, None, rows(4), start="shipped", block_size=32)
-    with pytest.raises(SettingTypeError, match=r"fit_mtp\(prompts\) must be a list"):
-        fit_mtp(model, character_tokenizer(), (), prompts="a")
-    with pytest.raises(SettingTypeError, match="a list of texts"):
-        fit_mtp(model, character_tokenizer(), "a text", prompts=PROMPTS)
 
 
-def test_answers_are_text_of_any_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fit would have written first: in batches, every second one drawn, whatever the model's own settings. A
-    file that is there stays, and what was written before an interrupt."""
+def test_answers_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches, every second one drawn, whatever the model's own settings. A file that is there stays, and what was
+    written before an interrupt."""
     model, tokenizer, file = tiny_llama(2), character_tokenizer(), tmp_path / "answers.jsonl"
     model.generation_config.update(return_dict_in_generate=True, num_return_sequences=2, num_beams=2)
     drawn, generate = list[bool](), type(model).generate
@@ -169,7 +170,7 @@ def test_answers_are_text_of_any_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(model), "generate", noted)
     answers = write_answers(model, tokenizer, PROMPTS, file, answer_tokens=8)
     assert drawn == [False, True]
-    assert [json.loads(line) for line in file.read_text().splitlines()] == answers
+    assert loading.texts(str(file), or_ids=True) == answers
     with pytest.raises(KeyboardInterrupt):
         write_answers(model, tokenizer, PROMPTS, tmp_path / "part.jsonl", answer_tokens=8)
     assert len((tmp_path / "part.jsonl").read_text().splitlines()) == 16
@@ -179,35 +180,16 @@ def test_answers_are_text_of_any_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
     alone = tiny_llama(2).generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
     assert answers[0]["input_ids"] == alone[: len(answers[0]["input_ids"])]
-    options: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "block_size": 16}
-    of_file = fit_mtp(model, None, answers, **options).state_dict()
-    of_prompts = fit_mtp(model, tokenizer, (), prompts=PROMPTS, answer_tokens=8, **options).state_dict()
-    assert all(torch.equal(value, of_prompts[name]) for name, value in of_file.items())
-    with pytest.raises(SettingError, match=r"answers\.jsonl cannot be written \(File exists\)"):
-        write_answers(model, tokenizer, PROMPTS, file)
-    with pytest.raises(SettingTypeError, match=r"write_answers\(prompts\) must be a list"):
-        write_answers(model, tokenizer, "a", tmp_path / "other.jsonl")
-    monkeypatch.setattr(texts, "PartialState", lambda: SimpleNamespace(num_processes=2))
-    with pytest.raises(UnsupportedOptionError, match=r"fit_mtp answers prompts in one process alone"):
-        fit_mtp(model, tokenizer, (), prompts=PROMPTS, **options)
-
-
-def test_what_cannot_be_fitted_is_refused_before_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    llama, wrapped = tiny_llama(), tiny_llama()
-    get_peft_model(wrapped, LoraConfig(target_modules=["lm_head"]))
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (build("mamba"), {}, "cannot stand alone"),
-        (build("gpt_bigcode"), {}, "its exits can neither be trained"),
-        *((build(name), {}, "layer . of .* cannot stand alone") for name in ("gemma3n_text", "gpt_neo", "olmo_hybrid")),
-        (build("opt-350m"), {}, "sends states of width 16 to its head and has"),
-        (build("gpt2"), {"answer_tokens": 128}, "more than the 128 positions"),
-        (wrapped, {}, "no output head that is a plain linear layer"),
-        (llama, {"head_rows": ReducedHead.of([1, 5000], 6000)}, "names token 5000"),
-    ]
-    for model, options, words in cases:
-        monkeypatch.setattr(type(model), "generate", lambda *args, **options: pytest.fail("it was asked"))
+    for of, prompts, new_tokens, words in (
+        (model, PROMPTS, 8, r"answers\.jsonl cannot be written \(File exists\)"),
+        (model, "a", 8, r"write_answers\(prompts\) must be a list"),
+        (build("gpt2"), PROMPTS, 128, "more than the 128 positions"),
+    ):
         with pytest.raises(SelfSpecError, match=words):
-            fit_mtp(model, character_tokenizer(), (), prompts=PROMPTS, block_size=16, **options)
+            write_answers(of, tokenizer, prompts, file, new_tokens)
+    monkeypatch.setattr(texts, "PartialState", lambda: SimpleNamespace(num_processes=2))
+    with pytest.raises(UnsupportedOptionError, match="write_answers runs in one process alone"):
+        write_answers(model, tokenizer, PROMPTS, tmp_path / "other.jsonl")
 
 
 def test_models_with_adapters_of_peft(tmp_path: Path) -> None:

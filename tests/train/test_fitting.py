@@ -289,7 +289,7 @@ def test_refused_fits(change: dict[str, Any], error: type[Exception], words: str
 
 def test_where_nothing_can_be_fitted() -> None:
     model = build("gemma3n_text")
-    with pytest.raises(UnsupportedModelError, match="several states for each token"):
+    with pytest.raises(UnsupportedModelError, match="several for each token"):
         adapter_fit(model, exit_layer=1)
     assert not any(module._forward_hooks for module in model.modules())
     with torch.inference_mode(), pytest.raises(SettingError, match=r"fit_adapter trains, which torch\.inference_mode"):
