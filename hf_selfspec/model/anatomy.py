@@ -209,7 +209,7 @@ class Anatomy:
             stack=stack,
             kv_sources=kv_sources,
             max_positions=limit,
-            position_limit=None if architecture.endless or is_rotary else limit,
+            position_limit=None if architecture.endless or is_rotary or kernels is not None else limit,
             takes_positions=takes_positions,
             tree=architecture.tree and not alibi and has_places,
             ragged=architecture.ragged and has_places and ends_apart,

@@ -49,7 +49,16 @@ GROWN = (120, 100, 118)
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [("llama", (140,)), ("mistral", GROWN), ("gpt_neox", GROWN), ("falcon-alibi", GROWN), ("xglm", GROWN)],
+    [
+        ("llama", (140,)),
+        ("mistral", GROWN),
+        ("gpt_neox", GROWN),
+        ("falcon-alibi", GROWN),
+        ("xglm", GROWN),
+        ("jamba", (140,)),
+        ("mamba2", (140,)),
+        ("nemotron_h", (140,)),
+    ],
 )
 def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, ...]) -> None:
     """The models have ``max_position_embeddings=128``; drafts go on beyond."""

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
     MTP,
     Cascade,
-    DraftSource,
     DynamicExit,
     EarlyExit,
     EarlyExitAdapter,
@@ -47,23 +45,23 @@ from hf_selfspec.tools import exporting
 from hf_selfspec.tools.checkpoint import draft_model
 from hf_selfspec.tools.exporting import partial_logits
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), peft_calls_old_name]
 
 # Longer than the windows of the tests' models.
 TEXT = ragged_batch((24,), seed=3)
-CLOSE = 1e-5
-SKIP = SkipLayers([1], [1])
+EXIT, SKIP = EarlyExit(2), SkipLayers([1], [1])
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
+# Those that transformers' own loop is tried with, and those whose files have names that modules do not have.
+ASSISTED = ("bloom", "cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "mpt")
+NAMED = ("falcon", "gpt_oss", "mixtral", "qwen3_moe")
 # A layer of these is another one at another place, or shares what it reads with others.
 NO_OTHER_PLACE = ("diffllama", *SHARING)
 
 
 def loaded(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """What transformers makes of the folder, in which nothing is missing or left over."""
-    attention = model.config._attn_implementation
-    draft, report = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation=attention
-    )
+    how = {"output_loading_info": True, "attn_implementation": model.config._attn_implementation}
+    draft, report = AutoModelForCausalLM.from_pretrained(folder, **how)
     assert not any(report.values()), report
     return draft
 
@@ -74,50 +72,46 @@ def exported(source: EarlyExit | SkipLayers, model: PreTrainedModel, folder: Pat
     draft = loaded(folder, model)
     ids = TEXT["input_ids"]
     expected = partial_logits(model, Anatomy.of(model), source.plan(Anatomy.of(model)), ids)
-    assert (draft(input_ids=ids, use_cache=False).logits - expected).abs().max() <= CLOSE
+    assert (draft(input_ids=ids, use_cache=False).logits - expected).abs().max() <= 1e-5
     return draft
 
 
-@pytest.mark.every_run("gemma3_text|gpt2|mixtral|opt|phi3")
+@pytest.mark.every_run("cohere2|deepseek_v3|falcon|gemma3_text|gpt2|mixtral|opt|phi3")
 @pytest.mark.parametrize("name", WITHOUT_STATES)
-def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
-    model = build(name)
-    if name not in SHARING:
-        assert len(Anatomy.of(exported(EarlyExit(2), model, tmp_path / "exit")).layers) == 2
-    if name not in NO_OTHER_PLACE:
-        exported(SKIP, model, tmp_path / "skip")
-
-
-@pytest.mark.every_run("(exit-gpt2|skip-(cohere2|deepseek_v3))")
-@pytest.mark.parametrize("name", ["bloom", "cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "mpt"])
-@pytest.mark.parametrize("part", ["exit", "skip"])
-def test_ids_with_transformers_own_loop(name: str, part: str, tmp_path: Path) -> None:
-    """Assisted generation with the draft gives the tokens of plain ``generate``."""
-    model = build(name)
-    draft = exported(EarlyExit(2) if part == "exit" else SKIP, model, tmp_path)
-    draft.generation_config.eos_token_id = None
+def test_logits_ids_and_names_on_architectures(name: str, tmp_path: Path) -> None:
+    """Assisted generation of transformers gives plain's tokens; the files are those of the family, without layers."""
+    (model := build(name)).save_pretrained(tmp_path / "whole")
+    parts = {EXIT: name not in SHARING, SKIP: name not in NO_OTHER_PLACE}
+    drafts = {part: exported(part, model, tmp_path / type(part).__name__) for part, can in parts.items() if can}
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers' own loop
-        ids = model.generate(**TEXT, **options, assistant_model=draft)
-    assert torch.equal(ids, model.generate(**TEXT, **options))
+    for draft in drafts.values() if name in ASSISTED else ():
+        draft.generation_config.eos_token_id = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers' own loop
+            ids = model.generate(**TEXT, **options, assistant_model=draft)
+        assert torch.equal(ids, model.generate(**TEXT, **options))
+    if EXIT in drafts:
+        assert len(Anatomy.of(drafts[EXIT]).layers) == 2
+    if name in NAMED:
+        whole, draft = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "EarlyExit"))
+        layers = {key: re.search(r"\.(?:layers|h)\.(\d+)\.", key) for key in whole}
+        assert draft.keys() == {key for key, layer in layers.items() if layer is None or int(layer[1]) < 2}
+        assert all(torch.equal(value, whole[key]) for key, value in draft.items())
 
 
 def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = ARCHITECTURES["qwen3_moe"] | {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", entry)
-    config = exported(SkipLayers([2, 4], [2, 4]), build("qwen3_moe"), tmp_path / "moe").config
-    assert (config.decoder_sparse_step, config.mlp_only_layers) == (1, [0, 2, 4])
-    monkeypatch.setitem(ARCHITECTURES, "deepseek_v3", ARCHITECTURES["deepseek_v3"] | {"first_k_dense_replace": 2})
-    config = exported(SkipLayers([1], [1]), build("deepseek_v3"), tmp_path / "leading").config
-    assert (config.num_hidden_layers, config.first_k_dense_replace) == (3, 1)
     sliding, full = "sliding_attention", "full_attention"
-    kinds = [sliding, full, sliding, full, sliding, full]
-    entry = ARCHITECTURES["gemma3_text"] | {"num_hidden_layers": 6, "layer_types": kinds}
-    monkeypatch.setitem(ARCHITECTURES, "gemma3_text", entry)
-    config = exported(SkipLayers([2, 4], [2, 4]), build("gemma3_text"), tmp_path / "kinds").config
-    assert config.layer_types == [sliding, full, full, full]
-    assert "layer_types" in (tmp_path / "kinds" / "README.md").read_text()
+    kinds = {"num_hidden_layers": 6, "layer_types": [sliding, full] * 3}
+    sparse = {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    for name, settings, skipped, expected in (
+        ("qwen3_moe", sparse, [2, 4], {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2, 4]}),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, [1], {"num_hidden_layers": 3, "first_k_dense_replace": 1}),
+        ("gemma3_text", kinds, [2, 4], {"layer_types": [sliding, full, full, full]}),
+    ):
+        monkeypatch.setitem(ARCHITECTURES, name, ARCHITECTURES[name] | settings)
+        config = exported(SkipLayers(skipped, skipped), build(name), tmp_path / name).config
+        assert {setting: getattr(config, setting) for setting in expected} == expected
+    assert "layer_types" in (tmp_path / "gemma3_text" / "README.md").read_text()
 
 
 def test_nothing_is_copied_and_the_model_stays_as_it_was(fresh_llama: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -125,7 +119,7 @@ def test_nothing_is_copied_and_the_model_stays_as_it_was(fresh_llama: LlamaForCa
     before, config = dict(model.state_dict()), model.config.to_dict()
     values = {name: value.clone() for name, value in before.items()}
     draft = draft_model(model, Anatomy.of(model), LayerPlan.early_exit(6, 2))
-    SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", model)
+    SelfSpec(EXIT).export_draft(tmp_path / "draft", model)
     whole = {value.data_ptr() for value in before.values()}
     assert all(value.data_ptr() in whole for value in draft.state_dict().values())
     assert all(module.training for module in model.modules())
@@ -144,42 +138,29 @@ def test_dtype_ties_tokenizer_and_generation_config(tied: bool, tmp_path: Path) 
         model.lm_head.weight = model.model.embed_tokens.weight
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, assistant=SelfSpec())
-    SelfSpec(EarlyExit(2)).export_draft(tmp_path, model, character_tokenizer())
+    SelfSpec(EXIT).export_draft(tmp_path, model, character_tokenizer())
     draft = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert draft.dtype == torch.bfloat16
+    assert (draft.dtype, draft.generation_config.top_k) == (torch.bfloat16, 7)
     assert (draft.lm_head.weight is draft.model.embed_tokens.weight) == tied
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
-    assert draft.generation_config.top_k == 7
     assert "selfspec" not in (tmp_path / "generation_config.json").read_text().lower()
     assert model.generation_config.assistant == SelfSpec()
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == character_tokenizer().get_vocab()
 
 
-@pytest.mark.every_run("mixtral|falcon")
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "falcon"])
-def test_files_have_the_names_of_the_familys_own(name: str, tmp_path: Path) -> None:
-    build(name).save_pretrained(tmp_path / "whole")
-    model = loaded(tmp_path / "whole", build(name))
-    exported(EarlyExit(2), model, tmp_path / "draft")
-    whole, draft = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "draft"))
-    layers = {key: re.search(r"\.(?:layers|h)\.(\d+)\.", key) for key in whole}
-    assert draft.keys() == {key for key, layer in layers.items() if layer is None or int(layer[1]) < 2}
-    assert all(torch.equal(value, whole[key]) for key, value in draft.items())
-
-
 def test_only_an_earlier_draft_is_replaced(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    place, spec = tmp_path / "draft", SelfSpec(EarlyExit(2))
-    SelfSpec(Cascade([Lookup(), EarlyExit(2)])).export_draft(place, llama)  # free drafts are left out
+    place = tmp_path / "draft"
+    SelfSpec(Cascade([Lookup(), EXIT])).export_draft(place, llama)  # free drafts are left out
     (place / "model-00002-of-00002.safetensors").write_text("of an earlier draft")
     SelfSpec(EarlyExit(3)).export_draft(place, llama)
     assert sorted(file.name for file in place.glob("*.safetensors")) == ["model.safetensors"]
     assert loaded(place, llama).config.num_hidden_layers == 3
     llama.save_pretrained(tmp_path / "whole")
     with pytest.raises(SettingError, match=r"config\.json of another model"):
-        spec.export_draft(tmp_path / "whole", llama)
+        SelfSpec(EXIT).export_draft(tmp_path / "whole", llama)
     assert loaded(tmp_path / "whole", llama).config.num_hidden_layers == 6
     with pytest.raises(SettingTypeError, match=r"export_draft\(tokenizer\) must be a tokenizer"):
-        spec.export_draft(tmp_path, llama, tokenizer="smollm")
+        SelfSpec(EXIT).export_draft(tmp_path, llama, tokenizer="smollm")
 
 
 def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -187,9 +168,7 @@ def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path:
     card = (tmp_path / "README.md").read_text()
     assert "`##.###`" in card
     assert "Some of its layers, written" in card
-    lines = [
-        line for line in card.replace("\\\n", "").splitlines() if re.match("vllm serve|python3 -m|llama-server", line)
-    ]
+    lines = re.findall(r"^(?:vllm serve|python3 -m|llama-server).*$", card.replace("\\\n", ""), re.MULTILINE)
     vllm, sglang, llama_cpp = map(shlex.split, lines)
     assert json.loads(vllm[-1]) == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
     options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
@@ -225,15 +204,15 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
         assert "`###.##`" in (tmp_path / "draft" / "README.md").read_text()
 
 
-def changed(change: Callable[[Any], Any]) -> PreTrainedModel:
+def changed(name: str, value: Any) -> PreTrainedModel:
+    """A model of which an attribute, or a setting of its config, is another one."""
     model = tiny_llama()
-    change(model)
+    setattr(model.config if hasattr(model.config, name) else model, name, value)
     return model
 
 
-EXIT = EarlyExit(1)
-# What drafts, or how it is made for the model; how the model is made; and what the error says.
-REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
+# What drafts, or how it is made for the model; the model, or how it is made; and what the error says.
+REFUSED: dict[str, tuple[Any, Any, str]] = {
     "lookup": (Lookup(), tiny_llama, "layers of the model alone"),
     "two sources": (Cascade([Lookup(), EXIT, SKIP]), tiny_llama, "has 2 sources besides its free drafts"),
     "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), tiny_llama, "a checkpoint has nothing else"),
@@ -241,13 +220,9 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "one block": (SkipLayers([1, 2], [1]), tiny_llama, r"in layers \[2\] of LlamaForCausalLM .* is left out alone"),
     "depth": (EarlyExit(6), tiny_llama, "must be between 1 and 5"),
     "PEFT": (EXIT, lambda: peft.get_peft_model(tiny_llama(), peft.LoraConfig()), r"Merge them first: .*merge_and_un"),
-    "quantised": (EXIT, lambda: changed(lambda model: setattr(model, "hf_quantizer", object())), "it is quantised"),
-    "offloaded": (EXIT, lambda: changed(lambda model: model.model.layers[1].to("meta")), "cpu, meta. Load it on one"),
-    "config": (
-        EXIT,
-        lambda: changed(lambda model: setattr(model.config, "hidden_size", 63)),
-        "no model of some of its layers",
-    ),
+    "quantised": (EXIT, lambda: changed("hf_quantizer", object()), "it is quantised"),
+    "offloaded": (EXIT, lambda: changed("lm_head", torch.nn.Linear(64, 97, device="meta")), "cpu, meta. Load it on"),
+    "config": (EXIT, lambda: changed("hidden_size", 63), "no model of some of its layers"),
     "images": (EXIT, lambda: build_multimodal("llava"), "more than a text model"),
     "states": (EXIT, lambda: build("mamba"), "MambaForCausalLM has recurrent states"),
     "shared": (EXIT, lambda: build("gemma3n_text"), "so none can be taken out of it"),
@@ -255,23 +230,21 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
 }
 
 
-@peft_calls_old_name
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_checkpoint_holds(case: str, tmp_path: Path) -> None:
     source, make, message = REFUSED[case]
     model = make()
     with pytest.raises(SelfSpecError, match=message):
-        SelfSpec(source if isinstance(source, DraftSource) else source(model)).export_draft(tmp_path / "draft", model)
+        SelfSpec(source(model) if case in ("heads", "adapter") else source).export_draft(tmp_path / "draft", model)
     assert not (tmp_path / "draft").exists()
 
 
 def test_a_draft_that_predicts_something_else_is_not_written(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    another = tiny_llama(2, seed=1)
-    monkeypatch.setattr(exporting, "draft_model", lambda *_: another)
+    monkeypatch.setattr(exporting, "draft_model", lambda *_: tiny_llama(2, seed=1))
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
-        SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", llama)
+        SelfSpec(EXIT).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
 
 
@@ -287,19 +260,18 @@ def exported_to_speculators(folder: Path) -> tuple[PreTrainedModel, MtpHead]:
 def test_an_mtp_layer_leaves_in_the_format_of_speculators(tmp_path: Path) -> None:
     """It comes back with the same weights, and drafts where it is attached; a head with several states has no place."""
     model, head = exported_to_speculators(tmp_path)
-    again = load_head(model, tmp_path / "head")
-    assert isinstance(again, MtpHead)
-    kept, exported = head.state_dict(), again.state_dict()
+    kept, exported = head.state_dict(), load_head(model, tmp_path / "head").state_dict()
     assert kept.keys() == exported.keys()
     assert all(torch.equal(kept[name], exported[name]) for name in kept)
     check_lossless(model, SelfSpec(), 8)
     SelfSpec(MTP(head), FixedLength(4)).export_draft(tmp_path / "head", model)  # in place of the first
-    for others, message in (
-        ((model, mtp_of(model, state_layers=(1, 3))), r"before layers \[1, 3\], for which no format has a place"),
-        ((build("llama"), mtp_of(build("llama"))), r"LlamaForCausalLM ships with none.*one layer of \('qwen3',\)"),
+    llama = build("llama")
+    for another, part, message in (
+        (model, mtp_of(model, state_layers=(1, 3)), r"before layers \[1, 3\], for which no format has a place"),
+        (llama, mtp_of(llama), r"LlamaForCausalLM ships with none.*one layer of \('qwen3',\)"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
-            SelfSpec(MTP(others[1])).export_draft(tmp_path / "other", others[0])
+            SelfSpec(MTP(part)).export_draft(tmp_path / "other", another)
 
 
 def test_speculators_loads_an_exported_mtp_layer(tmp_path: Path) -> None:
@@ -307,13 +279,9 @@ def test_speculators_loads_an_exported_mtp_layer(tmp_path: Path) -> None:
     model, head = exported_to_speculators(tmp_path)
     theirs = package.MTPDraftModel.from_pretrained(tmp_path / "head").eval()
     assert theirs.config.num_speculative_steps == 4
-    ids = torch.randint(3, 90, (1, 9))
-    with torch.no_grad():
-        states, embeddings = model.model(ids).last_hidden_state[:, :-1], model.get_input_embeddings()(ids[:, 1:])
-        places = torch.arange(8)[None]
-        rotation = theirs.rotary_emb(states, places)
-        mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
-        states_of_theirs = theirs.mtp_layers[0](
-            states, embeddings, attention_mask=mask, position_ids=places, position_embeddings=rotation
-        )
-        torch.testing.assert_close(states_of_theirs, head(embeddings, states, places), atol=1e-5, rtol=1e-5)
+    ids, places = torch.randint(3, 90, (1, 9)), torch.arange(8)[None]
+    states, embeddings = model.model(ids).last_hidden_state[:, :-1], model.get_input_embeddings()(ids[:, 1:])
+    how = {"position_ids": places, "position_embeddings": theirs.rotary_emb(states, places)}
+    how["attention_mask"] = torch.full((8, 8), -torch.inf).triu(1)[None, None]
+    found = theirs.mtp_layers[0](states, embeddings, **how)
+    torch.testing.assert_close(found, head(embeddings, states, places), atol=1e-5, rtol=1e-5)
