@@ -1,7 +1,6 @@
 """The package as a whole: its names, its low-precision promise, its statistics."""
 
 import ast
-import pickle
 import threading
 import warnings
 from operator import attrgetter
@@ -18,10 +17,8 @@ from hf_selfspec import (
     SelfSpec,
     TopKTree,
     errors,
-    first_differences,
 )
-from hf_selfspec.drafts import EarlyExit, Lookup
-from hf_selfspec.errors import SettingError
+from hf_selfspec.drafts import EarlyExit
 from hf_selfspec.model import internals
 
 # Private in torch and in Python, which have no other way.
@@ -42,21 +39,6 @@ def test_public_names() -> None:
         assert getattr(hf_selfspec, name).__module__.startswith("hf_selfspec."), name
     with pytest.raises(AttributeError, match="no attribute 'SelfSpecs'"):
         attrgetter("SelfSpecs")(hf_selfspec)
-
-
-@pytest.mark.slow
-def test_what_is_imported_when() -> None:
-    """The package imports nothing by itself; a ``SelfSpec``, here of a pickle, wraps ``generate`` and little more."""
-    script = (
-        "import sys, pickle, hf_selfspec; print(*(n for n in sys.modules if n in ('torch', 'transformers')))\n"
-        f"spec = pickle.loads({pickle.dumps(SelfSpec(Lookup()))})\n"
-        "from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate, '__wrapped__'))\n"
-        "print(*(name for name in sys.modules if name.startswith('hf_selfspec.')))"
-    )
-    at_first, is_wrapped, modules = python("-c", script).stdout.splitlines()
-    assert (at_first, is_wrapped) == ("", "True")
-    rooms = {name.split(".")[1] for name in modules.split()}
-    assert not rooms & {"tools", "train"}
 
 
 def test_what_is_private_in_other_libraries_is_in_one_room() -> None:
@@ -127,15 +109,6 @@ except ValueError:
     assert python("-c", script).stdout == "uninstalled\n"
 
 
-@pytest.mark.slow
-def test_uninstalled_before_transformers_is_imported() -> None:
-    script = (
-        "from hf_selfspec.generate.seams import uninstall; uninstall()\n"
-        "from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate, '_hf_selfspec_wrapper'))"
-    )
-    assert python("-c", script).stdout == "False\n"
-
-
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_muted_threads_do_not_mute_others() -> None:
     with warnings.catch_warnings(record=True) as said:
@@ -150,19 +123,6 @@ def test_muted_threads_do_not_mute_others() -> None:
             assert warnings.filters is filters
         errors.warn_once("once")
     assert [str(warning.message) for warning in said] == ["there", "once"]
-
-
-def test_first_differences_tells_an_error_from_a_near_tie() -> None:
-    model = tiny_llama()
-    plain = model.generate(**ragged_batch(), max_new_tokens=10, do_sample=False)
-    assert first_differences(model, plain, plain) == []
-    wrong = plain.clone()
-    wrong[1, 12] = (wrong[1, 12] + 1) % 97
-    (difference,) = first_differences(model, plain, wrong, ragged_batch()["attention_mask"])
-    assert (difference.row, difference.column) == (1, 12)
-    assert not difference.is_near_tie
-    with pytest.raises(SettingError, match="3 and 2 rows"):
-        first_differences(model, plain, plain[:2])
 
 
 def test_stats_by_hand() -> None:
