@@ -4,15 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    StoppingCriteria,
-)
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from helpers.architectures import build
-from helpers.calls import PAST, Recorder, assert_mixed, new_spec, new_tokens
+from helpers.calls import PAST, assert_mixed, new_spec, new_tokens
 from helpers.models import BATCH, ROW
 from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
 
@@ -45,15 +40,10 @@ def ours_and_plain(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **opt
     return ours, plain
 
 
-class SureEnough(StoppingCriteria):
-    """Stops when the recorded scores are peaked, which needs ``output_scores``."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.stack(list(scores)).amax(-1).sum(0) > 4.0
-
-
 def test_criterion_that_looks_at_scores(llama: LlamaForCausalLM) -> None:
-    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [SureEnough()]}
+    """Which are recorded with ``output_scores``."""
+    criterion = lambda input_ids, scores, **kwargs: torch.stack(list(scores)).amax(-1).sum(0) > 4.0  # noqa: E731
+    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
     ours, plain = ours_and_plain(llama, EXIT, ROW, **options)
     assert 4 < len(plain.scores) < 24
     assert torch.equal(ours.sequences, plain.sequences)
@@ -68,25 +58,15 @@ def test_max_time(llama: LlamaForCausalLM) -> None:
     assert torch.equal(later, llama.generate(**BATCH, max_new_tokens=later.shape[1] - width))
 
 
-class Types(Recorder):
-    def put(self, value: torch.Tensor) -> None:
-        self.calls.append(value.dtype)
-
-
 def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
     """64 bits, also after a prompt of 32."""
     inputs = BATCH | {"input_ids": BATCH["input_ids"].int()}
-    streamers = Types(), Types()
     for returned in (False, True):
-        outputs = []
-        for assistant, streamer in zip((False, EXIT), streamers, strict=True):
-            options = {"return_dict_in_generate": returned, "streamer": streamer, "assistant": assistant}
-            output = llama.generate(**inputs, max_new_tokens=6, **options)
-            outputs.append(output.sequences if returned else output)
-        plain, ours = outputs
+        options = {"max_new_tokens": 6, "return_dict_in_generate": returned}
+        outputs = [llama.generate(**inputs, **options, assistant=assistant) for assistant in (False, EXIT)]
+        plain, ours = (output.sequences if returned else output for output in outputs)
         assert plain.dtype == ours.dtype == torch.int64
         assert torch.equal(plain, ours)
-    assert streamers[0].calls == streamers[1].calls
 
 
 @pytest.mark.every_run("(?=.*True)(?=.*(exit|search)).*|(?=.*False)(?=.*tree).*")
@@ -118,9 +98,8 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
             torch.testing.assert_close(mine[row, :length], theirs[row, :length], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length], atol=1e-5, rtol=1e-5)
     assert not torch.equal(ours.scores[3], ours.logits[3])
-    ours, plain = ours_and_plain(
-        llama, spec, inputs, return_dict_in_generate=True, output_logits=True, max_new_tokens=8
-    )
+    del options["output_scores"]
+    ours, plain = ours_and_plain(llama, spec, inputs, **options)
     assert ours.keys() == plain.keys() == {"sequences", "logits", PAST}
 
 
@@ -132,17 +111,14 @@ def chat_model() -> PreTrainedModel:
     return model
 
 
-def turn(model: PreTrainedModel, assistant: SelfSpec | None, inputs: Inputs, **options: Any) -> Any:
-    options = {"max_new_tokens": 14, "return_dict_in_generate": True} | options
-    return model.generate(**inputs, **options, **({} if assistant is None else {"assistant": assistant}))
-
-
 @pytest.mark.parametrize(
     ("inputs", "return_dict", "sized"), [(ROW, False, True), (BATCH, True, False)], ids=["one row", "batch"]
 )
 def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool) -> None:
     cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
-    output = turn(chat_model, EXIT, inputs, **{PAST: cache}, return_dict_in_generate=return_dict)
+    output = chat_model.generate(
+        **inputs, max_new_tokens=14, **{PAST: cache}, return_dict_in_generate=return_dict, assistant=EXIT
+    )
     assert_mixed(EXIT)
     ids = output.sequences if return_dict else output
     assert cache.get_seq_length() == ids.shape[1] - 1
@@ -150,8 +126,8 @@ def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return
         assert output.past_key_values is cache
     mask = torch.cat([inputs["attention_mask"], torch.ones(len(ids), 14 + 1, dtype=torch.long)], dim=1)
     following = {"input_ids": torch.cat([ids, ids[:, -1:]], dim=1), "attention_mask": mask}
-    expected = turn(chat_model, None, following).sequences
-    assert torch.equal(turn(chat_model, None, following, **{PAST: cache}).sequences, expected)
+    expected = chat_model.generate(**following, max_new_tokens=14)
+    assert torch.equal(chat_model.generate(**following, max_new_tokens=14, **{PAST: cache}), expected)
 
 
 def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:

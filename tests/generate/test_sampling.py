@@ -25,17 +25,8 @@ from helpers.sampling import (
     p_value,
     sample,
 )
-from hf_selfspec import (
-    Cascade,
-    EarlyExit,
-    FixedLength,
-    Lookup,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-)
-from hf_selfspec.batch import Draft, Text
-from hf_selfspec.drafts.controlled import ControlledDrafter
+from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.batch import Draft
 from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.generate import walk
 from hf_selfspec.generate.acceptance import choose_sampled
@@ -82,32 +73,19 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
 def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several calls, which draft with what those before have shown, drawn tokens and named ones side by side."""
     mixed: list[tuple[int, int]] = []
-    propose = ControlledDrafter.propose
+    candidates = Draft.candidates
 
-    def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
-        draft = propose(self, text, max_new)
-        for row in range(0, text.batch_size, 10):
-            for node in range(draft.size + 1):
-                children = draft.children(row, node)
-                if len(children) > 1:
-                    _, drawn = draft.candidates(row, node, children)
-                    mixed.append((drawn, len(children) - drawn))
-        return draft
+    def watched(draft: Draft, row: int, node: int, children: list[int]) -> Any:
+        q, drawn = candidates(draft, row, node, children)
+        mixed.append((drawn, len(children) - drawn))
+        return q, drawn
 
-    monkeypatch.setattr(ControlledDrafter, "propose", watched)
+    monkeypatch.setattr(Draft, "candidates", watched)
     monkeypatch.setattr(Controller, "choose", lambda self, promised, free=0.0: next(iter(promised), None))
     given, processors = OPTIONS[options]
     check_exact(sample(replace(NAMED[name]), rows=400, calls=3, **given), exact_joint(llama(), processors))
     drawn = {"named": 0, "drawn tree and named": 2}.get(name, 1)
     assert sum(one == drawn and named >= 1 for one, named in mixed) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.machine("verification_is_free")
-@pytest.mark.parametrize("spec", ["early exit", "tree", "named", "drawn and named"])
-def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
-    sampled = sample(replace((SPECS | NAMED)[spec]), rows=1, calls=100, top_k=2)
-    check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))
 
 
 @pytest.mark.slow

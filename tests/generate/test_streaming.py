@@ -1,7 +1,5 @@
 """Streams that mark accepted drafts: the text is generate's, and the marks are those of the statistics."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -9,49 +7,44 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from helpers.calls import new_spec
 from helpers.models import character_tokenizer, ragged_batch
 from helpers.processes import DEMO_MODEL
-from hf_selfspec import MarkedStreamer, Piece, SelfSpec, SettingError
+from hf_selfspec import MarkedStreamer, Piece, SettingError
 
-
-def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec | bool, **options: Any) -> list[Piece]:
-    pieces: list[Piece] = []
-    streamer = MarkedStreamer(character_tokenizer(), pieces.append)
-    model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec, streamer=streamer, **options)
-    return pieces
+INPUTS, OPTIONS = ragged_batch((8,), seed=3), {"max_new_tokens": 20, "do_sample": False}
 
 
 def test_marks_are_those_of_the_statistics(llama: LlamaForCausalLM) -> None:
-    inputs, spec, pieces = ragged_batch((8,), seed=3), new_spec(), list[Piece]()
+    spec, pieces = new_spec(), list[Piece]()
     streamer = MarkedStreamer(character_tokenizer(), pieces.append)
     for _ in range(2):
         pieces.clear()
-        llama.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec, streamer=streamer)
+        llama.generate(**INPUTS, **OPTIONS, assistant=spec, streamer=streamer)
     assert [piece.from_draft for piece in pieces] == spec.stats.from_draft[0]
     assert {piece.from_draft for piece in pieces} == {True, False}
-    plain = llama.generate(**inputs, max_new_tokens=20, do_sample=False)[0, 8:]
+    plain = llama.generate(**INPUTS, **OPTIONS)[0, 8:]
     assert "".join(piece.text for piece in pieces) == character_tokenizer().decode(plain)
+    with pytest.raises(SettingError, match="MarkedStreamer takes one row, got 3"):
+        llama.generate(**ragged_batch(), **OPTIONS, assistant=spec, streamer=streamer)
 
 
 @pytest.mark.filterwarnings("ignore:the prompts are padded on the right")
 def test_plain_generate_has_no_marks(llama: LlamaForCausalLM) -> None:
-    inputs, spec = ragged_batch((8,), seed=3), new_spec()
-    assert not any(piece.from_draft for piece in streamed(llama, inputs, False))
-    inputs["attention_mask"][0, -2:] = 0  # left to generate
-    assert not any(piece.from_draft for piece in streamed(llama, inputs, spec))
-    assert spec.stats.left_to_generate
-    pieces, inputs, ends = list[Piece](), ragged_batch((8,), seed=3), set[bool]()
-    streamer, options = MarkedStreamer(character_tokenizer(), pieces.append), {"max_new_tokens": 12, "do_sample": False}
-    for end in llama.generate(**inputs, **options)[0, 10:].tolist():
-        llama.generate(**inputs, **options, eos_token_id=end, assistant=spec, streamer=streamer)
-        ends.add(spec.stats.from_draft[0][-1])
+    """Nor has a call that is left to it; also after a call that ended with a drafted token."""
+    spec, pieces = new_spec(), list[Piece]()
+    streamer = MarkedStreamer(character_tokenizer(), pieces.append)
+    padded = {name: each.clone() for name, each in INPUTS.items()}
+    padded["attention_mask"][0, -2:] = 0
+    for end in llama.generate(**INPUTS, **OPTIONS)[0, 10:].tolist():
+        llama.generate(**INPUTS, **OPTIONS, eos_token_id=end, assistant=spec, streamer=streamer)
+        if spec.stats.from_draft[0][-1]:
+            break
+    else:
+        pytest.fail("a call has to end with a drafted token")
+    for inputs, assistant in ((INPUTS, False), (padded, spec)):
         pieces.clear()
-        llama.generate(**inputs, **options, assistant=False, streamer=streamer)
+        llama.generate(**inputs, **OPTIONS, assistant=assistant, streamer=streamer)
+        assert pieces
         assert not any(piece.from_draft for piece in pieces)
-    assert True in ends, "an earlier call has to end with a drafted token"
-
-
-def test_several_rows_are_refused(llama: LlamaForCausalLM) -> None:
-    with pytest.raises(SettingError, match="MarkedStreamer takes one row, got 3"):
-        streamed(llama, ragged_batch(), new_spec())
+    assert spec.stats.left_to_generate
 
 
 def test_characters_of_several_tokens_are_whole() -> None:
