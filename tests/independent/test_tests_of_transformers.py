@@ -1,4 +1,4 @@
-"""transformers' own tests of generation, with a ``SelfSpec`` in the place of plain and of assisted decoding.
+"""transformers' own tests of generation, with a ``SelfSpec`` in the place of plain decoding.
 
 They are not in its package, so they need a checkout of the same version, or one as near as can be had, and the packages
 ``parameterized``, ``datasets`` and ``timeout-decorator``:
@@ -63,12 +63,10 @@ def test_under_an_attached_selfspec(model_type: str, tmp_path: Path) -> None:
     if failed(counts):
         assert failed(counts) <= failed(run(Path(checkout), model_type, "nothing", tmp_path)[0])
     assert counts["served"] > 0
-    assert counts["assisted"] > 0
 
 
 OWN = """
 import unittest
-import torch
 from helpers.architectures import build
 from helpers.models import ragged_batch
 
@@ -78,24 +76,11 @@ class ModelTest(unittest.TestCase):
     def prepare_config_and_inputs_for_generate(self):
         return None, {name: values.flip(1) for name, values in ragged_batch((4, 9, 6)).items()}  # padded on the right
 
-    def _check_hidden_states_for_generate(self, hidden_states):
-        self.assertIsInstance(hidden_states, tuple)
-
-    def _check_attentions_for_generate(self, attentions):
-        self.fail("mamba2 has none")
-
-    def generate(self, **options):
-        _, inputs = self.prepare_config_and_inputs_for_generate()
-        return build("mamba2").generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, **options)
-
     def test_generate_batches(self):
-        output = self.generate(output_hidden_states=True, return_dict_in_generate=True)
-        self.assertEqual(output.sequences.shape[1], 9 + 12)
-        self._check_hidden_states_for_generate(hidden_states=output.hidden_states)
-
-    def test_prompt_lookup(self):
-        self.skipTest(reason="Stateful models don't support assisted generation")
-        self.assertTrue(torch.equal(self.generate(prompt_lookup_num_tokens=2), self.generate()))
+        _, inputs = self.prepare_config_and_inputs_for_generate()
+        for beams in (1, 2):
+            ids = build("mamba2").generate(**inputs, max_new_tokens=self.max_new_tokens, num_beams=beams)
+            self.assertEqual(ids.shape[1], 9 + 12)
 
     def test_generate_fails(self):
         self.fail("on purpose")
@@ -113,5 +98,6 @@ def test_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert different == []
     assert counts.pop("drafted") > counts.pop("accepted") > 0
     failed = {"failed: test_generate_fails": 1}
-    assert counts == {"served": 2, "assisted": 2, "compared": 4, "not skipped": 1} | failed
+    counts = {name.partition(":")[0] if name[0] == "l" else name: count for name, count in counts.items()}
+    assert counts == {"served": 1, "compared": 1, "left to plain": 1} | failed
     assert run(tmp_path, "mamba2", "nothing", tmp_path)[0] == failed
