@@ -25,9 +25,9 @@ def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -
     if isinstance(value, bool) or not isinstance(value, int):
         raise SettingTypeError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     if value < least:
-        raise SettingError(f"{name} must be at least {least}, got {_shown(value)}.")
+        raise SettingError(f"{name} must be at least {least}, got {value!r}.")
     if value > most:
-        raise SettingError(f"{name} must be at most {most}, got {_shown(value)}.")
+        raise SettingError(f"{name} must be at most {most}, got {value!r}.")
 
 
 def check_exit(who: str, setting: str, layer: int, layers: int, model: str = "the model") -> None:
@@ -37,7 +37,7 @@ def check_exit(who: str, setting: str, layer: int, layers: int, model: str = "th
         allowed = f"the exit layer must be between 1 and {layers - 1}" if layers > 1 else "it has no exit layer"
         plural = "" if layers == 1 else "s"
         raise SettingError(
-            f"{who}({setting}={_shown(layer)}) is not possible: {model} has {layers} layer{plural}, so {allowed}."
+            f"{who}({setting}={layer}) is not possible: {model} has {layers} layer{plural}, so {allowed}."
         )
 
 
@@ -48,7 +48,7 @@ def check_share(name: str, value: object, zero: bool, one: bool) -> None:
     if not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
         excluded = [end for end, allowed in (("0", zero), ("1", one)) if not allowed]
         ends = {0: "both included", 1: f"{''.join(excluded)} excluded", 2: "both excluded"}[len(excluded)]
-        raise SettingError(f"{name} must lie between 0 and 1 ({ends}), got {_shown(value)}.")
+        raise SettingError(f"{name} must lie between 0 and 1 ({ends}), got {value!r}.")
 
 
 def check_positive(name: str, value: object) -> None:
@@ -56,15 +56,10 @@ def check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SettingTypeError(f"{name} must be a number above 0, got {value!r}.")
     if not 0 < value < math.inf or value > LARGEST:
-        raise SettingError(f"{name} must be a finite number above 0, got {_shown(value)}.")
+        raise SettingError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
 def check_flag(name: str, value: object) -> None:
     """Checks that ``value`` is ``True`` or ``False``."""
     if not isinstance(value, bool):
         raise SettingTypeError(f"{name} must be True or False, got {value!r}.")
-
-
-def _shown(value: float) -> str:
-    """Returns a number as text for a message; Python refuses to print integers of thousands of digits."""
-    return f"{value!r}" if isinstance(value, float) or abs(value) <= LARGEST else "a number that 64 bits do not hold"

@@ -43,10 +43,9 @@ from ..model.target import Target
 from ..settings import Settings
 from ..stats import GenerationStats
 from .decoder import Decoder
-from .output import Output
+from .output import Output, Stopper
 from .probation import TOKENS, compare, decoded_logits
 from .refusals import check_call, check_exact, check_length
-from .stopping import Stopper
 from .unseen import UNKNOWN, Unseen
 
 # Initial cache slots where the final length of the text is not known.

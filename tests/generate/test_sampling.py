@@ -29,7 +29,7 @@ from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, SkipL
 from hf_selfspec.batch import Draft
 from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.generate import walk
-from hf_selfspec.generate.acceptance import choose_sampled
+from hf_selfspec.generate.walk import choose_sampled
 from hf_selfspec.model.graphs.model_graphs import COMPARISONS
 
 # Free drafts beside others, with few nodes, so that not every token of the tiny vocabulary is named.

@@ -17,10 +17,9 @@ from transformers.generation import logits_process as lp
 from hf_selfspec import NumericalError, TopKTree
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.drafts.scoring import Scorer, check_highest
-from hf_selfspec.generate import acceptance
-from hf_selfspec.generate.acceptance import accept_line, choose_sampled
-from hf_selfspec.generate.stopping import Stopper
-from hf_selfspec.generate.walk import verify
+from hf_selfspec.generate import walk
+from hf_selfspec.generate.output import Stopper
+from hf_selfspec.generate.walk import accept_line, choose_sampled, verify
 from hf_selfspec.model.logits import Logits, draw_without_replacement
 
 ALMOST_ONE = 1 - 2**-30
@@ -57,7 +56,7 @@ def outcomes(
         fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
         return choose_sampled(p.log(), drafted, q, num_drawn)[1]
 
-    monkeypatch.setattr(acceptance, "draw", draw)
+    monkeypatch.setattr(walk, "draw", draw)
     found, reached = torch.zeros(len(p)), 1.0
     # What is left is drawn, and may be one of the named ones.
     for index, token in enumerate(drafted[:num_drawn]):

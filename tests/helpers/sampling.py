@@ -24,7 +24,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.generate.acceptance import choose_sampled
+from hf_selfspec.generate.walk import choose_sampled
 
 VOCABULARY = 5
 

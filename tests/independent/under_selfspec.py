@@ -1,8 +1,8 @@
 """A plugin of pytest: tests of transformers get what a ``SelfSpec`` generates, wherever they call ``generate``.
 
 ``SELFSPEC_AS=attached`` attaches one to each model, and compares greedy ids with plain ``generate``'s;
-``SELFSPEC_AS=nothing`` tells which tests fail without. Both pad prompts on the left and generate more tokens. The counts go into the file that
-``SELFSPEC_COUNTS`` names.
+``SELFSPEC_AS=nothing`` tells which tests fail without. Both pad prompts on the left and generate more tokens. The
+counts go into the file that ``SELFSPEC_COUNTS`` names.
 """
 
 import copy
