@@ -1,10 +1,9 @@
 """Reading files that may be damaged, and writing files whole or not at all."""
 
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from ..errors import SettingError
-from ..validation import LARGEST, StrPath
+from ..validation import StrPath
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -43,11 +42,6 @@ def written_whole(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def unfinished(path: Path) -> Iterable[Path]:
-    """The files beside ``path`` that :func:`written_whole` has left there where a process was killed."""
-    return path.parent.glob(f".{path.name}-*.tmp")
 
 
 @contextmanager
@@ -133,17 +127,3 @@ def _no_number(name: str) -> None:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def as_count(value: Any) -> int:
-    """Returns a count that was read from a file; raises a ``TypeError`` if it is something else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-        raise TypeError(f"{value!r} is not a count")
-    return value
-
-
-def as_number(value: Any) -> float:
-    """Returns a number of at least 0 that was read from a file; raises a ``TypeError`` if it is something else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise TypeError(f"{value!r} is not a number of at least 0")
-    return float(value)

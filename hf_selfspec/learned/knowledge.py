@@ -24,8 +24,7 @@ from ..model.module_tools import is_tensor_parallel
 from ..stats import GenerationStats
 from ..validation import StrPath
 from . import saving
-from .files import path_of, reported, unfinished
-from .findings import Findings
+from .files import path_of, reported
 from .saving import Saved, States
 
 # How many calls are kept for plots, and how many points of the timeline of each: 4 MB at most.
@@ -35,6 +34,24 @@ _LOGGED, _POINTS = 512, 64
 _PAUSE, PATIENCE = 10.0, 10.0
 # The kind of findings that all kinds of calls share: those of texts, which users may have forgotten.
 _ALL = "all"
+
+
+class Findings:
+    """What a source has learned about one model for one kind of call; a source overrides what it needs."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what was learned to the statistics of a call."""
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as JSON values."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
+
+    def forget(self) -> None:
+        """Drops users' texts, if there are any, and what follows from them."""
+
 
 _F = TypeVar("_F", bound=Findings)
 _T = TypeVar("_T")
@@ -58,21 +75,18 @@ class ModelRecord:
     findings: dict[str, Any] = field(default_factory=dict)  # the most recently used ones last
     in_process: dict[tuple[str, str], Any] = field(default_factory=dict)  # never on disk
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
-    kept: States | None = None  # what its file held last, also for kinds of calls that were not made since
-    # Its file in cache_dir, if there is one, with the settings that are written there, and the stamp that it had last.
-    path: Path | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    stamp: str = ""
+    kept: Saved | None = None  # what its file held last, also for kinds of calls that were not made since
     written: float = -_PAUSE
 
     def states(self) -> States:
         """What is known, as a file holds it."""
-        return (self.kept or {}) | {name: findings.state() for name, findings in self.findings.items()}
+        kept = {} if self.kept is None else self.kept.findings
+        return kept | {name: findings.state() for name, findings in self.findings.items()}
 
     def forget(self) -> None:
         for findings in self.findings.values():
             findings.forget()
-        self.kept, self.stamp = _without_texts(self.kept or {}), ""
+        self.kept = _without_texts(self.kept)
 
 
 class Knowledge:
@@ -83,7 +97,7 @@ class Knowledge:
         self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)  # without lists that have an entry for each token
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.lock = new_lock()  # held while anything here is read or changed, never while a file's lock is waited for
-        self._paths: set[Path] = set()  # files of cache_dir, also those of models that no longer exist
+        self.files: set[Path] = set()  # those of cache_dir, also of models that no longer exist
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -136,19 +150,10 @@ class Knowledge:
         with self.lock:
             saved = self.saved or Saved({}, None, {}, path)
             if model is None:
-                return Saved(settings, saved.fingerprint, saved.findings, path)
+                return replace(saved, settings=settings, path=path)
             self.check(model)
             states = saved.findings | self.record(model).states()  # what was not used yet is kept
             return Saved(settings, Fingerprint.of_decoder(model), states, path)
-
-    def keep_in(self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-        """From now on, what is known of the model is kept in a file, and begins with what that holds."""
-        record = self.record(model)
-        record.path, record.settings = path, settings
-        self._paths.add(path)
-        _with_files.add(self)
-        if (saved := _read(path)) is not None:
-            record.kept, record.stamp = saved.findings, saved.stamp
 
     def write(self, model: PreTrainedModel, patience: float | None = None) -> None:
         """Writes what is new about a model, where it is kept on disk, in place of what others have written since.
@@ -157,56 +162,44 @@ class Knowledge:
         and to the end of the process.
         """
         record = self.record(model)
-        if record.path is None or (patience is None and monotonic() - record.written < _PAUSE):
+        kept = record.kept
+        if kept is None or kept.path not in self.files or (patience is None and monotonic() - record.written < _PAUSE):
             return
         record.written = monotonic()
-        with only_warned("keeping findings on disk"):
+        with only_warned(f"keeping findings in {kept.path}"):
             try:
-                with reported(record.path):
-                    self._write(model, record, record.path, patience or 0.0)
-            except SettingError as error:
-                if patience is not None or not isinstance(error.__cause__, TimeoutError):
-                    warn_once(f"findings are not kept on disk: {error}")
+                self._write(model, record, kept, patience or 0.0)
+            except TimeoutError:
+                if patience is not None:
+                    raise
 
-    def _write(self, model: PreTrainedModel, record: ModelRecord, path: Path, patience: float) -> None:
+    def _write(self, model: PreTrainedModel, record: ModelRecord, kept: Saved, patience: float) -> None:
         with self.lock:
-            if record.states() == record.kept:
+            if record.states() == kept.findings:
                 return
-        fingerprint = Fingerprint.of_decoder(model)
-        if fingerprint != record.fingerprint:
-            warn_once(
-                f"the weights of {type(model).__name__} have changed since this SelfSpec began, and files of cache_dir "
-                "are for one model: findings from now on stay in memory. Use `save_pretrained` next to the model's "
-                "checkpoints, or a new SelfSpec when the weights are final."
-            )
+        if Fingerprint.of_decoder(model) != record.fingerprint:  # it is being trained, and a file is for one model
             return
-        with _locked(path, patience):
-            present = _read(path)
-            stamp = present.stamp if present is not None else record.stamp if path.exists() else ""
+        with _locked(kept.path, patience):
+            present = _read(kept.path)
+            stamp = present.stamp if present is not None else kept.stamp if kept.path.exists() else ""
             with self.lock:
-                if record.stamp not in ("", stamp):
+                if kept.stamp not in ("", stamp):
                     record.forget()  # as others did, who have removed the file
-                states, stamp = record.states(), stamp or uuid4().hex
-            saving.write(Saved(record.settings, fingerprint, states, path, stamp))
-            record.kept, record.stamp = states, stamp
+                written = replace(kept, findings=record.states(), stamp=stamp or uuid4().hex)
+            saving.write(written)
+            record.kept = written
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, and the files in which they are kept."""
         with self.lock:
             for record in self._records.values():
                 record.forget()
-            if self.saved is not None:
-                self.saved = replace(self.saved, findings=_without_texts(self.saved.findings))
-            paths, problems = sorted(self._paths), list[SettingError]()
+            self.saved = _without_texts(self.saved)
+            paths = sorted(self.files)
         for path in paths:  # afterwards, so that no write that has begun brings texts back
-            try:
-                with reported(path), _locked(path, PATIENCE):
-                    for file in (path, *unfinished(path)):
-                        file.unlink(missing_ok=True)
-            except SettingError as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
+            with reported(path), _locked(path, PATIENCE):
+                for file in (path, *path.parent.glob(f".{path.name}-*.tmp")):  # of processes that were killed, too
+                    file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -242,20 +235,26 @@ class KnowledgeOfCall:
     def kept(self) -> Saved:
         """What was loaded from a file for this model, or what its file in ``cache_dir`` held."""
         with self.knowledge.lock:
-            record, saved = self.knowledge.record(self.model), self.knowledge.saved
-            if record.kept is None:
-                record.kept = {}
-                if saved is not None:
-                    self.knowledge.check(self.model)
-                    record.kept = saved.findings
-                # The processes of a tensor-parallel model may have different folders, and would draft differently.
-                elif self.cache_dir is not None and not is_tensor_parallel(self.model):
-                    settings = self.settings()
-                    digest = hashlib.sha256(json.dumps([saving.FORMAT, settings], sort_keys=True).encode()).hexdigest()
-                    path = path_of(self.cache_dir) / self.fingerprint().name / f"{self.task}-{digest[:12]}.json"
-                    self.knowledge.keep_in(path, self.model, settings)
-            path = saved.path if saved is not None else record.path or Path()
-            return Saved({}, record.fingerprint, record.kept, path)
+            record = self.knowledge.record(self.model)
+            record.kept = record.kept or self._kept()
+            return record.kept
+
+    def _kept(self) -> Saved:
+        knowledge = self.knowledge
+        if knowledge.saved is not None:
+            knowledge.check(self.model)
+            return knowledge.saved
+        # The processes of a tensor-parallel model may have different folders, and would draft differently.
+        if self.cache_dir is None or is_tensor_parallel(self.model):
+            return Saved({}, None, {}, Path())
+        settings, fingerprint = self.settings(), self.fingerprint()
+        digest = hashlib.sha256(json.dumps([saving.FORMAT, settings], sort_keys=True).encode()).hexdigest()
+        path = path_of(self.cache_dir) / fingerprint.name / f"{self.task}-{digest[:12]}.json"
+        knowledge.files.add(path)
+        _with_files.add(knowledge)
+        begun = Saved(settings, fingerprint, {}, path)
+        present = _read(path)
+        return begun if present is None else replace(begun, findings=present.findings, stamp=present.stamp)
 
     def write(self) -> None:
         """Called at the end of each call, see :meth:`Knowledge.write`."""
@@ -271,8 +270,7 @@ class KnowledgeOfCall:
     def _begun(self, name: str, source: str, make: Callable[[Any], _F]) -> _F:
         """New findings, which begin with what a file holds, or those for another kind of call."""
         kept, begun = self.kept(), self.knowledge.record(self.model).findings
-        other = next((findings for other, findings in begun.items() if other.partition(": ")[2] == source), None)
-        findings = make(other)
+        findings = make(next((each for other, each in begun.items() if other.partition(": ")[2] == source), None))
         if name in kept.findings:
             try:
                 with saving.reading(kept.path):
@@ -284,11 +282,6 @@ class KnowledgeOfCall:
         return findings
 
 
-def _begins_anew(error: SettingError) -> None:
-    """Warns of a file of ``cache_dir`` that cannot be used; the next write takes its place."""
-    warn_once(f"findings begin anew, since their file cannot be used: {error}")
-
-
 def _read(path: Path) -> Saved | None:
     """Reads a file of ``cache_dir``; ``None`` if there is none, or with a warning one that is damaged."""
     try:
@@ -298,8 +291,16 @@ def _read(path: Path) -> Saved | None:
         return None
 
 
-def _without_texts(states: States) -> States:
-    return {name: state for name, state in states.items() if not name.startswith(f"{_ALL}: ")}
+def _begins_anew(error: SettingError) -> None:
+    """Warns of a file of ``cache_dir`` that cannot be used; the next write takes its place."""
+    warn_once(f"findings begin anew, since their file cannot be used: {error}")
+
+
+def _without_texts(saved: Saved | None) -> Saved | None:
+    if saved is None:
+        return None
+    states = {name: state for name, state in saved.findings.items() if not name.startswith(f"{_ALL}: ")}
+    return replace(saved, findings=states, stamp="")
 
 
 @contextmanager

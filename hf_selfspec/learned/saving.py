@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -18,14 +18,9 @@ FORMAT = 1
 # The settings in a file; classes that they may hold are registered. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft", "exact", "trust")
-# Settings that name the folder or repository to load a part from.
-_PARTS = ("adapter", "head", "head_rows", "heads")
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]
-# Settings that hold a list of classes of a place.
-_INSIDE: dict[str, Place] = {"sources": "draft"}
-
 _places: dict[str, dict[str, type]] = {}
 _T = TypeVar("_T", bound=type)
 
@@ -90,7 +85,7 @@ def class_named(name: object, setting: str | None = None) -> type | None:
         return None
     if name in hf_selfspec.__all__:
         getattr(hf_selfspec, name)  # which registers a public class of this package
-    places = _places.values() if setting is None else [_places.get(_INSIDE.get(setting, setting), {})]
+    places = _places.values() if setting is None else [_places.get(setting, {})]
     return next((classes[name] for classes in places if name in classes), None)
 
 
@@ -113,17 +108,15 @@ def encode(value: Any, name: str) -> Any:
 
 def decode_settings(settings: Any) -> dict[str, Any]:
     """Returns the arguments of ``SelfSpec`` from a file's settings."""
-    if not isinstance(settings, dict):
-        raise TypeError(f"its settings are {settings!r}")
     _check_names("", settings, _SETTINGS)
     return {name: decode(value, name) for name, value in settings.items()}
 
 
 def decode(value: Any, name: str) -> Any:
     """The inverse of :func:`encode`; ``name`` contains the names of the settings around it, e.g. ``draft.search``."""
-    setting = name.rpartition(".")[2]
     if isinstance(value, dict):
-        cls = class_named(value.get("class"), setting)
+        setting = name.rpartition(".")[2]
+        cls = class_named(value.get("class"), "draft" if setting == "sources" else setting)
         if cls is None:
             raise SettingError(
                 f"{name} has the class {value.get('class')!r}, which is not allowed there. If it is your own, import "
@@ -132,20 +125,19 @@ def decode(value: Any, name: str) -> Any:
         fields = {field: content for field, content in value.items() if field != "class"}
         _check_names(f"{name}.", fields, [field.name for field in dataclasses.fields(cls)])
         return cls(**{field: decode(content, f"{name}.{field}") for field, content in fields.items()})
-    if setting in _PARTS and value is not None:
+    if isinstance(value, str) and re.search(r"[\\/]", value):
         _check_place(name, value)
     return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 
 
-def _check_names(where: str, names: Iterable[str], allowed: Sequence[str]) -> None:
-    if unknown := sorted(set(names) - set(allowed)):
+def _check_names(where: str, names: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    if unknown := sorted(names.keys() - set(allowed)):
         raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot set. It may set {', '.join(allowed)}.")
 
 
-def _check_place(name: str, value: Any) -> None:
+def _check_place(name: str, value: str) -> None:
     """Checks for an absolute path or a Hub repository; Windows would log in to the machine that ``//name`` names."""
-    is_usual = isinstance(value, str) and not re.match(r"[\\/]{2}", value)
-    if not is_usual or not (Path(value).is_absolute() or is_name(value)):
+    if re.match(r"[\\/]{2}", value) or not (Path(value).is_absolute() or is_name(value)):
         raise SettingError(
             f"{name} is {value!r}, which is neither the whole path of a folder nor the name of a repository on the Hub."
         )
@@ -153,13 +145,8 @@ def _check_place(name: str, value: Any) -> None:
 
 def write(saved: Saved) -> None:
     """Writes a file, whole or not at all."""
-    content = {
-        "format": FORMAT,
-        "settings": dict(saved.settings),
-        "fingerprint": None if saved.fingerprint is None else dataclasses.asdict(saved.fingerprint),
-        "findings": saved.findings,
-        "stamp": saved.stamp,
-    }
+    content = {"format": FORMAT, **dataclasses.asdict(saved)}
+    del content["path"]
     write_json(saved.path, content)
 
 
@@ -169,19 +156,15 @@ def read(path: Path) -> Saved:
         if not path.exists():
             raise SettingError("it does not exist. Give the folder that `spec.save_pretrained(folder)` has written.")
         content = read_json(path)
-        if content["format"] != FORMAT:
+        if (version := content.pop("format")) != FORMAT:
             raise SettingError(
-                f"it has format {content['format']!r}, but this version of hf_selfspec reads format {FORMAT}. "
-                "Save it again with this version, or install the one it was saved with."
+                f"it has format {version!r}, but this version of hf_selfspec reads format {FORMAT}. Save it again with "
+                "this version, or install the one it was saved with."
             )
-        fingerprint = content["fingerprint"]
-        return Saved(
-            settings=content["settings"],
-            fingerprint=None if fingerprint is None else Fingerprint.read(fingerprint, "fingerprint"),
-            findings={name: dict(state) for name, state in content["findings"].items()},
-            path=path,
-            stamp=str(content["stamp"]),
-        )
+        if (fingerprint := content["fingerprint"]) is not None:
+            content["fingerprint"] = Fingerprint.read(fingerprint, "fingerprint")
+        content["findings"] = {name: dict(state) for name, state in content["findings"].items()}
+        return Saved(path=path, **content)
 
 
 @contextmanager

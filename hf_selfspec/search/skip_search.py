@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..learned.files import as_count, as_number
-from ..learned.findings import Findings
+from ..learned.knowledge import Findings
 from ..model.forks import new_lock
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
+from ..validation import check_count, check_share
 from .skip_space import OnTheFlySearch, SkipSpace
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
@@ -49,8 +49,9 @@ class SkipChoice:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> SkipChoice:
-        """The inverse of :meth:`state`; raises KeyError, TypeError or ValueError for anything else."""
-        return cls(LayerPlan.of_picture(state["set"]), as_number(state["matchness"]))
+        """The inverse of :meth:`state`; raises for anything else."""
+        check_share("matchness", state["matchness"], zero=True, one=True)
+        return cls(LayerPlan.of_picture(state["set"]), state["matchness"])
 
 
 class SkipSearch(Findings):
@@ -147,12 +148,16 @@ class SkipSearch(Findings):
             return {"phase": self.phase, **counts, "tries": tries, **self.choice.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned; raises KeyError, TypeError or ValueError for anything else."""
+        """Restores what :meth:`state` returned; raises for anything else."""
         choice, is_over = SkipChoice.of_state(state), bool(_PHASES.index(state["phase"]))
-        tries = [Trial(LayerPlan.of_picture(plan), as_number(m), as_count(after)) for plan, m, after in state["tries"]]
+        tries = [Trial(LayerPlan.of_picture(plan), matchness, after) for plan, matchness, after in state["tries"]]
         if any(plan.num_layers != self.space.num_layers for plan in (choice.plan, *(trial.plan for trial in tries))):
             raise ValueError(f"a set for another depth than {self.space.num_layers} layers")
-        since_better, generated = as_count(state["since_better"]), as_count(state["generated"])
+        since_better, generated = state["since_better"], state["generated"]
+        for count in (since_better, generated, *(trial.generated for trial in tries)):
+            check_count("a count", count, least=0)
+        for trial in tries:
+            check_share("matchness", trial.matchness, zero=True, one=True)
         with self._lock:
             self._start_over()
             self.choice, self.is_over, self.generated = choice, is_over, generated

@@ -2,14 +2,13 @@
 
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from helpers.searches import generated as generate
 from helpers.searches import prompt
-from hf_selfspec import OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec import OnTheFlySearch, SelfSpec
 
 FILE = "selfspec.json"
 LAYERS = 6
@@ -40,9 +39,3 @@ def begins_with(model: Any, spec: SelfSpec, rows: int = 1) -> tuple[Any, str]:
         generate(model, prompt(rows), 2, assistant=spec)
     assert spec.stats is not None
     return spec.choice(model), spec.stats.phase
-
-
-def endless(cache: Path) -> SelfSpec:
-    """A search that writes as often as it can."""
-    search = OnTheFlySearch(8, max_steps=100_000, bayes_interval=1000, patience=100_000, target_matchness=1.0, budget=1)
-    return SelfSpec(SkipLayers(search=search, ratio=0.4), cache_dir=cache)

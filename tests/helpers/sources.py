@@ -12,7 +12,7 @@ from hf_selfspec import FixedLength, GenerationStats
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts import Drafter, DraftSource, Session
 from hf_selfspec.drafts.stop.rules import start
-from hf_selfspec.learned.findings import Findings
+from hf_selfspec.learned.knowledge import Findings
 
 
 @dataclass

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,18 @@ from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.model.fingerprint import Fingerprint, samples
 from hf_selfspec.tools.spec_text import read_spec
-from hf_selfspec.train.loading import texts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+
+SPECS = (
+    SelfSpec(),
+    SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
+    SelfSpec.layerskip(stop=AdaptiveThreshold(ProductThreshold(0.6), 0.7)),
+    SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
+    SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=TopKTree()),
+    SelfSpec(SkipLayers((3,), (4,), OnTheFlySearch(8, 9, 3)), tree=TopKTree()),
+    SelfSpec(Cascade([Lookup(9), EarlyExit(2)]), CalibratedEntropy(0.3), exact=True, trust=True),
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,121 +43,78 @@ def llama() -> PreTrainedModel:
     return tiny_llama(LAYERS, factor=0.6)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        SelfSpec(),
-        SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
-        SelfSpec.layerskip(stop=AdaptiveThreshold(ProductThreshold(0.6), 0.7)),
-        SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
-        SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=TopKTree()),
-        SelfSpec(SkipLayers((3,), (4,), OnTheFlySearch(8, 9, 3)), tree=TopKTree()),
-        SelfSpec(Cascade([Lookup(9), EarlyExit(2)]), CalibratedEntropy(0.3), exact=True, trust=True),
-    ],
-    ids=["default", "exit", "probe", "skip", "swift", "search from a set", "cascade"],
-)
-def test_settings_come_back(spec: SelfSpec, tmp_path: Path) -> None:
-    spec.save_pretrained(tmp_path / "a" / "b")
-    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [FILE]
-    loaded = SelfSpec.from_pretrained(tmp_path / "a" / "b")
-    assert loaded == spec
-    assert repr(loaded) == repr(spec)
+def test_settings_come_back(tmp_path: Path) -> None:
+    for number, spec in enumerate(SPECS):
+        folder = tmp_path / str(number) / "b"
+        spec.save_pretrained(folder)
+        assert [path.name for path in folder.iterdir()] == [FILE]
+        loaded = SelfSpec.from_pretrained(folder)
+        assert loaded == spec
+        assert repr(loaded) == repr(spec)
 
 
-@pytest.mark.every_run("begun-1")
-@pytest.mark.parametrize(("name", "rows"), [("begun", 1), ("ratio given", 2)])
-def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = fresh(SEARCHES[name])
-    generate(llama, prompt(rows), 24, assistant=spec)
-    choice, phase, found = spec.choice(llama), spec.stats.phase, spec._knowledge.latest(llama)
-    assert phase == ("acceleration" if "given" in name else "optimization")
+def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Also after a pickle of what was loaded."""
+    spec = fresh(SEARCHES["begun"])
+    generate(llama, prompt(), 24, assistant=spec)
     spec.save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    assert begins_with(llama, loaded, rows)[0] == choice
-    assert_lossless(llama, loaded, rows=rows)
-    again = loaded._knowledge.latest(llama)
-    assert len(found.trials) >= 3
-    assert list(again.trials)[: len(found.trials)] == list(found.trials)
-    assert again.generated > found.generated
+    loaded, found = SelfSpec.from_pretrained(tmp_path), spec._knowledge.latest(llama)
+    assert spec.stats.phase == "optimization"
+    for again in (loaded, pickle.loads(pickle.dumps(loaded))):
+        assert begins_with(llama, again)[0] == spec.choice(llama)
+        assert_lossless(llama, again)
+        search = again._knowledge.latest(llama)
+        assert len(found.trials) >= 3
+        assert list(search.trials)[: len(found.trials)] == list(found.trials)
+        assert search.generated > found.generated
 
 
 def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = fresh(SEARCHES["over"])
+    """One that was not made since stays; one that was not met yet begins with the set of another."""
+    spec, kinds = fresh(SEARCHES["over"]), ({}, {"do_sample": True})
     choices = []
-    for options in ({}, {"do_sample": True}):
+    for options in kinds:
         torch.manual_seed(0)
         generate(llama, prompt(), 24, assistant=spec, **options)
         choices.append(spec.choice(llama))
     assert choices[0] != choices[1]
     spec.save_pretrained(tmp_path)
-    for options, choice in zip(({"do_sample": True}, {}), reversed(choices), strict=True):
+    for options, choice in zip(reversed(kinds), reversed(choices), strict=True):
         loaded = SelfSpec.from_pretrained(tmp_path)
         generate(llama, prompt(), 2, assistant=loaded, **options)
         assert loaded.choice(llama) == choice
         loaded.save_pretrained(tmp_path)  # with what it was not used for
-    # A kind that was not met yet begins with the set of one that was.
     generate(llama, prompt(2), 2, assistant=loaded)
     assert loaded.stats.plan in {choice.plan.picture() for choice in choices}
     assert loaded.stats.phase == "optimization"
 
 
-@torch.no_grad()
-def saved_in(folder: Path, spec: SelfSpec, model: PreTrainedModel) -> Path:
-    generate(model, prompt(), 24, assistant=spec)
-    spec.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished search of the Llama; its file is small."""
-    return saved_in(tmp_path_factory.mktemp("saved"), fresh(SEARCHES["over"], tree=TopKTree()), llama)
-
-
-def test_pickles_begin_with_what_the_file_holds(llama: PreTrainedModel, saved: Path) -> None:
-    loaded = SelfSpec.from_pretrained(saved)
-    generate(llama, prompt(), 2, assistant=loaded)
-    twin = pickle.loads(pickle.dumps(loaded))
-    assert twin == loaded
-    assert twin.stats is None
-    assert begins_with(llama, twin) == (loaded.choice(llama), "acceleration")
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: tiny_llama(LAYERS, seed=1), "other weights"),
-        (lambda: tiny_llama(4), "6 layers, not of 4"),
-        (lambda: tiny_llama(LAYERS, vocabulary=98), "other names or shapes"),
-        (lambda: tiny_gpt2(512), "a LlamaForCausalLM, not a GPT2LMHeadModel"),
-    ],
-)
-def test_another_model_is_refused_before_work(make: Callable[[], PreTrainedModel], words: str, saved: Path) -> None:
-    model, loaded = make(), SelfSpec.from_pretrained(saved)
-    model.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
-    with pytest.raises(SettingError, match=words) as error:
-        generate(model, prompt(), 5, assistant=loaded)
-    assert str(saved / FILE) in str(error.value)
-
-
-def test_findings_are_not_saved_for_another_model(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="other weights"):
-        SelfSpec.from_pretrained(saved).save_pretrained(tmp_path, tiny_llama(LAYERS, seed=1))
-    assert not list(tmp_path.iterdir())
-
-
-def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -> None:
-    other, spec = tiny_llama(4), fresh(SEARCHES["over"])
-    for model in (llama, other):
+def test_findings_are_of_one_model(llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec, small = fresh(SEARCHES["over"]), tiny_llama(4)
+    for model in (llama, small):
         generate(model, prompt(), 20, assistant=spec)
     with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):
         spec.save_pretrained(tmp_path)
-    spec.save_pretrained(tmp_path, other)
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    assert_lossless(other, loaded)
-    assert loaded.choice(other).plan == spec.choice(other).plan
     with pytest.raises(SettingTypeError, match="Linear"):
         spec.save_pretrained(tmp_path, torch.nn.Linear(2, 2))
+    spec.save_pretrained(tmp_path, llama)
+    for other, words in (
+        (tiny_llama(LAYERS, seed=1), "other weights"),
+        (small, "6 layers, not of 4"),
+        (tiny_llama(LAYERS, vocabulary=98), "other names or shapes"),
+        (tiny_gpt2(512), "a LlamaForCausalLM, not a GPT2LMHeadModel"),
+    ):
+        loaded = SelfSpec.from_pretrained(tmp_path)
+        with pytest.raises(SettingError, match=words):
+            loaded.save_pretrained(tmp_path / "other", other)
+        handle = other.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
+        with pytest.raises(SettingError, match=words) as error:
+            generate(other, prompt(), 5, assistant=loaded)
+        assert str(tmp_path / FILE) in str(error.value)
+        handle.remove()
+    assert not (tmp_path / "other").exists()
+    assert_lossless(llama, loaded)
+    assert loaded.choice(llama).plan == spec.choice(llama).plan
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -201,35 +166,21 @@ def test_fingerprints_of_weights_in_eight_bits() -> None:
     assert samples([torch.zeros(1).expand(151936 * 896)]).tolist() == [0.0] * 8
 
 
-def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(logits), dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"stop": never}, r"SelfSpec\(stop\) is <function never"),
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    for settings, words in (
+        ({"stop": lambda *_: torch.zeros(1, dtype=torch.bool)}, r"SelfSpec\(stop\) is <function "),
         ({"stop": type("FixedLength", (ConfidenceThreshold,), {})()}, r"SelfSpec\(stop\) is "),
         ({"draft": CandidateGenerator()}, r"SelfSpec\(draft\) is .*CandidateGenerator object"),
-    ],
-    ids=["function", "class of the same name", "generator"],
-)
-def test_what_cannot_be_saved(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    words += ".*cannot be saved.*set it again after loading"
-    with pytest.raises(SettingError, match=words):
-        SelfSpec(**settings).save_pretrained(tmp_path)
+    ):
+        for use in (
+            SelfSpec(**settings).save_pretrained,
+            lambda at, settings=settings: SelfSpec(**settings, cache_dir=at),
+        ):
+            with pytest.raises(SettingError, match=f"{words}.*cannot be saved.*set it again after loading"):
+                use(tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(SettingError, match=words):
-        SelfSpec(**settings, cache_dir=tmp_path)
 
 
-def written(folder: Path, **settings: Any) -> Path:
-    content = {"format": 1, "settings": SETTINGS | settings, "fingerprint": None, "findings": {}, "stamp": ""}
-    (folder / FILE).write_text(json.dumps(content))
-    return folder
-
-
-SETTINGS = {"draft": {"class": "EarlyExit", "layer": 3}, "stop": None, "tree": None, "max_draft": 9}
 NO_PLACE = "neither the whole path of a folder nor the name of a repository"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache_dir": "/elsewhere"}, "it sets cache_dir, which a file cannot set. It may set draft, "),
@@ -245,47 +196,38 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_draft": 10**6}, "max_draft. must be at most 1024, got 1000000"),
     ({"draft": []}, "draft"),
     *(
-        ({"draft": {"class": name, setting: place}}, NO_PLACE)
-        for name, setting in (("EarlyExitAdapter", "adapter"), ("DynamicExit", "heads"))
-        for place in ("../adapter", "~/adapter", "https://example.com/a", r"\\a\b")
+        ({"draft": {"class": "DynamicExit", "heads": place}}, NO_PLACE)
+        for place in ("../heads", "~/heads", "https://example.com/a", r"\\a\b")
     ),
     ({"draft": {"class": "EarlyExitAdapter", "adapter": None}}, "must be Adapter or the path of a saved one, got None"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), WRONG)
-def test_settings_that_a_file_cannot_set(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=words) as error:
-        SelfSpec.from_pretrained(written(tmp_path, **settings))
-    assert str(tmp_path / FILE) in str(error.value)
+def test_settings_that_a_file_cannot_set(tmp_path: Path) -> None:
+    usual = {"draft": {"class": "EarlyExit", "layer": 3}, "stop": None, "tree": None, "max_draft": 9}
+    for settings, words in WRONG:
+        content = {"format": 1, "settings": usual | settings, "fingerprint": None, "findings": {}, "stamp": ""}
+        (tmp_path / FILE).write_text(json.dumps(content))
+        with pytest.raises(SettingError, match=words) as error:
+            SelfSpec.from_pretrained(tmp_path)
+        assert str(tmp_path / FILE) in str(error.value)
 
 
-def test_parts_that_were_saved_go_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Adapter(2, 64, 4).save_pretrained(tmp_path / "adapter")
-    monkeypatch.chdir(tmp_path)
-    SelfSpec.kangaroo("adapter").save_pretrained("kept")
-    monkeypatch.chdir("/")
-    loaded = SelfSpec.from_pretrained(tmp_path / "kept")
-    assert loaded.draft.adapter == str(tmp_path / "adapter")
-    assert loaded == SelfSpec.kangaroo(tmp_path / "adapter")
-
-
-def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``~`` is the user's home in all that is written and read, and no folder of that name."""
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative folder goes on loading elsewhere; ``~`` is the user's home, and no folder of that name."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    spec = SelfSpec(EarlyExit(3), FixedLength(3))
+    Adapter(2, 64, 4).save_pretrained("adapter")
+    spec = SelfSpec.kangaroo("adapter")
     spec.save_pretrained("~/spec")
+    monkeypatch.chdir("/")
     assert SelfSpec.from_pretrained("~/spec") == read_spec("~/spec") == spec
+    assert spec.draft.adapter == str(tmp_path / "here" / "adapter")
     Adapter(2, 64, 4).save_pretrained("~/adapter")
-    assert Adapter.from_pretrained("~/adapter").exit_layer == 2
     assert EarlyExitAdapter("~/adapter").adapter == str(tmp_path / "home" / "adapter")
-    (tmp_path / "home" / "text.txt").write_text("text")
-    assert texts("~/text.txt") == ["text"]
     check_folder("--out", "~/spec")
-    assert {path.name for path in (tmp_path / "home").iterdir()} == {"spec", "adapter", "text.txt"}
-    assert not list((tmp_path / "here").iterdir())
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"spec", "adapter"}
     with pytest.raises(SettingError, match=r"~nobody-of-this-name/spec: .*home directory. Give the whole path"):
         spec.save_pretrained("~nobody-of-this-name/spec")
 

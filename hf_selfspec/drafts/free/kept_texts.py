@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...learned.findings import Findings
+from ...learned.knowledge import Findings
 from ...model.forks import new_lock
 from .rates import Rates
 from .successors import Successors

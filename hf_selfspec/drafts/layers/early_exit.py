@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...errors import SettingError, UnsupportedModelError
-from ...learned.findings import Findings
+from ...learned.knowledge import Findings
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.head import HeadRows
