@@ -13,7 +13,7 @@ from ..drafts.scoring import Scorer, check_highest
 from ..drafts.source import Drafter
 from ..errors import UnsupportedOptionError, brief, warn_once
 from ..model.attention.exact import MOST_TOKENS
-from ..model.cache.handover import hand_back, run_out
+from ..model.cache.handover import hand_back
 from ..model.forward_pass import ForwardPass
 from ..model.inputs import Inputs
 from ..model.kernels.experts import decoding_experts
@@ -45,11 +45,10 @@ class Decoder:
     def __post_init__(self) -> None:
         self.text, self.stopper, self.stats = self.output.text, self.output.stopper, self.output.stats
         has_rows, self._ran_out = self.text.batch_size > 1, False
-        self._keeps_states = self.keeps_rows and self.target.anatomy.is_recurrent
         # Plain generate goes on with rows that end without an end token, until the longest ends.
         go_on = has_rows and self.stopper.has_others and not self.stopper.has_eos
-        # The states and windows of such rows cannot be taken back to where these end.
-        is_lost = go_on and (self._keeps_states or (self.keeps_rows and self.target.cache.window is not None))
+        # The windows of such rows cannot be taken back to where these end.
+        is_lost = go_on and self.keeps_rows and self.target.cache.window is not None
         self._rows_level = self.output.in_step or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
@@ -139,13 +138,10 @@ class Decoder:
         return self.waits_for(unfinished or (self.keeps_rows and self.output.ends_unevenly() and not self._ran_out))
 
     def _round(self) -> None:
-        # Recurrent states take in the padding of rows that have ended a token at a time.
-        pads = self._rows_level and self._keeps_states and any(self.output.done)
-        max_new = [0] * self.text.batch_size if pads else self._max_new()
         begun = moment(device := self.text.ids.device)
         draft, tops = Draft.none(self.text), None
         with self._surviving():
-            draft = self.draft.propose(self.text, max_new)
+            draft = self.draft.propose(self.text, self._max_new())
         drafted = moment(device)
         logits = self._verify_pass(draft)
         verified = moment(device)
@@ -248,8 +244,9 @@ class Decoder:
         return [max(0, min(count, limit - 1 - root)) for count, root in zip(counts, self.target.roots, strict=True)]
 
     def _run_out(self) -> None:
-        text = self.text
-        run_out(self.target, text.last_tokens(), text.last_slots(), text.lengths, self.output.pad_token)
+        """Runs the last tokens of rows that have ended before others, as plain ``generate`` does."""
+        run = self.target.verification(keep=1, spreads=False)
+        self.target.step(self.text.last_tokens(), self.text.last_slots(), run)
         self._ran_out = True
 
     def hand_back(self, cache: Any) -> None:

@@ -212,7 +212,7 @@ class Anatomy:
             position_limit=None if architecture.endless or is_rotary or kernels is not None else limit,
             takes_positions=takes_positions,
             tree=architecture.tree and not alibi and has_places,
-            ragged=architecture.ragged and has_places and ends_apart,
+            ragged=architecture.ragged and has_places and ends_apart and kernels is None,
             replay=architecture.replay and not kv_sources and ends_apart,
             exits=architecture.exits and ends_apart,
             causal=architecture.causal and all(getattr(block, "is_causal", True) for block in attention),

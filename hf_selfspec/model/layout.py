@@ -82,16 +82,13 @@ class TreeLayout:
         return self._on[device]
 
     def windows(self, width: int, device: torch.device) -> torch.Tensor:
-        """For each token the last ``width`` columns on its path, of the text's last ``width`` and the tokens, side by
-        side ``[1 or b, 1, t * width]``."""
+        """For each token of one row the last ``width`` columns on its path, of the text's last ``width`` and the
+        tokens, side by side ``[t * width]``."""
         if (device, width) not in self._on:
-            paths = []
-            for parents in self.parents:
-                path = [[*range(width)]]  # the first is that of the text, which is parent -1
-                for token, parent in enumerate(parents):
-                    path.append([*path[parent + 1][1:], width + token])
-                paths.append(path[1:])
-            self._on[device, width] = upload(paths, device).view(len(paths), 1, -1)
+            paths = [[*range(width)]]  # the first is that of the text, which is parent -1
+            for token, parent in enumerate(self.parents[0]):
+                paths.append([*paths[parent + 1][1:], width + token])
+            self._on[device, width] = upload(paths[1:], device).flatten()
         return self._on[device, width]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,18 +91,6 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     return [piece.clone().view(like.dtype).view(like.shape).numpy() for piece, like in pieces]
 
 
-class Uploaded:
-    """Numbers, in sequences of equal lengths, that are uploaded to each device when they are first needed there."""
-
-    def __init__(self, numbers: Sequence[Any]) -> None:
-        self._numbers, self._tensors = numbers, dict[torch.device, torch.Tensor]()
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._tensors:
-            self._tensors[device] = upload(self._numbers, device)
-        return self._tensors[device]
-
-
 class RowNumbers(tuple[int, ...]):
     """A number for each row of a batch, on the host, and on a device as soon as it is needed there."""
 

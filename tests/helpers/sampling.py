@@ -14,7 +14,6 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from helpers.architectures import build
 from helpers.models import tiny_llama
 from hf_selfspec import (
     ConfidenceThreshold,
@@ -77,19 +76,9 @@ def llama() -> LlamaForCausalLM:
     return peaked(layers=4, factor=1.5)
 
 
-@torch.no_grad()
-def recurrent() -> PreTrainedModel:
-    """A model with few tokens and recurrent states, whose distributions are far from uniform."""
-    model = build("qwen3_next", vocab_size=VOCABULARY)
-    model.lm_head.weight.mul_(3.0)
-    return model
-
-
 # Models for drafts by heads, and how siblings are drawn.
 each_family = pytest.mark.parametrize(
-    ("family", "tree"),
-    [(llama, None), (llama, TopKTree(((0.6, 3), (1.0, 2)))), (recurrent, None)],
-    ids=["llama", "llama tree", "qwen3_next"],
+    ("family", "tree"), [(llama, None), (llama, TopKTree(((0.6, 3), (1.0, 2))))], ids=["llama", "llama tree"]
 )
 
 

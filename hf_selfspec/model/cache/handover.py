@@ -3,14 +3,11 @@
 Keys and values are moved, one tensor at a time, so that they are there once.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..prompt import Prompt
-from ..target import Target
 from .speculative_cache import SpeculativeCache, window_of
 
 # Layers that hold nothing but keys and values; those of others are copied.
@@ -23,7 +20,7 @@ def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, 
     length = past.get_seq_length()
     cache.round_up()
     for recurrent in cache.recurrent:
-        recurrent.take_states(past.layers[recurrent.index], slots)
+        recurrent.take_states(past.layers[recurrent.index], slots[0])
     if cache.window is not None:
         cache.window.begin(slots, cache.capacity)
     cache.was_given = True
@@ -54,27 +51,17 @@ def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, 
         source.is_initialized = type(source) not in _MOVED
 
 
-def run_out(target: Target, tokens: torch.Tensor, roots: Sequence[int], lengths: Sequence[int], pad_token: int) -> None:
-    """Runs what rows that end before others, by their ``lengths``, lack in a cache: their last tokens ``[b, 1]``, and
-    padding where states hold it, since plain ``generate`` goes on with such rows."""
-    if target.anatomy.is_recurrent:
-        tokens = pad(tokens, (0, max(lengths) - min(lengths)), value=pad_token)
-    target.step(tokens, roots, target.verification(keep=1, spreads=False))
-
-
 def hand_back(cache: SpeculativeCache, past: Cache, prompt: Prompt, columns: int, generated: list[int]) -> None:
     """Fills a dynamic or static cache as ``generate`` without us would have left it, after ``generated`` tokens of
     each row behind ``columns`` columns of ids: padding that was not run is zero."""
-    new = max(generated)
-    length = prompt.width + new - 1
-    places = prompt.slots(length, [new] * len(generated) if cache.recurrent else generated)
-    slots = [base + columns + new - 1 for base in prompt.base]
+    length = prompt.width + max(generated) - 1
+    places = prompt.slots(length, generated)
     cache.was_given = False
     empty(past)
     if past.layer_class_to_replicate is not None:  # one that was made without a config
         past.layers += [past.layer_class_to_replicate() for _ in cache.layers[len(past.layers) :]]
     for layer in cache.recurrent:
-        layer.hand_states(past.layers[layer.index], slots)
+        layer.hand_states(past.layers[layer.index], prompt.base[0] + columns + generated[0] - 1)
     _fill(cache, past, places, length)
 
 

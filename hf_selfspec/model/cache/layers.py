@@ -47,6 +47,10 @@ class LayerBuffers:
         self._buffer, self._opened = buffer, None
         self.of: tuple[torch.Tensor, ...] = buffer.unbind(0)
 
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
     def fits(self, states: torch.Tensor) -> bool:
         (b, k, _, h), (_, *rows, _, width) = states.shape, self._buffer.shape
         return ([b, k], h, states.dtype, states.device) == (rows, width, self._buffer.dtype, self._buffer.device)

@@ -1,7 +1,6 @@
 """Recurrences, those of linear attention and of Mamba, and convolutions."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from ..layout import TreeLayout
 
 # What tokens feed into a state, [b, c, t, ...]: tokens are the third dimension of each tensor.
 Entries = tuple[torch.Tensor, ...]
-# Maps (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
-Advance = Callable[[torch.Tensor, Entries, torch.Tensor | None], torch.Tensor]
 # Those of a call of the model's function, by the names of its parameters.
 Arguments = dict[str, Any]
 # Tokens that a step processes at a time, so that what it computes for pairs of tokens stays small.
@@ -31,18 +28,18 @@ class Recurrence:
 
     @abstractmethod
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, arguments: Arguments
+        self, kernel: Any, state: torch.Tensor | None, arguments: Arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the model's own function from a state ``[b, ...]``, ``None`` at the beginning; returns its output, and
-        the state after the tokens that count, ``kept`` ``[b, s]`` (``None``: all)."""
+        the state after the tokens."""
 
     @abstractmethod
     def step(self, state: torch.Tensor, nodes: TreeLayout | None, arguments: Arguments) -> tuple[torch.Tensor, Entries]:
         """Returns the same output for a few tokens, and what they feed into the state, which is not changed."""
 
     @abstractmethod
-    def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
-        """Returns the state after those of these tokens that count, ``kept`` ``[b, t]``, ``None`` for all."""
+    def advance(self, state: torch.Tensor, entries: Entries) -> torch.Tensor:
+        """Returns the state after these tokens."""
 
     @abstractmethod
     def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
@@ -67,7 +64,7 @@ class Recurrence:
             outputs.append(output)
             of_blocks.append(entries)
             if start + BLOCK < count:
-                state = self.advance(state, entries, None)
+                state = self.advance(state, entries)
         if len(outputs) == 1:
             return outputs[0], entries
         return torch.cat(outputs, 2), tuple(torch.cat(parts, 2) for parts in zip(*of_blocks, strict=True))
@@ -87,20 +84,14 @@ class Convolution:
         self.width = width
 
     def windows(self, state: torch.Tensor, inputs: torch.Tensor, nodes: TreeLayout) -> torch.Tensor:
-        """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, from inputs ``[b, c, t]``."""
+        """For each token of a tree the last inputs on its path, ``[t, c, width]``, from inputs ``[1, c, t]``."""
         whole = torch.cat([state, inputs], 2)
-        b, t = whole.shape[0], inputs.shape[2]
-        places = nodes.windows(self.width, whole.device).expand(b, whole.shape[1], -1)
-        return whole.gather(2, places).unflatten(2, (t, self.width)).transpose(1, 2).flatten(0, 1)
+        places = nodes.windows(self.width, whole.device)
+        return whole.index_select(2, places).unflatten(2, (-1, self.width)).transpose(1, 2).flatten(0, 1)
 
-    def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
+    def advance(self, state: torch.Tensor, entries: Entries) -> torch.Tensor:
         """The state after more inputs; see :meth:`Recurrence.advance`."""
-        whole = torch.cat([state, *entries], 2)
-        if kept is None:
-            return whole[:, :, -self.width :].clone()
-        kept = torch.cat([kept.new_ones(kept.shape[0], state.shape[2]), kept], 1)
-        last = kept.int().argsort(dim=1, stable=True)[:, None, -self.width :]
-        return whole.gather(2, last.expand(-1, whole.shape[1], -1))
+        return torch.cat([state, *entries], 2)[:, :, -self.width :].clone()
 
 
 class SelectiveScan(Recurrence):
@@ -118,10 +109,8 @@ class SelectiveScan(Recurrence):
     _a: torch.Tensor  # [d, n] that of the last step
 
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, arguments: Arguments
+        self, kernel: Any, state: torch.Tensor | None, arguments: Arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if kept is not None:  # Δ = 0 leaves the state as it is
-            arguments |= {"dt": self.time_steps(arguments) * kept[:, None], "delta_bias": None, "delta_softplus": False}
         output, state = kernel(**arguments | {"return_last_state": True})
         return output, self.load(state, 0)
 
@@ -138,10 +127,8 @@ class SelectiveScan(Recurrence):
             output = output * F.silu(z)
         return output.to(hidden_states.dtype), entries
 
-    def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
+    def advance(self, state: torch.Tensor, entries: Entries) -> torch.Tensor:
         dt, x, b = entries
-        if kept is not None:
-            dt, x = dt * kept[:, None], x * kept[:, None]
         return self._states(state, dt, x, b)[-1]
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
@@ -161,10 +148,7 @@ class SelectiveScan(Recurrence):
         left, added = (dt[..., None] * self._a[:, None]).exp(), x[..., None] * b.transpose(1, 2)[:, None]
         states = [state]
         for token in range(dt.shape[2]):
-            parents = [token] if nodes is None else [row[token] + 1 for row in nodes.parents]
-            before = states[parents[0]]
-            if min(parents) < max(parents):
-                before = torch.stack([states[parent][row] for row, parent in enumerate(parents)])
+            before = states[token if nodes is None else nodes.parents[0][token] + 1]
             states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
         return states
 
@@ -179,11 +163,8 @@ class LinearAttention(Recurrence):
     decays ``[b, k, t, 1 or n]``.
     """
 
-    def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
+    def advance(self, state: torch.Tensor, entries: Entries) -> torch.Tensor:
         key, added, decay = entries
-        if kept is not None:
-            here = kept[:, None, :, None]
-            key, decay = key * here, decay * here
         if key.shape[2] > 1:
             total = decay.cumsum(2)
             decay = total[:, :, -1:]
@@ -196,7 +177,7 @@ class LinearAttention(Recurrence):
         # [b, k, t, 1] if there is one for the whole head, `beta` [b, k, t] for the delta rule alone.
         query, key, value, decay, *betas = inputs
         beta, t = betas[0][..., None] if betas else None, key.shape[2]
-        # The ancestors of each token, itself included: [1, 1, t, t], or [b, 1, t, t].
+        # The ancestors of each token, itself included: [1, 1, t, t].
         before = None if nodes is None else nodes.ancestry(key.device)[:, None]
         total = decay.cumsum(2) if before is None else before.to(decay.dtype) @ decay
         left = total.exp()
@@ -227,11 +208,8 @@ class GatedDelta(LinearAttention):
     )  # fmt: skip
 
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, arguments: Arguments
+        self, kernel: Any, state: torch.Tensor | None, arguments: Arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if kept is not None:  # g = beta = 0 leaves the state as it is
-            g, beta = arguments["g"], arguments["beta"]
-            arguments |= {"g": g * kept.view(*kept.shape, *[1] * (g.dim() - 2)), "beta": beta * kept[..., None]}
         output, state = kernel(**arguments | {"initial_state": state, "output_final_state": True})
         assert state is not None
         return output, state
@@ -269,12 +247,8 @@ class StateSpace(LinearAttention):
     )  # fmt: skip
 
     def prefill(
-        self, kernel: Any, state: torch.Tensor | None, kept: torch.Tensor | None, arguments: Arguments
+        self, kernel: Any, state: torch.Tensor | None, arguments: Arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if kept is not None:  # Δ = 0 leaves the state as it is
-            least, most = arguments.get("dt_limit", (0.0, torch.inf))
-            arguments |= {"dt": self.time_steps(arguments).clamp(least, most) * kept[..., None]}
-            arguments |= {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, torch.inf)}
         before = None if state is None else self.store(state)
         output, state = kernel(**arguments | {"initial_states": before, "return_final_states": True})
         return output, self.load(state, 0)

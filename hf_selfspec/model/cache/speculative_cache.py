@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..graphs.shapes import BufferPool, step_above
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, upload
 from .layers import LayerBuffers, RecurrentLayer, SpeculativeLayer
-from .recurrent_states import Plan, StateLog, StateUpdate
+from .recurrent_states import StateLog, StateUpdate
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256
@@ -29,8 +28,6 @@ _GRAPH_GRAIN = 64  # of windows, where few shapes are wanted: room for the longe
 # Layers whose keys share a buffer: views for all take 0.6 µs each, those of single layers 1.8 (torch 2.13). While
 # buffers grow, so many layers are there twice.
 _TOGETHER = 8
-# What recurrent layers have in common, for each set of layers that have run in the same forwards: two in a forward.
-_PLANS = 32
 # Room beside the window, as its share and in slots, where no draft needs more: each token costs so many slots' copies.
 _SHARE, _LEAST = 8, 16
 
@@ -149,12 +146,10 @@ class SpeculativeCache(Cache, WriteRange):
         self.write_at([0] * batch_size)
         self.pool: BufferPool | None = None  # where the buffers are, where graphs look for them
         self.owner = ""  # whose they are, where caches share a pool
-        self.state_update = StateUpdate(self.cursors)
-        # What recurrent layers have in common in a forward is computed, and uploaded, for the first of them.
-        self.plan: Plan = lru_cache(_PLANS)(lambda function, *args: function(*args))
+        self.state_update = StateUpdate(0)
         self.seeks = 0  # forwards so far
         self._history = 0
-        self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states
+        self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states, which are those of one row
         # Whether code runs beside the model that the tests do not have: it gets all rows, but no keys and values.
         self.has_unknown_readers = False
         self.was_given = False  # whether a cache of the user's lacks what is here
@@ -170,7 +165,7 @@ class SpeculativeCache(Cache, WriteRange):
     def commit(self, roots: Sequence[int]) -> None:
         """Moves the checkpoint of recurrent states, and the end of windows, to these slots, one for each row."""
         for log in self._logs:
-            log.commit(tuple(roots), self._history)
+            log.commit(roots[0], self._history)
         if self.window is not None:
             self.window.roots = RowNumbers.of(roots)
 
@@ -189,7 +184,7 @@ class SpeculativeCache(Cache, WriteRange):
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.write_at(cursors)
         if self.recurrent:
-            self.state_update = StateUpdate(self.cursors, None if counts is None else RowNumbers.of(counts), nodes)
+            self.state_update = StateUpdate(self.cursors[0], counts is not None, nodes)
         self.seeks += 1
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
@@ -280,23 +275,20 @@ class SpeculativeCache(Cache, WriteRange):
             self.window.keep_rows(kept)
         for buffers in self._buffers:
             buffers.keep_rows(kept)
-        for log in self._logs:
-            log.keep_rows(tuple(kept))
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values, for each ``(row, from slot, to slot)``."""
         if not moves:
             return
-        for log in self._logs:
-            log.keep_path(tuple(moves))
         places: dict[Hashable, tuple[torch.Tensor, ...]] = {}
-        for buffers in self._buffers:
-            key = device, bases = buffers.of[0].device, buffers.bases
+        parts: list[StateLog | LayerBuffers] = [*self._logs, *self._buffers]
+        for part in parts:
+            key = device, bases = part.device, part.bases
             if key not in places:
                 base_of = [0] * len(self.cursors) if bases is None else bases
                 numbers = [(row, start - base_of[row], end - base_of[row]) for row, start, end in moves]
                 places[key] = upload(numbers, device).unbind(1)
-            buffers.keep_path(*places[key])
+            part.keep_path(*places[key])
 
 
 def cache_for(
