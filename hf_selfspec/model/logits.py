@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .active import ActiveRows
 from .forks import cached_property
-from .forward_pass import Best
+from .forward_pass import ActiveRows, Best
 from .graphs.captures import drawing
 from .transfer import Pending
 

@@ -13,14 +13,13 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError, unsupported, warn_once
-from .active import ActiveRows
 from .anatomy import Anatomy
 from .attention.exact import MOST_TOKENS
 from .attention.interface import MaskSpec, at_positions, speculative_attention
 from .cache.recurrent_kernels import turns
 from .cache.speculative_cache import SpeculativeCache
 from .forks import cached_property
-from .forward_pass import ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
+from .forward_pass import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .inputs import DecodeInputs
 from .kernels.linear import few_token_linears
 from .layout import StepTokens, TreeLayout
