@@ -122,9 +122,10 @@ def test_memory_of_the_host_and_other_errors(monkeypatch: pytest.MonkeyPatch) ->
     assert "CUDA out of memory" in told_once
 
 
-@pytest.mark.every_run("falcon_h1-3")
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "falcon_h1"])
+@pytest.mark.every_run("falcon_h1-1")
+@pytest.mark.parametrize(
+    ("name", "rows"), [("llama", 1), ("llama", 3), ("gemma2", 1), ("gemma2", 3), ("qwen3_next", 1), ("falcon_h1", 1)]
+)
 def test_a_forward_that_ends_half_way_leaves_the_text_as_it_was(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
