@@ -64,9 +64,8 @@ def test_each_graph_is_recorded_once(recorded: Recorded) -> None:
     del keep
 
 
-@pytest.mark.usefixtures("no_warnings_yet")
 def test_calls_at_the_same_time(recorded: Recorded) -> None:
-    """Each graph is recorded once for each of them; one more call runs without graphs, and its memory is its own."""
+    """Each graph is recorded once for each of them."""
     model, spec = few_layers(), specs()["exit"]
     same_ids(model, spec)
     options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
@@ -76,9 +75,6 @@ def test_calls_at_the_same_time(recorded: Recorded) -> None:
     assert found == [True, True]
     assert {len(addresses) for addresses in recorded.values()} == {1}
     assert len(free) == model_graphs.POOLS
-    free.clear()
-    with pytest.warns(UserWarning, match="without graphs in some calls, .* since they serve 4 at a time"):
-        same_ids(model, spec)
 
 
 def test_an_error_leaves_the_memory_to_the_next_call(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,32 +86,6 @@ def test_an_error_leaves_the_memory_to_the_next_call(recorded: Recorded, monkeyp
                 model.generate(**ragged_batch((9,)), max_new_tokens=9, assistant=spec)
     same_ids(model, spec)
     assert recorded
-
-
-@pytest.mark.every_run("making")
-@pytest.mark.usefixtures("no_warnings_yet")
-@pytest.mark.parametrize("at", ["making", "running"])
-def test_errors_of_captures_end_no_call(at: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls go on without graphs."""
-    left = [0 if at == "making" else 5]
-
-    def failing(*_: Any) -> Any:
-        left[0] -= 1
-        assert left[0] >= 0, "the device has no such node"
-        return run(*_)
-
-    name = "__init__" if at == "making" else "__call__"
-    run, model, spec = getattr(Traced, name), few_layers(), specs()["exit"]
-    monkeypatch.setattr(Traced, name, failing)
-    with pytest.warns(UserWarning, match="runs some forwards without graphs, since .*the device has no such node"):
-        same_ids(model, spec, new=20)
-    for _ in range(2):
-        same_ids(model, spec, new=20)
-    assert left[0] < 0
-    if at == "making":  # none of them works
-        assert left[0] >= -model_graphs._FAILURES
-        for pool in graphs_of(model).pools if left[0] == -model_graphs._FAILURES else []:
-            assert not pool._pieces  # no memory is kept for nothing
 
 
 def test_long_texts_attend_over_few_empty_slots() -> None:

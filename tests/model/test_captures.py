@@ -147,8 +147,17 @@ def counting(decoder: Any) -> Callable[..., Any]:
     return scaled
 
 
+def failing(run: Any) -> Callable[..., Any]:
+    def stopped(*args: Any) -> Any:
+        raise RuntimeError("the device has no such node")
+
+    return stopped
+
+
 # What goes wrong with captures: where, and how.
 FAILURES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "making": (Traced, "__init__", failing),
+    "running": (Traced, "__call__", failing),
     "value": (LlamaRMSNorm, "forward", reading),
     "results": (Traced, "__call__", lambda run: lambda *args: [-value for value in run(*args)]),
     "lost key": (attention.MaskSpec, "mask", losing),
