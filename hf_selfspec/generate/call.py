@@ -115,6 +115,9 @@ def serve(prepared: Call, spec: Settings) -> Any:
     call, unseen, decoder = prepared.with_cache(), UNKNOWN, None
     knowledge = spec._knowledge_of(call.model, bool(call.generation_config.do_sample), len(call.input_ids) > 1)
     try:
+        if call.max_new == 1:  # which is the prompt's, so there is nothing to draft, nor to see of the model
+            _check(call, spec, knowledge)
+            return _decode_plainly(prepared, knowledge, "it makes one new token")
         unseen = Unseen.of(call.anatomy.view)
         _check(call, spec, knowledge)
         call, why = _choose(call, spec, unseen)

@@ -35,8 +35,8 @@ class ModelView:
         """One of the weights of each class of weights."""
         weights: dict[type, torch.Tensor] = {}
         for module in self.modules:
-            if parameters := module.__dict__.get("_parameters"):
-                weights.update((type(weight), weight) for weight in parameters.values())
+            for weight in module.__dict__.get("_parameters", {}).values():
+                weights[type(weight)] = weight
         weights.pop(type(None), None)
         return weights
 

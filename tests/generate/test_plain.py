@@ -5,11 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import PAST
-from helpers.models import ragged_batch
-from hf_selfspec import SelfSpec, attach
+from helpers.models import ROW, ragged_batch
+from hf_selfspec import EarlyExit, SelfSpec, SettingError, attach
 
 
 @pytest.mark.usefixtures("no_warnings_yet")
@@ -28,6 +29,15 @@ def test_right_padding(name: str) -> None:
     assert torch.equal(ids, plain)
     assert ids[0, 12:].tolist() == [0] * 6
     assert spec.stats.left_to_generate == "its prompts have masked columns after their first tokens"
+
+
+def test_one_new_token(llama: LlamaForCausalLM) -> None:
+    """It costs what it costs in plain generate, and is refused where others are."""
+    spec = SelfSpec(EarlyExit(2))
+    llama.generate(**ROW, max_new_tokens=1, assistant=spec)
+    assert spec.stats.left_to_generate == "it makes one new token"
+    with pytest.raises(SettingError, match="99"):
+        llama.generate(**ROW, max_new_tokens=1, assistant=SelfSpec(EarlyExit(99)))
 
 
 @pytest.mark.usefixtures("no_warnings_yet")

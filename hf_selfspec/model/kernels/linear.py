@@ -149,15 +149,18 @@ def few_token_linears(
     view = ModelView(model) if view is None else view
     if any(hasattr(weight, "device_mesh") for weight in view.weights.values()):
         return  # whole weights exist only during a forward
-    alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
+    alike: dict[torch.Size, dict[nn.Module, Any]] = defaultdict(dict)  # layers with their weights
     for module in view.modules:
-        if is_served(module):
-            alike[module._parameters["weight"].shape].append(module)  # type: ignore[union-attr]
+        if type(module) is nn.Linear and is_served(module):
+            weight: Any = module._parameters["weight"]
+            alike[weight.shape][module] = weight
     for layers in alike.values():
-        few_tokens = _few_tokens([layer.weight for layer in layers], is_active)
+        weights = list(layers.values())
+        few_tokens = _few_tokens(weights, is_active)
         # Where none of the ways that were chosen is faster than torch's own, the last layer alone, which all
         # verifications run, chooses for further numbers of tokens.
-        for layer in layers[-1:] if set(_fastest.chosen(layers[0].weight).values()) == {blas} else layers:
+        is_slower = set(_fastest.chosen(weights[0]).values()) == {blas}
+        for layer in list(layers)[-1:] if is_slower else layers:
             forwards.replace(layer, few_tokens(layer._parameters, layer.forward))
 
 
