@@ -89,17 +89,12 @@ class Counts:
 
     reads: Counter[str] = field(default_factory=Counter)  # values that the host waited for, by operation
     uploads: Counter[str] = field(default_factory=Counter)  # copies from the host, by operation
-    launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # outside of layers, by phase and operation
-    phase: str = ""  # what launches are counted for
-    depth: int = 0  # how many layers are running, one within another
+    launches: Counter[str] = field(default_factory=Counter)  # by operation
     is_on: bool = False
     plans: int = 0  # attention for which cuDNN makes plans, one for each shape
 
-    def reset(self, phase: str) -> None:
-        """Counts from zero, for ``phase`` at first."""
-        for found in (self.reads, self.uploads, self.launches):
-            found.clear()
-        self.phase, self.depth, self.plans, self.is_on = phase, 0, 0, False
+    def reset(self) -> None:
+        vars(self).update(vars(Counts()))
 
     def read(self, name: str) -> None:
         Graph.forbid(name)
@@ -112,7 +107,7 @@ class Counts:
         self.uploads[f"{name}{', blocking' * blocks}"] += self.is_on
 
     def launch(self, name: str) -> None:
-        self.launches[self.phase, name] += self.is_on and not self.depth
+        self.launches[name] += self.is_on
 
 
 counts = Counts()
@@ -342,14 +337,6 @@ class _Called(TorchFunctionMode):
         if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
             counts.upload("new_tensor")
             return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], Pretended):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(part, list) for part in index):
-                counts.upload("index")
-                parts = (
-                    Pretended(torch.tensor(part), args[0].device) if isinstance(part, list) else part for part in index
-                )
-                return func(args[0], tuple(parts), *args[2:])
         if func is torch.Tensor.pin_memory:
             return args[0].clone()
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
@@ -501,51 +488,14 @@ def here() -> Iterator[None]:
         yield
 
 
-def move(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
-    """Moves a model, whose layers then are not counted."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(Pretended(parameter.data, device), requires_grad=False)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = Pretended(buffer, device)
-
-
 def spread(model: torch.nn.Module) -> None:
     """Moves a Llama to both devices, as ``device_map`` does: the second half of its layers, norm and head to another.
 
     accelerate's own hooks move what goes from one to the other.
     """
-    inner = model.model
-    second = [*inner.layers[len(inner.layers) // 2 :], inner.norm, model.lm_head]
-    for module in (inner.embed_tokens, inner.rotary_emb, *inner.layers, inner.norm, model.lm_head):
-        place = OTHER if any(module is other for other in second) else DEVICE
-        move(module, place)
-        add_hook_to_module(module, _moved_to(place, is_outer=False), append=True)
-    add_hook_to_module(model, _moved_to(DEVICE, is_outer=True), append=True)
-
-
-def _moved_to(device: torch.device, is_outer: bool) -> AlignDevicesHook:
-    return AlignDevicesHook(
-        execution_device=device, io_same_device=is_outer, skip_keys=["past_key_values", "cache"], place_submodules=False
-    )
-
-
-def _enter(*_: Any) -> None:
-    counts.depth += 1
-
-
-def _leave(*_: Any) -> None:
-    counts.depth -= 1
-
-
-# Beside hooks of torch rows that have ended leave the batch, which is to be counted, too.
-_enter.__module__ = _leave.__module__ = "torch"
-
-
-def leave_out(layers: Any) -> None:
-    """Does not count what layers launch."""
-    for layer in layers:
-        layer.register_forward_pre_hook(_enter)
-        layer.register_forward_hook(_leave)
+    inner, half = model.model, len(model.model.layers) // 2
+    first, second = inner.layers[:half], inner.layers[half:]
+    for module in (inner.embed_tokens, inner.rotary_emb, *first, *second, inner.norm, model.lm_head):
+        place = OTHER if module in (*second, inner.norm, model.lm_head) else DEVICE
+        add_hook_to_module(module.to(place), AlignDevicesHook(place, skip_keys=["past_key_values"]), append=True)
+    add_hook_to_module(model, AlignDevicesHook(DEVICE, io_same_device=True), append=True)

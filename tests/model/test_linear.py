@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,42 +13,27 @@ from helpers.calls import check_lossless
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model.kernels import linear
-from hf_selfspec.model.kernels.linear import (
-    WAYS,
-    FewTokenLinear,
-    LinearAutotuner,
-    Way,
-    few_token_linears,
-    is_served,
-)
+from hf_selfspec.model.kernels.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_linears, is_served
 
 
 class FakeMachine:
     """Ways that take a given time on a clock of their own."""
 
-    def __init__(self, seconds: dict[str, Callable[[int], float]]) -> None:
-        self.now = 0.0
-        self.seconds = seconds
-        self.runs: list[tuple[str, int, int]] = []  # way, tokens, first number of the rows
+    def __init__(self, **seconds: Callable[[int], float]) -> None:
+        self.now, self.seconds = 0.0, seconds
         self.ways = [self._multiply(name) for name in seconds]
         self.fastest = LinearAutotuner(self.ways, lambda: self.now)
 
     def _multiply(self, name: str) -> Callable[..., torch.Tensor]:
         def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            self.runs.append((name, len(input), weight.data_ptr()))
             self.now += self.seconds[name](len(input))
             return plain_linear(input, weight, bias)
 
         multiply.__name__ = name
         return multiply
 
-    def choice(self, count: int, weight: torch.Tensor) -> str:
-        return self.fastest.way(count, weight, [weight]).__name__
-
-
-@pytest.fixture
-def machine() -> FakeMachine:
-    return FakeMachine({"for one": lambda n: n, "for many": lambda n: 5.0})
+    def choices(self, weight: torch.Tensor, *counts: int) -> list[str]:
+        return [self.fastest.way(count, weight, [weight]).__name__ for count in counts]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -66,22 +52,15 @@ def test_every_way_equals_linear(way: Way, shape: tuple[int, int], tokens: int, 
         assert bias is False or torch.equal(offset, kept)
 
 
-def test_the_fastest_way_is_chosen_by_the_number_of_tokens(machine: FakeMachine) -> None:
-    weight = torch.randn(6, 4)
-    assert [machine.choice(n, weight) for n in (1, 2, 4, 5, 8, 9, 17, 32)] == ["for one"] * 3 + ["for many"] * 5
-
-
-def test_a_choice_stays(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all weights of a shape, and a number of threads."""
-    weight = torch.randn(6, 4)
-    assert machine.choice(1, weight) == "for one"
-    timed = len(machine.runs)
-    machine.seconds["for one"] = lambda n: 100.0
-    assert [machine.choice(1, weight), machine.choice(1, torch.randn(6, 4))] == ["for one"] * 2
-    assert len(machine.runs) == timed
-    assert machine.choice(1, torch.randn(4, 6)) == "for many"
+def test_the_fastest_way_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a number of tokens, all weights of a shape, and a number of threads."""
+    machine, weight = FakeMachine(one=lambda n: n, many=lambda n: 5.0), torch.randn(6, 4)
+    assert machine.choices(weight, 1, 2, 4, 5, 8, 9, 17, 32) == ["one"] * 3 + ["many"] * 5
+    machine.seconds["one"] = lambda n: 100.0
+    assert machine.choices(weight, 1) == machine.choices(torch.randn(6, 4), 1) == ["one"]
+    assert machine.choices(torch.randn(4, 6), 1) == ["many"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert machine.choice(1, weight) == "for many"
+    assert machine.choices(weight, 1) == ["many"]
 
 
 def plain(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -114,22 +93,30 @@ def wrapped(model: torch.nn.Module) -> list[torch.Size]:
         return [layer.weight.shape for layer in layers if "forward" in vars(layer)]
 
 
-def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
-    large = {"in_features": 800, "out_features": 700}
-    assert is_served(torch.nn.Linear(**large))
-    assert not is_served(torch.nn.Linear(40, 24))
-    assert not is_served(torch.nn.Linear(**large, dtype=torch.bfloat16))
-    assert not is_served(torch.nn.Linear(**large, device="meta"))
-    hooked = torch.nn.Linear(**large)
-    hooked.forward = hooked.forward
-    assert not is_served(hooked)
-    quantized = torch.nn.Linear(**large)
-    quantized.weight = type("Quantized", (torch.nn.Parameter,), {})(quantized.weight.data)
-    assert not is_served(quantized)
-    transposed = torch.nn.Linear(**large)
-    transposed.weight = torch.nn.Parameter(torch.randn(800, 700).t())
-    assert not is_served(transposed)
-    assert wrapped(torch.nn.Sequential(transposed, FewTokenLinear(**large))) == []
+LARGE: dict[str, Any] = {"in_features": 800, "out_features": 700}
+
+
+def changed(name: str, value: Callable[[torch.nn.Linear], Any]) -> torch.nn.Linear:
+    layer = torch.nn.Linear(**LARGE)
+    setattr(layer, name, value(layer))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (torch.nn.Linear(**LARGE), True),
+        (torch.nn.Linear(40, 24), False),
+        (torch.nn.Linear(**LARGE, dtype=torch.bfloat16), False),
+        (torch.nn.Linear(**LARGE, device="meta"), False),
+        (FewTokenLinear(**LARGE), False),
+        (changed("forward", lambda layer: layer.forward), False),
+        (changed("weight", lambda layer: type("Packed", (torch.nn.Parameter,), {})(layer.weight.data)), False),
+        (changed("weight", lambda _: torch.nn.Parameter(torch.randn(800, 700).t())), False),
+    ],
+)
+def test_large_plain_float32_linears_are_served(layer: torch.nn.Linear, expected: bool) -> None:
+    assert is_served(layer) is expected
 
 
 def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +165,7 @@ def test_compiled_layers_of_our_own_are_one_graph() -> None:
 @pytest.mark.parametrize("slower", ["blas", "other"])
 def test_layers_that_blas_serves_best_are_left_alone(slower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on, but for one of each shape, which chooses for further numbers of tokens."""
-    machine = FakeMachine({"blas": lambda n: 2.0, "other": lambda n: 1.0 if n > 4 or slower == "blas" else 3.0})
+    machine = FakeMachine(blas=lambda n: 2.0, other=lambda n: 1.0 if n > 4 or slower == "blas" else 3.0)
     monkeypatch.setattr(linear, "_SMALLEST", 1)
     monkeypatch.setattr(linear, "_fastest", machine.fastest)
     monkeypatch.setattr(linear, "blas", machine.ways[0])

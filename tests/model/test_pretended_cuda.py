@@ -47,7 +47,7 @@ FEW = [(spec, "greedy", 3, "two devices") for spec in ("tree", "skips", "adapter
     ("block beside", "greedy", 3),
 ]
 DRAFTS = (
-    "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "search", "adapter", "lora", "probe",
+    "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "search", "adapter", "probe",
     "heads", "reduced", "cascade", "block", "window", "block beside",
 )  # fmt: skip
 
@@ -61,14 +61,14 @@ WARM = [
     *(("fixed", f"graphs {name}", 1 + 2 * (place == 1)) for place, name in enumerate(ARCHITECTURES[::2])),
     ("block dspark gated", "graphs llama", 1),  # whose block is one graph
     ("block dflash window", "graphs llama", 3),
-    ("default", "graphs llama", 1, "streams"),
+    ("default", "graphs llama", 1, False, 1),
 ]
 # Each replay is compared, in five calls of other texts and lengths.
 COMPARED = [
-    *((spec, "graphs llama", rows, "compared") for spec, rows in (("block dspark gated", 1), ("default", 3))),
-    *(("fixed", "graphs llama", 1, "compared", 1, "bfloat16", seed) for seed in (1, 2)),
+    *((spec, "graphs llama", rows, True) for spec, rows in (("block dspark gated", 1), ("default", 3))),
+    *(("fixed", "graphs llama", 1, True, 0, "bfloat16", seed) for seed in (1, 2)),
 ]
-THREADS = ("fixed", "graphs llama", 1, "", 4)
+THREADS = ("fixed", "graphs llama", 1, False, 4)
 EAGER = ("lookup", "graphs bloom", 3)
 TRAINING = ("training", "", 0)
 
@@ -111,9 +111,6 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
         if (spec in ("fixed", "lookup") and call in ("greedy", "streamed", "repetition")) or spec == "block":
             # What judges and what free drafts learn from is one read, and a streamer gets what the host knows already.
             assert found["waits"] == 1, case
-        if rows == 1 and spec in ("fixed", "rule", "adaptive") and call in ("greedy", "eos"):
-            assert found["launches a step"] <= 22, case
-            assert found["launches a round"] <= 45, case
 
 
 def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:
