@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from safetensors import SafetensorError
+
 import hf_selfspec
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError
@@ -174,7 +176,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except SelfSpecError as error:
         raise SettingError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
         why = str(error) if type(error) is ValueError else repr(error)
         raise SettingError(
             f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."

@@ -160,7 +160,7 @@ def check_states(
         trouble = f"takes states of width {width}, and the model has {model_width}"
     elif vocabulary != model_vocabulary:
         trouble = f"has a vocabulary of {vocabulary}, and the model of {model_vocabulary}"
-    elif layers[-1] > last or list(layers) != sorted(set(layers)):
+    elif not 0 <= layers[0] <= layers[-1] <= last or list(layers) != sorted(set(layers)):
         trouble = f"reads the states before layers {list(layers)}, and the model has {n}"
     else:
         return layers

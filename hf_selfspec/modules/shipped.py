@@ -259,7 +259,7 @@ def _decoder(
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SettingError(f"{path} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
 
 
@@ -299,14 +299,9 @@ class _Files:
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
             with _reading(index):
-                content = read_json(index)
-            files = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise SettingError(
-                    f"{index} has no weight_map with the file of each tensor. Load the checkpoint again."
-                )
-            paths = {file: self._file(file) for file in set(files.values())}
-            for key, file in files.items():
+                files = read_json(index)["weight_map"].items()
+                paths = {file: self._file(file) for file in {file for _, file in files}}
+            for key, file in files:
                 if (path := paths[file]) is None:
                     raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
                 yield key, path

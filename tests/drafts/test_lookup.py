@@ -1,5 +1,6 @@
 """Free drafts: where tokens come from, how far they are trusted, and the tree that is made of them."""
 
+import base64
 import json
 import random
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from hf_selfspec.drafts.free import successors, suffix
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
@@ -279,19 +281,23 @@ def test_what_is_known_lasts() -> None:
 def test_a_broken_state_is_refused_and_changes_nothing() -> None:
     knowledge, _ = taught(4)
     before = knowledge.state()
-    keys = len(Rates().rates)
+    keys, arrays = len(Rates().rates), load(base64.b64decode(before["arrays"]))
     for broken in (
-        {"successors": {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2}},
-        {"successors": {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]}},
-        {"successors": {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]}},
-        {"store": ["a"]},
+        {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2},
+        {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]},
+        {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]},
+        {"store": [0.5]},
         {"store": [[1]]},
         {"store": [-2]},
         {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
         {"rates": {"": {"rates": [0.5] * keys, "seen": [float("nan")] * keys}}},
     ):
+        state = before | broken
+        if "rates" not in broken:
+            changed = arrays | {name: np.array(values) for name, values in broken.items()}
+            state = before | {"arrays": base64.b64encode(save(changed)).decode("ascii")}
         with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
-            knowledge.restore({"known": {**before["known"], **broken}})
+            knowledge.restore(state)
         assert knowledge.state() == before
 
 

@@ -148,7 +148,7 @@ def test_a_damaged_cache_begins_anew(tmp_path: Path) -> None:
 
     assert told() == []
     (file,) = tmp_path.rglob("*.json")
-    for content in (*OTHER_CONTENT, file.read_bytes()[:-2], file.read_bytes().replace(b'"store"', b'"stores"')):
+    for content in (*OTHER_CONTENT, file.read_bytes()[:-2], file.read_bytes().replace(b'"arrays"', b'"array"')):
         file.write_bytes(content)
         (words,) = told()
         assert words.startswith(f"findings begin anew, since their file cannot be used: {file} is not a saved")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, cache_utils, modeling_layers
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_selfspec
 from helpers.architectures import build
@@ -31,7 +31,7 @@ from hf_selfspec import (
     load_head,
     load_mtp,
 )
-from hf_selfspec.modules import mtp, shipped
+from hf_selfspec.modules import shipped
 
 WIDTH, LAYERS = 32, 4
 _DEEPSEEK = {
@@ -54,7 +54,6 @@ class Family:
     kinds: tuple[str, ...] = ()  # the model's own layers, and that of the MTP layer
     own: str = "full_attention"
     changes: dict[str, Any] = field(default_factory=dict)
-    is_known: bool = False  # whether transformers' generator loads the layers
 
 
 _HYBRID = ("linear_attention", "full_attention") * 2
@@ -62,16 +61,16 @@ _WINDOWED = ("full_attention", "sliding_attention") * 2
 _SPARSE = {"mlp_layer_types": ["dense", *["sparse"] * 4]}
 _MTP_TYPES = {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["sparse"], "sliding_window": 8}
 FAMILIES = {
-    "deepseek_v3": Family(_DEEPSEEK, is_known=True),
+    "deepseek_v3": Family(_DEEPSEEK),
     "deepseek_v32": Family(_DEEPSEEK),
     "glm_moe_dsa": Family(_DEEPSEEK, changes={"indexer_types": ["full", "shared", *["full"] * 3]}),
-    "glm4_moe": Family(_DEEPSEEK, is_known=True),
+    "glm4_moe": Family(_DEEPSEEK),
     "glm4_moe_lite": Family(_DEEPSEEK, "deepseek_v3", changes=_SPARSE),
-    "sarvam_moe": Family(_DEEPSEEK, "glm4_moe", is_known=True),
-    "sarvam_mla": Family(_DEEPSEEK, "deepseek_v3", is_known=True),
+    "sarvam_moe": Family(_DEEPSEEK, "glm4_moe"),
+    "sarvam_mla": Family(_DEEPSEEK, "deepseek_v3"),
     "hy_v3": Family(_FINAL, "qwen3_moe", changes=_SPARSE | {"num_shared_experts": 1}),
-    "bailing_hybrid": Family(_FINAL, kinds=_HYBRID, changes=_SPARSE, is_known=True),
-    "mellum": Family(_QWEN, "qwen3_moe", _WINDOWED, "sliding_attention", _SPARSE | _MTP_TYPES, is_known=True),
+    "bailing_hybrid": Family(_FINAL, kinds=_HYBRID, changes=_SPARSE),
+    "mellum": Family(_QWEN, "qwen3_moe", _WINDOWED, "sliding_attention", _SPARSE | _MTP_TYPES),
     "exaone_moe": Family(
         _QWEN, "qwen3_moe", _WINDOWED, changes={"mlp_layer_types": [*["sparse"] * 4, "dense"], "sliding_window": 8}
     ),
@@ -141,35 +140,15 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
     return logits
 
 
-@torch.no_grad()
-def by_transformers(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """The last of these logits from the layers of transformers' own generator, which knows fewer names."""
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {key.replace("final_layernorm", "shared_head.norm"): value for key, value in tensors.items()}
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\.|^mtp\."]  # not the published numbers
-    for kinds, value in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
-        if hasattr(model.config, kinds) and not getattr(model.config, f"mtp_{kinds}", None):
-            setattr(model.config, f"mtp_{kinds}", [value])
-    theirs: Any = modeling_layers.MtpModel.from_pretrained(model)
-    states, places = model.model(ids).last_hidden_state[:, :-1], torch.arange(1, ids.shape[1])[None]
-    cache = cache_utils.MtpCache(config=model.config.get_mtp_config())
-    states_of_theirs: torch.Tensor = theirs(ids[:, 1:], states, torch.ones_like(places), places, cache)[1][0, 0]
-    return states_of_theirs
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in ("deepseek_v3", "mellum", "qwen3_next") else pytest.mark.slow) for n in FAMILIES],
 )
 def test_layers_of_a_family(name: str, tmp_path: Path) -> None:
-    """Logits are those of the definition, and of transformers' own generator where that can load the layers."""
+    """Logits are those of the definition."""
     model, whole = with_layer(name, tmp_path)
     ids = ROW["input_ids"]
-    logits = own_logits(model, ids)
-    assert torch.allclose(logits, by_hand(model, whole, tmp_path, name, ids), atol=1e-5)
-    if FAMILIES[name].is_known and hasattr(model.config, "num_mtp_layers"):  # older versions know fewer
-        assert torch.allclose(by_transformers(model, tmp_path, ids), logits[0, -1], atol=1e-5)
+    assert torch.allclose(own_logits(model, ids), by_hand(model, whole, tmp_path, name, ids), atol=1e-5)
     with unchanged(model):
         check_lossless(model, SelfSpec(MTP(), FixedLength(3)), 8)
 
@@ -218,49 +197,25 @@ def llama_with_layer(folder: Path, second: bool = False) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.machine("verification_is_free")
 def test_layers_are_loaded_once_and_freed_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by two threads; attached, they draft in every cascade."""
     model, loads = llama_with_layer(tmp_path, second=True), []
+    assert check_lossless(model, SelfSpec(), 12, [ROW])[0].draft_steps == 0
     load = shipped.load_layers
     monkeypatch.setattr(shipped, "load_layers", lambda *args: loads.append(args) or load(*args))
-    spec = SelfSpec.mtp()
-    for _ in range(2):
-        check_lossless(model, spec, 4, [ROW])
-    assert len(loads) == 1
-    head = load_mtp(model)
-    assert head is load_mtp(model)
-    assert len(head.layers) == 2
-    freed = weakref.ref(head)
-    loads.clear()
-    del head, model
-    gc.collect()
-    assert freed() is None
-
-
-def test_threads_load_once_and_leave_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, loads, others = llama_with_layer(tmp_path), [], []
-    load, begin = shipped.load_layers, mtp.MtpLayer.__init__
-
-    def begun(*args: Any) -> None:
-        begin(*args)
-        with ThreadPoolExecutor(1) as other:
-            others.append(other.submit(torch.nn.Linear, 2, 2).result().weight.device.type)
-
-    monkeypatch.setattr(shipped, "load_layers", lambda *args: loads.append(args) or load(*args))
-    monkeypatch.setattr(mtp.MtpLayer, "__init__", begun)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(load_mtp, [model, model])
-    assert first is second
+    for spec in (SelfSpec.mtp(), SelfSpec()):
+        assert check_lossless(model, spec, 12, [ROW])[0].draft_steps > 0
+    assert first is second is load_mtp(model)
+    assert len(first.layers) == 2
     assert len(loads) == 1
-    assert others == ["cpu"]
+    freed = weakref.ref(first)
     loads.clear()
-
-
-@pytest.mark.machine("verification_is_free")
-def test_attached_layers_draft_in_every_cascade(tmp_path: Path) -> None:
-    model, spec = llama_with_layer(tmp_path), SelfSpec()
-    assert check_lossless(model, spec, 12, [ROW])[0].draft_steps == 0
-    load_mtp(model)
-    assert check_lossless(model, SelfSpec(), 12, [ROW])[0].draft_steps > 0
+    del first, second, model
+    gc.collect()
+    assert freed() is None
 
 
 def test_layers_that_ship_do_not_replace_another_head(tmp_path: Path) -> None:
@@ -321,42 +276,33 @@ def test_what_has_no_layers_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert freed() is None
 
 
-_NAME = "model.layers.4.mlp.up_proj"
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({f"{_NAME}.bias": torch.ones(64)}, r"layers\.4\.mlp\.up_proj\.bias, for which LlamaForCausalLM has no"),
-    "not finite": ({f"{_NAME}.weight": torch.full((2, 2), torch.nan)}, r"up_proj\.weight with values that are not"),
-    "8 bits": ({f"{_NAME}.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, r"up_proj\.weight in float8_e4m3fn"),
-    "another shape": ({f"{_NAME}.weight": torch.ones(2, 2)}, r"up_proj\.weight of shape \[2, 2\], and the model takes"),
-    "another width": ({"model.layers.4.enorm.weight": torch.ones(3)}, r"enorm\.weight of shape \[3\], and the model"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_weights_are_refused(case: str, tmp_path: Path) -> None:
-    model, (changes, message) = llama_with_layer(tmp_path), WRONG[case]
-    file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | changes, file, metadata={"format": "pt"})
-    with pytest.raises(SettingError, match=message):
-        load_mtp(model)
-
-
-DAMAGED = {
+_UP = "model.layers.4.mlp.up_proj"
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({f"{_UP}.bias": torch.ones(64)}, r"layers\.4\.mlp\.up_proj\.bias, for which LlamaForCausalLM has no"),
+    ({f"{_UP}.weight": torch.full((2, 2), torch.nan)}, r"up_proj\.weight with values that are not"),
+    ({f"{_UP}.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, r"up_proj\.weight in float8_e4m3fn"),
+    ({f"{_UP}.weight": torch.ones(2, 2)}, r"up_proj\.weight of shape \[2, 2\], and the model takes"),
+    ({"model.layers.4.enorm.weight": torch.ones(3)}, r"enorm\.weight of shape \[3\], and the model"),
+)
+INDEXES = {
     "{": r"index\.json was cut short",
-    "[]": r"index\.json has no weight_map",
-    '{"weight_map": {"a": 3}}': r"index\.json has no weight_map",
+    "[]": r"index\.json was cut short",
+    '{"weight_map": {"a": 3}}': r"index\.json was cut short",
     '{"weight_map": {"a": "b.safetensors"}}': r"index\.json names b\.safetensors, which is not there",
-    "": r"model\.safetensors was cut short",
 }
 
 
-@pytest.mark.parametrize("index", DAMAGED)
-def test_damaged_checkpoints_are_refused(index: str, tmp_path: Path) -> None:
-    model = llama_with_layer(tmp_path)
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    if index:
-        (damaged / "model.safetensors.index.json").write_text(index, "utf-8")
-    else:
-        (damaged / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-64])
-    with pytest.raises(SettingError, match=DAMAGED[index]):
-        load_mtp(model, damaged)
+def test_wrong_weights_and_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    model, file = llama_with_layer(tmp_path), tmp_path / "model.safetensors"
+    tensors, content = load_file(file), file.read_bytes()
+    for changes, message in WRONG:
+        save_file(tensors | changes, file, metadata={"format": "pt"})
+        with pytest.raises(SettingError, match=message):
+            load_mtp(model)
+    file.write_bytes(content[:-64])
+    with pytest.raises(SettingError, match=r"model\.safetensors was cut short"):
+        load_mtp(model)
+    for index, message in INDEXES.items():
+        (tmp_path / "model.safetensors.index.json").write_text(index, "utf-8")
+        with pytest.raises(SettingError, match=message):
+            load_mtp(model)

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 from ...learned.knowledge import Findings
 from ...model.forks import new_lock
@@ -83,45 +84,25 @@ class LookupFindings(Findings):
 
     def state(self) -> dict[str, Any]:
         with self.lock:
-            knowledge = {
-                # Texts could be reconstructed from these, so they are left out where texts are not kept.
-                "successors": (self.successors if self._most_stored else Successors(0)).state(),
-                "store": np.array(self.store.tokens, np.int32),
-                "rates": {mode: rates.state() for mode, rates in self.rates.items()},
-            }
-            return {"known": _packed(knowledge)}
+            # Texts could be reconstructed from successors, so they are left out where texts are not kept.
+            successors = (self.successors if self._most_stored else Successors(0)).state()
+            arrays = {"store": np.array(self.store.tokens, np.int32), **successors}
+            rates = {mode: rates.state() for mode, rates in self.rates.items()}
+            return {"arrays": base64.b64encode(save(arrays)).decode("ascii"), "rates": rates}
 
     def restore(self, state: dict[str, Any]) -> None:
-        knowledge = _unpacked(state["known"])
-        tokens = np.asarray(knowledge["store"])
+        arrays = load(base64.b64decode(state["arrays"], validate=True))
+        tokens = arrays["store"]
         if tokens.ndim != 1:
             raise ValueError(f"a store of the shape {tokens.shape}")
-        for of_model in (tokens, np.asarray(knowledge["successors"]["tokens"])):
+        for of_model in (tokens, arrays["tokens"]):
             _check_tokens(of_model, self._vocabulary)
         store = SuffixIndex()
         store.extend(tokens.tolist()[-self._most_stored :] if self._most_stored else [])
-        rates = {mode: Rates.of(of_mode) for mode, of_mode in knowledge["rates"].items()}
+        rates = {mode: Rates.of(of_mode) for mode, of_mode in state["rates"].items()}
         with self._adding, self.lock:
-            self.successors.restore(knowledge["successors"])
+            self.successors.restore(arrays)
             self.store, self.rates = store, defaultdict(Rates, rates)
-
-
-def _packed(state: Any) -> Any:
-    if isinstance(state, np.ndarray):
-        data = base64.b64encode(np.ascontiguousarray(state).tobytes()).decode("ascii")
-        return {"dtype": state.dtype.str, "shape": list(state.shape), "base64": data}
-    return {name: _packed(value) for name, value in state.items()} if isinstance(state, dict) else state
-
-
-def _unpacked(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    if "base64" in state:
-        dtype = np.dtype(str(state["dtype"]))
-        if dtype.hasobject:
-            raise ValueError("arrays hold numbers")
-        return np.frombuffer(base64.b64decode(state["base64"], validate=True), dtype).reshape(state["shape"])
-    return {name: _unpacked(value) for name, value in state.items()}
 
 
 def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:

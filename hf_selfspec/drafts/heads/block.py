@@ -116,7 +116,7 @@ class BlockDraft(StatesDraft):
             if head.confidence_head is not None and head.settings["confidence_head_with_markov"]:
                 features = torch.cat([states, embedded], dim=-1)
         if head.confidence_head is not None:
-            self._sure.append(head.confidence_head.proj(features)[:, 0].float().sigmoid())
+            self._sure.append(head.confidence_head["proj"](features)[:, 0].float().sigmoid())
         self._slot += 1
         if self._tokens is not None:
             logits = spread(logits, self._tokens, head.vocabulary)
