@@ -24,7 +24,7 @@ from .draft_module import DraftModule
 from .mtp import PER_LAYER, MtpHead, config_of_layer, last_layer_with
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, DraftModule]()
-# What shipped_mtp returned while another head was attached, or raised.
+# What shipped_mtp has loaded, or why it could not.
 _shipped = weakref.WeakKeyDictionary[PreTrainedModel, MtpHead | SelfSpecError]()
 _loading = new_lock()
 
@@ -163,20 +163,17 @@ def shipped_mtp(model: PreTrainedModel) -> MtpHead:
     attached = attached_head(model)
     if isinstance(attached, MtpHead):
         return attached
-    earlier = _shipped.get(model)
-    if isinstance(earlier, MtpHead):
-        return earlier
-    if earlier is not None:
-        raise copy.copy(earlier)
-    try:
-        head = load_mtp(model)
-    except SelfSpecError as error:
-        _shipped[model] = copy.copy(error)  # without the traceback, which holds the model
-        raise
-    if attached is not None:
-        _shipped[model] = head
-        attach(model, attached)
-    return head
+    if model not in _shipped:
+        try:
+            _shipped[model] = load_mtp(model)
+        except SelfSpecError as error:
+            _shipped[model] = copy.copy(error)  # without the traceback, which holds the model
+        if attached is not None:
+            attach(model, attached)
+    shipped = _shipped[model]
+    if isinstance(shipped, SelfSpecError):
+        raise copy.copy(shipped)
+    return shipped
 
 
 def format_of(model: PreTrainedModel) -> MtpFormat:
