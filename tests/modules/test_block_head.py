@@ -149,14 +149,14 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
     published(tmp_path, tiny_llama(), layers=(1, 3, 5))
     source = Block(tmp_path)
     published(tmp_path, tiny_llama(), layers=(-1, 3, 5))
-    for message, source, model in (
+    for message, draft, model in (
         ("a vocabulary of 97", source, tiny_llama(vocabulary=90)),
         (r"before layers \[1, 3, 5\], and the model has 5", source, tiny_llama(5)),
         ("width 64, and the model has 32", source, build("llama", num_hidden_layers=8)),
         (r"before layers \[-1, 3, 5\], and the model has 6", Block(tmp_path), tiny_llama()),
     ):
         with unchanged(model), pytest.raises(SettingError, match=message):
-            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
+            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(draft))
 
 
 def test_a_mask_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -166,13 +166,3 @@ def test_a_mask_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> No
         source = Block(block_of(model, mask_token_id=token))
         with pytest.raises(SettingError, match=f"mask_token_id {token}, and a vocabulary of {VOCABULARY}"):
             model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
-
-
-def test_a_saved_head_drafts_alike(tmp_path: Path) -> None:
-    model = tiny_llama(factor=0.5)
-    published(tmp_path, model, **CONFIGS["dspark gated"])
-    source = Block(tmp_path)
-    source.module.save_pretrained(tmp_path / "saved")
-    assert repr(Block(tmp_path / "saved").module) == repr(source.module)
-    SelfSpec(source).save_pretrained(tmp_path / "spec")
-    assert SelfSpec.from_pretrained(tmp_path / "spec").draft == source

@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
-from helpers.architectures import build
 from helpers.blocks import DAMAGED
 from helpers.calls import unchanged
 from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
@@ -192,16 +191,3 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         MTP.from_eagle3(tmp_path)
     with pytest.raises(SettingError, match=r"has no config\.json"):
         MTP.from_eagle3(tmp_path / "..")
-
-
-def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
-    published(tmp_path, tiny_llama(8))
-    source = MTP.from_eagle3(tmp_path)
-    others = {
-        "a vocabulary of 97": tiny_llama(8, vocabulary=90),
-        r"layers \[2, 3, 3\], and the model has 6": tiny_llama(6),
-    }
-    others["width 64, and the model has 32"] = build("llama", num_hidden_layers=8)
-    for message, model in others.items():
-        with unchanged(model), pytest.raises(SettingError, match=message):
-            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=SelfSpec(source))
