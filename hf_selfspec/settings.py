@@ -12,16 +12,23 @@ from typing_extensions import Self
 from .drafts.candidates import Candidates
 from .drafts.cascade import Cascade
 from .drafts.free.lookup import Lookup
+from .drafts.growing import TopKTree
 from .drafts.heads.adapter import EarlyExitAdapter
 from .drafts.heads.exit_heads import DynamicExit
 from .drafts.heads.mtp import MTP
 from .drafts.layers.early_exit import EarlyExit
 from .drafts.layers.quantized import Quantized
 from .drafts.layers.skip_layers import SkipLayers
-from .drafts.siblings import Tree
 from .drafts.source import DraftSource
-from .drafts.stop.adaptive import AdaptiveThreshold
-from .drafts.stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
+from .drafts.stop import (
+    AdaptiveThreshold,
+    Confidence,
+    ConfidenceThreshold,
+    FixedLength,
+    ProductThreshold,
+    RememberingRule,
+    StopRule,
+)
 from .errors import SettingError, SettingTypeError
 from .learned import saving
 from .learned.knowledge import Knowledge, KnowledgeOfCall
@@ -29,7 +36,7 @@ from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.linear_probe import LinearProbe
 from .modules.mtp import MtpHead
-from .search.skip_space import OnTheFlySearch
+from .search.skip_search import OnTheFlySearch
 from .validation import MOST_DRAFT, StrPath, check_count, check_flag
 
 # Most characters of a task's name: at four bytes each, the name of its file stays within the limit of file systems.
@@ -45,7 +52,7 @@ class Settings:
 
     draft: DraftSource | CandidateGenerator = field(default_factory=lambda: Cascade((Lookup(),)))
     stop: StopRule | None = None
-    tree: Tree | None = None
+    tree: TopKTree | None = None
     max_draft: int = 25
     cache_dir: StrPath | None = None
     task: str = "default"
@@ -146,7 +153,7 @@ class Settings:
         ratio: float | Literal["auto"] = "auto",
         search: OnTheFlySearch | None = None,
         stop: StopRule | None = None,
-        tree: Tree | None = None,
+        tree: TopKTree | None = None,
         max_draft: int = 25,
     ) -> Self:
         """SWIFT: needs no training and no preparation; the blocks to skip are found while text is generated.
@@ -252,5 +259,5 @@ def _check_types(draft: Any, stop: Any, tree: Any) -> None:
             "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
             f"chosen, got {stop!r}."
         )
-    if tree is not None and not isinstance(tree, Tree):
+    if tree is not None and not isinstance(tree, TopKTree):
         raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {tree!r}.")

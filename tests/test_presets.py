@@ -11,7 +11,7 @@ from hf_selfspec import (
     SelfSpec,
 )
 from hf_selfspec.drafts import Cascade, Lookup, SkipLayers
-from hf_selfspec.search.skip_space import OnTheFlySearch
+from hf_selfspec.search.skip_search import OnTheFlySearch
 
 
 @pytest.mark.parametrize("preset", [SelfSpec, type("Custom", (SelfSpec,), {})])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.search.skip_space import SkipSpace
+from hf_selfspec.search.skip_search import SkipSpace
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Factors between these are tried by bisection; the second, stronger range only if the first is not enough.

@@ -56,10 +56,8 @@ class CandidateDraft(Drafter):
     logits that it returns, ``[1, t, v]``, are used only where tokens were sampled."""
 
     def __init__(self, generators: list[CandidateGenerator], session: Session) -> None:
-        self.generators = generators
-        self.vocabulary = session.vocabulary
+        self.generators, self.scorer, self.vocabulary = generators, session.scorer, session.vocabulary
         self.longest = session.cap_by_logit_memory(session.max_draft)
-        self.scorer = session.scorer
         # For each row that took part the column at which its text begins, its length, and how many tokens were drafted.
         self._requests: list[tuple[int, int, int] | None] = [None] * len(generators)
 
@@ -82,25 +80,19 @@ class CandidateDraft(Drafter):
         """What a row's generator drafts after ``ids`` ``[1, s]``: tokens ``[t]``, and their logits ``[1, t, v]``."""
         name, vocabulary = f"{type(self.generators[row]).__name__}.get_candidates", self.vocabulary
         candidates, scores = self.generators[row].get_candidates(ids)
-        if candidates.shape[0] != 1 or not torch.equal(candidates[:, : ids.shape[1]].to(ids.device), ids):
-            raise SettingError(
-                f"{name} must return the given ids [1, {ids.shape[1]}] "
-                f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
-            )
         drafted = candidates[0, ids.shape[1] :].to(ids.device)
         # Placeholders of images may have ids beyond the vocabulary; such an id that was copied ends the draft.
         copied = (drafted >= vocabulary) & torch.isin(drafted, ids[0])
         count = int(copied.int().argmax()) if copied.any() else len(drafted)
         drafted, scores = drafted[:count], None if scores is None else scores[:, :count]
-        if count and not 0 <= int(drafted.min()) <= int(drafted.max()) < vocabulary:
+        is_continued = candidates.shape[0] == 1 and torch.equal(candidates[:, : ids.shape[1]].to(ids.device), ids)
+        are_tokens = not count or 0 <= int(drafted.min()) <= int(drafted.max()) < vocabulary
+        if not (is_continued and are_tokens and (scores is None or scores.shape == (1, count, vocabulary))):
             raise SettingError(
-                f"{name} returned token ids from {int(drafted.min())} to {int(drafted.max())}, but the model has ids 0 "
-                f"to {vocabulary - 1}."
-            )
-        if scores is not None and tuple(scores.shape) != (1, count, vocabulary):
-            raise SettingError(
-                f"{name} returned logits of shape {list(scores.shape)} for {count} drafted tokens. Return "
-                f"{[1, count, vocabulary]}, the processed logits that each token was drawn from, or None."
+                f"{name} must return the given ids [1, {ids.shape[1]}] followed by drafted tokens, from 0 to "
+                f"{vocabulary - 1}, and None or [1, tokens, {vocabulary}], the processed logits that each was drawn "
+                f"from; got ids {list(candidates.shape)} that end with {drafted.tolist()}, and "
+                f"{'None' if scores is None else list(scores.shape)}."
             )
         return drafted, scores
 

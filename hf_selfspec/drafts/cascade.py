@@ -73,10 +73,9 @@ class Cascade(DraftSource):
                 yield source
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
+        """See :meth:`DraftSource.start`. Warns of a source that is left out."""
         lookup = next(source for source in self.sources if isinstance(source, Lookup))
         free = lookup.free_drafts(session)
-        within = replace(session, in_cascade=True)
         others: dict[str, Drafter] = {}
         for source in chain(self.sources, self._attached(session)):
             if source is lookup:
@@ -86,8 +85,7 @@ class Cascade(DraftSource):
                     source.check_synced()
                 source.check(session.anatomy, session.max_new)
                 for arm in source.arms(session.anatomy):
-                    others[repr(arm)] = arm.start(replace(within, name=repr(arm)))
+                    others[repr(arm)] = arm.start(replace(session, name=repr(arm)))
             except SelfSpecError as error:
-                if not source.is_optional:
-                    warn_once(f"{source!r} is left out of the drafts of this model: {error}")
+                warn_once(f"{source!r} is left out of the drafts of this model: {error}")
         return ControlledDrafter(session, free, others)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import torch
 
 from ..batch import Acceptance, Draft, Text, Verdict
+from ..errors import UnsupportedModelError
 from ..model.logits import Logits, Tops
 from ..model.transfer import read
 from ..stats import GenerationStats
 from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
-from .free.free import FreeDrafts, Seed, parents_of
+from .free.free import FreeDrafts, Seed
 from .free.tree import TokenTree
-from .grammar.constrained import allowed
+from .grammar.rows import allowed
 from .source import Drafter, DraftSource, Session
 
 
@@ -30,18 +30,20 @@ def controller_of(session: Session) -> Controller:
     )
 
 
-def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
-    """The drafter of the source ``name`` under a controller if it makes estimates, or where there are grammars."""
-    always = drafter.expected_speedup == math.inf or session.is_tensor_parallel
+def drafter_of(source: DraftSource, session: Session) -> Drafter:
+    """What drafts in a call: the arms of a source, under a controller if they make estimates, or there are grammars."""
+    arms = source.arms(session.anatomy)
+    is_one = arms[0] is source
+    if session.is_tensor_parallel and not is_one:
+        raise UnsupportedModelError(
+            f"drafts of {source!r} are compared by timings, which differ between the processes of a tensor-parallel "
+            "model. Name one, as EarlyExit(layer)."
+        )
+    drafters = {repr(arm): arm.start(session if is_one else replace(session, name=repr(arm))) for arm in arms}
+    drafter = drafters[repr(arms[0])]
+    always = is_one and (drafter.expected_speedup == math.inf or session.is_tensor_parallel)
     if isinstance(drafter, ControlledDrafter) or (always and not session.constraint):
         return drafter
-    return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), {name: drafter})
-
-
-def among(sources: Iterable[DraftSource], session: Session) -> ControlledDrafter:
-    """Drafts with the fastest of some sources, without free drafts."""
-    within, arms = replace(session, in_cascade=True), {repr(source): source for source in sources}
-    drafters = {name: arm.start(replace(within, name=name)) for name, arm in arms.items()}
     return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), drafters)
 
 
@@ -157,7 +159,7 @@ class ControlledDrafter(Drafter):
         rate = self.controller.arms[source].acceptance_rate
         tokens, *sure = read(draft.tokens, *([] if draft.sure is None else [draft.sure]))
         rates = sure[0] if sure else [[rate] * draft.size] * text.batch_size
-        seeds = list(map(Seed.of_row, tokens, parents_of(draft), rates))
+        seeds = list(map(Seed.of_row, tokens, draft.parent_lists(), rates))
         trees = self.free.plan(text, max_new, seeds) if self._session.takes_trees else [seed.tree for seed in seeds]
         grafted = self.free.draft(trees, replace(draft, listed=tokens), seeds)
         return grafted if grafted.size > draft.size else draft

@@ -5,6 +5,55 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import Draft, Text
+from ..errors import SettingError
+from ..learned.saving import register
+from ..model.transfer import read
+from ..validation import MOST_CANDIDATES, check_count, check_share
+
+
+@register("tree")
+@dataclass(frozen=True)
+class TopKTree:
+    """Top-k siblings at each depth; only the first token is extended (SWIFT §4.2).
+
+    The more confident the draft, the fewer siblings. With sampling, the siblings are drawn without replacement.
+
+    Args:
+        widths: ``(confidence, k)`` pairs in order of increasing confidence: a token whose top-1 probability is at most
+            ``confidence`` gets ``k`` candidates in all, 256 at most. The last confidence must be 1. The default is the
+            paper's.
+    """
+
+    widths: tuple[tuple[float, int], ...] = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
+
+    def __post_init__(self) -> None:
+        wanted = "Give (confidence, k) pairs, as ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))."
+        pairs = self.widths if isinstance(self.widths, tuple) else ()
+        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise SettingError(
+                f"TopKTree(widths) must be a tuple of (confidence, k) pairs, got {self.widths!r}. {wanted}"
+            )
+        for edge, width in pairs:
+            check_share("TopKTree(widths): a confidence", edge, zero=False, one=True)
+            check_count("TopKTree(widths): k", width, most=MOST_CANDIDATES)
+        edges = [edge for edge, _ in pairs]
+        if edges != sorted(set(edges)) or edges[-1] != 1.0:
+            raise SettingError(f"TopKTree(widths): confidences must rise from above 0 to 1, got {edges!r}. {wanted}")
+
+    @property
+    def most(self) -> int:
+        """The most candidates at one depth."""
+        return max(width for _, width in self.widths)
+
+    def width(self, top: torch.Tensor) -> int:
+        """Returns the number of candidates at one depth, the most that any row needs.
+
+        Args:
+            top: ``[b]`` the draft's highest probability.
+        """
+        lowest = read(top.min())[0]
+        # The last width also where the draft's probabilities are no numbers.
+        return next((width for edge, width in self.widths if lowest <= edge + 1e-6), self.widths[-1][1])
 
 
 @dataclass
@@ -65,8 +114,8 @@ class GrowingDraft:
             for on, end, wanted in zip(self.drafting, ends, self._max_new, strict=True)
         ]
 
-    def draft(self, prefix: int, reuse_from: int) -> Draft:
-        """Returns the draft so far; verification starts from states at layer ``prefix`` if it is long enough."""
+    def draft(self, prefix: int) -> Draft:
+        """Returns the draft so far; verification starts from states at layer ``prefix`` if there are any."""
         if not (t := max(self.lengths)):
             return Draft.none(self._text)
         columns, parents = [picks[:, :1] for picks in self._picks[:t]], None
@@ -77,14 +126,13 @@ class GrowingDraft:
             for depth, tokens in beside.items():
                 places += [depth] * tokens.shape[1]
             parents = [[parent if parent < length else -1 for parent in places] for length in self.lengths]
-        reused = bool(self._states) and t >= reuse_from
         return Draft(
             tokens=_joined([*columns, *beside.values()]),
             lengths=self.lengths,
             parents=parents,
             q=_joined([q[:, None] for q in self._qs[:t]]) if self._qs else None,
-            states=_joined(self._states)[:, :t] if reused else None,
-            prefix=prefix if reused else 0,
+            states=_joined(self._states)[:, :t] if self._states else None,
+            prefix=prefix if self._states else 0,
         )
 
 

@@ -20,9 +20,9 @@ from ..modules.draft_module import DraftModule, module_of
 from ..modules.mtp import MtpHead
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
+from .growing import TopKTree
 from .scoring import Scorer
-from .siblings import Tree
-from .stop.rules import Memory, StopRule, longest_draft
+from .stop import Memory, StopRule, longest_draft
 
 _M = TypeVar("_M", bound=DraftModule)
 
@@ -94,26 +94,22 @@ class Session:
         eos_tokens: ids that end a row.
         new_tokens: number of tokens for which slots are reserved at first.
         max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
-        stateful: names of processors, criteria and streamers that may keep a state or change the model.
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
-        in_cascade: whether other sources draft where this one does not.
-        name: that of the source in a cascade, under which it learns; empty where it is alone.
+        name: that of the source in a cascade, under which it learns; empty where no other drafts where it does not.
         constraint: what grammars allow and force; falsy without grammars. Forbidden tokens are cut from any draft.
     """
 
     target: Target
     scorer: Scorer
     stop: StopRule | None
-    tree: Tree | None
+    tree: TopKTree | None
     max_draft: int
     eos_tokens: frozenset[int]
     new_tokens: int
     max_new: int | None
-    stateful: tuple[str, ...]
     knowledge: KnowledgeOfCall
     is_synced: bool = False
-    in_cascade: bool = False
     name: str = ""
     constraint: Constraint = field(default_factory=Constraint)
 
@@ -178,11 +174,6 @@ class DraftSource:
     """
 
     takes_forwards = True
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether a cascade leaves it out without a warning where it cannot draft for a model."""
-        return False
 
     @property
     def fixed_because(self) -> str:

@@ -20,12 +20,11 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..batch import Text
-from ..drafts.controlled import controlled
+from ..drafts.controlled import drafter_of
 from ..drafts.grammar.rows import Constraint, with_grammars
-from ..drafts.scoring import Scorer
-from ..drafts.siblings import Tree
+from ..drafts.growing import TopKTree
+from ..drafts.scoring import Scorer, stateful
 from ..drafts.source import Session
-from ..drafts.stateless import stateful
 from ..errors import SelfSpecError, UnsupportedModelError, left_to_plain, only_warned, warn_once
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
@@ -200,7 +199,6 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         eos_tokens=stopper.eos_tokens,
         new_tokens=new_tokens,
         max_new=call.max_new,
-        stateful=(*functions, *(grammar.name for grammar in scorer.grammars)),
         knowledge=knowledge,
         is_synced=call.synced_gpus,
         constraint=Constraint(scorer.grammars, stopper.eos_tokens),
@@ -211,7 +209,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         target=target,
         inputs=inputs,
         output=Output(text, stopper, config, pad_token(config) or 0, call.streamer, stats, in_step=bool(functions)),
-        draft=controlled(source.start(session), session, repr(source)),
+        draft=drafter_of(source, session),
         scorer=scorer,
         vocabulary=session.vocabulary,
         checks_logits=not call.default_of,
@@ -251,7 +249,7 @@ def _is_rounded(model: PreTrainedModel) -> bool:
     return size <= 2 or (size == 4 and bool(reduced_precision(model.device)))
 
 
-def _usable_tree(tree: Tree | None, anatomy: Anatomy) -> Tree | None:
+def _usable_tree(tree: TopKTree | None, anatomy: Anatomy) -> TopKTree | None:
     if tree is None or anatomy.tree:
         return tree
     warn_once(

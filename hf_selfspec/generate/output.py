@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..batch import Text, Verdict
-from ..drafts.stateless import stateful
+from ..drafts.scoring import stateful
 from ..model.logits import Logits
 from ..model.prompt import CACHE_NAME
 from ..model.transfer import read, upload

@@ -10,7 +10,7 @@ from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct
 
 from ..errors import muted
 from ..model.plan import LayerPlan
-from .skip_space import SkipSpace
+from .skip_search import SkipSpace
 
 # The authors' settings of the Gaussian process and its acquisition function. Their kernel is the package's (Matérn),
 # which generalises little in 60 dimensions; blocks matter independently of each other, so a linear kernel finds them.

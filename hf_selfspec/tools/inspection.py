@@ -12,7 +12,7 @@ from ..model.anatomy import Anatomy
 from ..model.graphs.graph_runner import why_no_graphs
 from ..model.kernels.packing import has_widths, why_not
 from ..model.view import ModelView
-from ..search.skip_space import SkipSpace
+from ..search.skip_search import SkipSpace
 from .figures import as_text
 
 _NOT_PACKED = "most weights are quantised already, not in linear layers, or of widths that no kernel takes"

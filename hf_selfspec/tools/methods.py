@@ -125,8 +125,8 @@ def _why_not(model: PreTrainedModel, method: Method, batch: Any) -> str:
     if method.name == STATIC:
         call["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
     sources = getattr(getattr(call.get("assistant"), "draft", None), "sources", ())
-    # A cascade leaves out silently what does not fit.
-    alone = [{"assistant": SelfSpec(source)} for source in sources if not source.is_optional]
+    # A cascade leaves out what does not fit.
+    alone = [{"assistant": SelfSpec(source)} for source in sources]
     try:
         with muted():
             for options in (*alone, call):

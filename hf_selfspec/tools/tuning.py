@@ -11,17 +11,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..drafts.growing import TopKTree
 from ..drafts.layers.skip_layers import SkipLayers
-from ..drafts.siblings import Tree
-from ..drafts.stop.adaptive import AdaptiveThreshold
-from ..drafts.stop.rules import ConfidenceThreshold, StopRule
+from ..drafts.stop import AdaptiveThreshold, ConfidenceThreshold, StopRule
 from ..errors import SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.encoding import checked_texts, encoded
 from ..model.module_tools import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
-from ..search.skip_space import SkipSpace
+from ..search.skip_search import SkipSpace
 from ..selfspec import SelfSpec
 from ..validation import check_count
 
@@ -63,7 +62,7 @@ def tune(
     *,
     search: OfflineSearch | None = None,
     stop: StopRule | None = None,
-    tree: Tree | None = None,
+    tree: TopKTree | None = None,
     max_new_tokens: int = 64,
     max_prompt_tokens: int | None = None,
 ) -> SelfSpec:
@@ -111,7 +110,7 @@ class _Tuning:
     rows: list[torch.Tensor]
     search: OfflineSearch
     stop: StopRule
-    tree: Tree | None
+    tree: TopKTree | None
     max_new_tokens: int
 
     def __post_init__(self) -> None:

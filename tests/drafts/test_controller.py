@@ -18,7 +18,7 @@ from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, Session
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import ArmStats, Controller, Measurements
 from hf_selfspec.drafts.cost_curve import SIZES, CostCurve
-from hf_selfspec.drafts.stop.rules import FixedLength
+from hf_selfspec.drafts.stop import FixedLength
 
 pytestmark = pytest.mark.times_decide
 

@@ -1,12 +1,11 @@
 """Grammars that can go back: masks for drafts, forced text for free, and everything as plain ``generate`` leaves it."""
 
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import reduce
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -24,14 +23,12 @@ from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import VOCABULARY as FEW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as few_tokens
-from helpers.watched import watched
+from helpers.watched import Proposing, watched
 from hf_selfspec import ConfidenceThreshold, Draft, FixedLength, SelfSpec, Text, TopKTree
-from hf_selfspec.drafts import Drafter, DraftSource, EarlyExit, SkipLayers
+from hf_selfspec.drafts import DraftSource, EarlyExit, SkipLayers
 from hf_selfspec.drafts.grammar import XGrammar
 from hf_selfspec.drafts.grammar.rows import GrammarMask, with_grammars
-from hf_selfspec.drafts.stop.calibrated import CalibratedEntropy
 from hf_selfspec.errors import SettingTypeError, UnsupportedOptionError
-from hf_selfspec.generate import walk
 
 MODEL = tiny_llama(4, seed=3, factor=0.5)
 SCHEMA = {
@@ -213,7 +210,7 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
         fresh = begun()
         expected.append([mask_of(fresh, text[:count]) for count in range(len(text) + 1)][-1])
     walker = begun()
-    for one, other in product(range(len(texts)), repeat=2):
+    for one, other in itertools.product(range(len(texts)), repeat=2):
         for place in (one, other):
             assert mask_of(walker, texts[place]) == expected[place]
 
@@ -250,38 +247,6 @@ def test_a_grammar_of_ones_own(spec: str) -> None:
         assert processor.calls == 1
         assert ours.stats.together_for == ""
         assert ours.stats.accepted > 0
-
-
-class Steps(Automaton):
-    """Allows by the number of tokens so far, in the end what the last entry of its table allows."""
-
-    def advance(self, token: int) -> None:
-        self.states.append(min(self.states[-1] + 1, len(self.table) - 1))
-
-
-@dataclass(frozen=True)
-class PrefixFunction:
-    """A user's function for ``prefix_allowed_tokens_fn``, which allows as :class:`Steps` does."""
-
-    table: list[list[int]]
-    width: int
-
-    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
-        return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
-
-
-def test_a_prefix_function_wins_where_all_is_forbidden(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
-    hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
-    table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
-    for inputs in (ROW, BATCH):
-        width = inputs["input_ids"].shape[1]
-        options = {"prefix_allowed_tokens_fn": PrefixFunction(table, width), "min_new_tokens": 20}
-        plain = generated(tokenizer, inputs, None, **options)
-        assert plain.shape[1] - width == len(table)
-        for spec in (SPECS["default"](), SPECS["exit"]()):
-            assert torch.equal(generated(tokenizer, inputs, spec, **options), plain)
-            assert spec.stats.accepted > 0
 
 
 class DeadEnd(LogitsProcessor):
@@ -341,36 +306,32 @@ def test_beside_another_memory_rows_advance_together() -> None:
     assert ours.stats.accepted > 0
 
 
+@pytest.mark.machine("nodes_are_scored_at_once")
 @pytest.mark.every_run("default-drawn|exit, tree-greedy")
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_masks_of_all_nodes_at_once(spec: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_all_nodes_at_once(spec: str, sampled: bool) -> None:
     """As on a GPU, where each node would be one wait."""
     table = [[6, 9, 4], [9, 5, 6], [7], [5, 7, 8, 10]]
     options = {"do_sample": True, "top_k": 1} if sampled else {}
     for kind in (Automaton, Expecting):
         plain = texts(None, BATCH, Own(table, kind), eos_token_id=10, pad_token_id=0, **options)
-        monkeypatch.setattr(walk, "_ONE_BY_ONE", "none")
         with patch.object(GrammarMask, "of_row", autospec=True, side_effect=GrammarMask.of_row) as asked:
             ours = SPECS[spec]()
             assert texts(ours, BATCH, Own(table, kind), eos_token_id=10, pad_token_id=0, **options) == plain
         assert ours.stats.accepted > 0
         assert not asked.called or spec != "default"
-        monkeypatch.undo()
 
 
 class Over(Automaton):
     """Knows nothing of what follows token 10."""
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        assert self.states[-1] != 10
+        assert self.states[-1] != 1
         return super().mask(vocabulary)
 
     def advance(self, token: int) -> None:
-        self.states.append(token if token == 10 else 0)
-
-    def rollback(self, count: int) -> None:
-        del self.states[-count:]
+        self.states.append(int(token == 10))
 
 
 def test_nothing_is_asked_behind_an_end() -> None:
@@ -388,7 +349,7 @@ def test_nothing_is_asked_behind_an_end() -> None:
 
 def test_forced_tokens_need_no_forward() -> None:
     """A single allowed token is certain: not one of them is rejected, and the part that drafts is not asked."""
-    for spec in (SPECS["exit"](), SPECS["skips"](), SelfSpec.lookup(), SelfSpec(Phrase((9, 9)))):
+    for spec in (SPECS["exit"](), SPECS["skips"](), SelfSpec.lookup(), SelfSpec(phrase((9, 9)))):
         texts(spec, ROW, Own([[5], [6], [7], [8]]))
         assert spec.stats.draft_steps == 0
         assert spec.stats.accepted == spec.stats.drafted > 12
@@ -403,24 +364,15 @@ class Turns(Automaton):
         self.states.append((self.states[-1] + 1) % len(self.table))
 
 
-class OutOfStep(Own):
-    """Rows that begin at different states, one after another."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.rows:
-            self.rows = [self.kind(self.table, [index % len(self.table)]) for index in range(len(scores))]
-            allowed = torch.stack([row.mask(scores.shape[1]) for row in self.rows])
-            return scores.masked_fill(~allowed, -torch.inf)
-        return super().__call__(input_ids, scores)
-
-
-hf_selfspec.register_grammar(OutOfStep, lambda processor, input_ids: processor.rows)
-
-
 def test_a_token_that_is_forced_in_one_row_leaves_the_others_their_drafts() -> None:
     inputs, table = ragged_batch((4, 9, 6, 3), seed=3), [list(range(2, VOCABULARY))] * 3 + [[9]]
-    ids = texts(spec := SelfSpec(EarlyExit(3), FixedLength(4)), inputs, OutOfStep(table, Turns))
-    assert ids == texts(None, inputs, OutOfStep(table, Turns))
+
+    def out_of_step() -> Own:
+        states = itertools.cycle(range(len(table)))  # each row begins at the next one
+        return Own(table, lambda table: Turns(table, [next(states)]))
+
+    spec = SelfSpec(EarlyExit(3), FixedLength(4))
+    assert texts(spec, inputs, out_of_step()) == texts(None, inputs, out_of_step())
     assert spec.stats.draft_steps > spec.stats.verify_passes
 
 
@@ -456,44 +408,33 @@ def test_a_stop_rule_learns_of_the_tokens_that_it_was_asked_about(kind: type[Aut
     assert spec.stats.draft_steps >= asked >= drafted > accepted > 0
     assert spec.stats.drafted > drafted
     assert all(count == own for count, own, _ in rule.told)
-    for other in (table, [[5], [6], [7], [8]]):
-        plain = texts(None, BATCH, Own(other, kind))
-        assert texts(SelfSpec(EarlyExit(2), CalibratedEntropy()), BATCH, Own(other, kind)) == plain
 
 
 def test_forced_tokens_are_as_many_as_pay() -> None:
     """By the costs of a CPU 31 in a round."""
-    for spec in (SelfSpec.swift(), SelfSpec(Phrase((9,)))):
+    for spec in (SelfSpec.swift(), SelfSpec(phrase((9,)))):
         texts(spec, ROW, Own([[5], [6], [7], [8]]), max_new_tokens=60)
         assert max(size for size, _ in spec.stats.round_sizes) == 31
 
 
-@dataclass(frozen=True)
-class Phrase(DraftSource):
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...] | None = None
+def phrase(tokens: tuple[int, ...], parents: tuple[int, ...] | None = None) -> DraftSource:
+    """Drafts these tokens in each round."""
 
-    def start(self, session: Any) -> Any:
-        return PhraseDrafter(self)
+    def propose(text: Text, max_new: list[int]) -> Draft:
+        size = min(len(tokens), max(max_new))
+        drafted = torch.tensor([tokens[:size]] * text.batch_size, dtype=torch.long)
+        if parents is None:
+            return Draft(drafted, [min(size, count) for count in max_new])
+        return Draft(drafted, [min(size, 2)] * text.batch_size, [list(parents[:size])] * text.batch_size)
 
-
-class PhraseDrafter(Drafter):
-    def __init__(self, settings: Phrase) -> None:
-        self.settings = settings
-
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        size = min(len(self.settings.tokens), max(max_new))
-        tokens = torch.tensor([self.settings.tokens[:size]] * text.batch_size, dtype=torch.long)
-        if self.settings.parents is None:
-            return Draft(tokens, [min(size, count) for count in max_new])
-        return Draft(tokens, [min(size, 2)] * text.batch_size, [list(self.settings.parents[:size])] * text.batch_size)
+    return Proposing(propose)
 
 
 @pytest.mark.parametrize("parents", [None, (0, 0, 2, 1)], ids=["line", "tree"])
 def test_what_a_grammar_forbids_is_not_verified(parents: tuple[int, ...] | None) -> None:
     """Whatever drafts: tokens 9 and 3 are never allowed, and what is behind them is not either."""
     table = [[4, 6, 8], [4, 8]]
-    spec = SelfSpec(Phrase((4, 9, 6, 3), parents))
+    spec = SelfSpec(phrase((4, 9, 6, 3), parents))
     ours, plain = (texts(assistant, BATCH, Own(table), max_new_tokens=12) for assistant in (spec, None))
     assert ours == plain
     assert spec.stats.drafted > 0
@@ -512,71 +453,50 @@ def by_text(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class Dice(DraftSource):
+def dice(text: Text, max_new: list[int]) -> Draft:
     """Draws tokens that know of no grammar."""
-
-    def start(self, session: Any) -> Any:
-        return DiceDrafter()
-
-
-class DiceDrafter(Drafter):
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        size = min(3, max(max_new))
-        q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)
-        q[..., [1, 3]] += 0.45
-        tokens = q.flatten(0, 1).multinomial(1).view(text.batch_size, size)
-        return Draft(tokens, [min(size, count) for count in max_new], q=q)
+    size = min(3, max(max_new))
+    q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)
+    q[..., [1, 3]] += 0.45
+    tokens = q.flatten(0, 1).multinomial(1).view(text.batch_size, size)
+    return Draft(tokens, [min(size, count) for count in max_new], q=q)
 
 
 @pytest.mark.every_run("early exit-Automaton")
 @pytest.mark.parametrize("kind", [Automaton, Expecting])
 @pytest.mark.parametrize("spec", [*SAMPLED, "dice"])
 def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton]) -> None:
-    drafts = SAMPLED | {"dice": SelfSpec(Dice())}
+    drafts = SAMPLED | {"dice": SelfSpec(Proposing(dice))}
     sampled = sample(drafts[spec], rows=500, logits_processor=[Own(FEW_TABLE, kind)])
     check_exact(sampled, exact_joint(few_tokens(), [by_text]))
-
-
-@pytest.mark.slow
-def test_expected_tokens_of_a_layer_draft_are_drawn_exactly() -> None:
-    """With one row, since a layer draft passes over a token where all rows expect one."""
-    spec, sequences, accepted, drafted, steps = SAMPLED["early exit"], [], 0, 0, 0
-    for seed in range(400):
-        sequences.append(sample(spec, rows=1, seed=seed, logits_processor=[Own(FEW_TABLE, Expecting)])[0])
-        accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
-        steps += spec.stats.draft_steps
-    assert steps < drafted
-    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(few_tokens(), [by_text]))
 
 
 def as_numbers(automaton: Automaton, vocabulary: int) -> torch.Tensor:
     return torch.ones(vocabulary)
 
 
-WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "objects": (lambda processor, ids: [object() for _ in ids], r"for each of the 1 rows, with the methods mask\("),
-    "no rows": (lambda processor, ids: [], r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
-    "no list": (lambda processor, ids: 1, r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
-    "masks of numbers": (
-        lambda processor, ids: [type("Numbers", (Automaton,), {"mask": as_numbers})(TABLE) for _ in ids],
-        r"mask\(97\).*registered for Wrong must return a BoolTensor \[97\]",
-    ),
-}
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        (lambda processor, ids: [object() for _ in ids], r"for each of the 1 rows, with the methods mask\("),
+        (lambda processor, ids: [], r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
+        (lambda processor, ids: 1, r"for each of the 1 rows, with the methods mask\(vocabulary\)"),
+        (
+            lambda processor, ids: [type("Numbers", (Automaton,), {"mask": as_numbers})(TABLE) for _ in ids],
+            r"mask\(97\).*registered for Wrong must return a BoolTensor \[97\]",
+        ),
+        ([], r"register_grammar\(kind, adapter\) takes a class of logits processors .* and \[\]"),
+    ],
+)
+def test_wrong_adapters_are_refused(adapter: Any, words: str) -> None:
+    kind = type("Wrong", (Own,), {})
 
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_adapters_are_refused(case: str) -> None:
-    kind, (adapter, words) = type("Wrong", (Own,), {}), WRONG[case]
-    hf_selfspec.register_grammar(kind, adapter)
-    with pytest.raises(SettingTypeError, match=words):
+    def use() -> None:
+        hf_selfspec.register_grammar(kind, adapter)
         texts(SelfSpec(), ROW, kind(TABLE))
 
-
-def test_wrong_registrations_are_refused() -> None:
-    with pytest.raises(SettingTypeError, match=r"takes a class of logits processors"):
-        hf_selfspec.register_grammar(Own(TABLE), lambda processor, ids: [])
-    with pytest.raises(SettingTypeError, match=r"register_grammar\(kind, adapter\) takes .* and \[\]"):
-        hf_selfspec.register_grammar(Own, [])
+    with pytest.raises(SettingTypeError, match=words):
+        use()
 
 
 @libraries_warn

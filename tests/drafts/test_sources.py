@@ -18,10 +18,11 @@ from helpers.models import BATCH, ROW
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled, Table
+from helpers.watched import Proposing
 from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec, Verdict
 from hf_selfspec.batch import Acceptance
 from hf_selfspec.drafts import Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
-from hf_selfspec.drafts.stop.rules import Memory
+from hf_selfspec.drafts.stop import Memory
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
 from hf_selfspec.model.anatomy import Anatomy
@@ -29,19 +30,13 @@ from hf_selfspec.model.anatomy import Anatomy
 NEW_TOKENS = 20
 
 
-@dataclass(frozen=True)
 class Growing:
     """Drafts one token more after each draft that was accepted as a whole, from call to call."""
 
-    def start(self, rows: int, max_draft: int, memory: Memory) -> GrowingRule:
-        return GrowingRule(memory)
-
-
-class GrowingRule:
-    def __init__(self, memory: Memory) -> None:
+    def start(self, rows: int, max_draft: int, memory: Memory) -> Growing:
         self.memory = memory
-        self.memory.value = self.memory.value or 1
-        self.length = 0
+        memory.value = memory.value or 1
+        return self
 
     def begin(self) -> None:
         self.length = 0
@@ -51,8 +46,7 @@ class GrowingRule:
         return torch.full((len(logits),), self.length >= self.memory.value)
 
     def update(self, drafted: list[int], accepted: list[int]) -> None:
-        if drafted == accepted:
-            self.memory.value += 1
+        self.memory.value += drafted == accepted
 
 
 def assert_same(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor], **options: Any) -> GenerationStats:
@@ -119,29 +113,25 @@ class UnknownRule(Alternating):
     """Nor this rule."""
 
 
-UNREGISTERED: list[tuple[Callable[[Any, Any], SelfSpec], str, str]] = [
-    (lambda draft, _: SelfSpec(draft), "draft has the class 'Unknown'", r"\(draft\) is Unknown.*hf_selfspec.regist"),
-    (lambda _, rule: SelfSpec(EarlyExit(3), rule), "stop has the class 'UnknownRule'", r"\(stop\) is UnknownRule"),
-    (
-        lambda draft, _: SelfSpec(Cascade([Lookup(), draft])),
-        "draft.sources has the class 'Unknown'",
-        "is Unknown",
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "loading", "writing"), UNREGISTERED)
+@pytest.mark.parametrize(
+    ("make", "loading", "writing"),
+    [
+        (
+            lambda draft, _: SelfSpec(draft),
+            "draft has the class 'Unknown'",
+            r"\(draft\) is Unknown.*hf_selfspec.reg",
+        ),
+        (lambda _, rule: SelfSpec(EarlyExit(3), rule), "stop has the class 'UnknownRule'", r"\(stop\) is UnknownRule"),
+        (lambda draft, _: SelfSpec(Cascade([Lookup(), draft])), "draft.sources has the class 'Unknown'", "is Unknown"),
+    ],
+)
 def test_what_nobody_registered_is_neither_saved_nor_loaded(
     make: Callable[[Any, Any], SelfSpec], loading: str, writing: str, llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     """Files are those of a process in which these names were registered."""
-
-    def elsewhere(file: Path) -> None:
-        text = file.read_text()
-        file.write_text(text.replace('"Recalled"', '"Unknown"').replace('"Alternating"', '"UnknownRule"'))
-
     make(Recalled(), Alternating()).save_pretrained(tmp_path)
-    elsewhere(tmp_path / saving.FILE_NAME)
+    file = tmp_path / saving.FILE_NAME
+    file.write_text(file.read_text().replace('"Recalled"', '"Unknown"').replace('"Alternating"', '"UnknownRule"'))
     with pytest.raises(SettingError) as raised:
         SelfSpec.from_pretrained(tmp_path)
     advice = "import the module that registers it (hf_selfspec.register) before loading"
@@ -197,16 +187,9 @@ def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypat
         assert SelfSpec.from_pretrained(tmp_path).draft == spec.draft
 
 
-class Fixed(DraftSource):
+def fixed(*parts: Any, **others: Any) -> DraftSource:
     """Drafts the same in each round."""
-
-    def __init__(self, *parts: Any, **others: Any) -> None:
-        self.parts, self.others = parts, others
-
-    def start(self, session: Session) -> Drafter:
-        drafter: Any = Drafter()
-        drafter.propose = lambda text, max_new: Draft(*self.parts, **self.others)
-        return drafter
+    return Proposing(lambda text, max_new: Draft(*parts, **others))
 
 
 def test_tokens_that_a_source_lists_count(llama: LlamaForCausalLM) -> None:
@@ -215,7 +198,7 @@ def test_tokens_that_a_source_lists_count(llama: LlamaForCausalLM) -> None:
     plain = llama.generate(**ROW, **options)
     listed = plain[0, -3:].tolist()
     for parents in (None, [[0, 0, 0]]):
-        spec = SelfSpec(Fixed(torch.tensor([[5, 6, 7]]), [3 if parents is None else 1], parents, listed=[listed]))
+        spec = SelfSpec(fixed(torch.tensor([[5, 6, 7]]), [3 if parents is None else 1], parents, listed=[listed]))
         assert torch.equal(llama.generate(**ROW, **options, assistant=spec), plain)
         assert spec.stats is not None
         assert spec.stats.accepted
@@ -240,7 +223,7 @@ def test_siblings_that_are_accepted_are_no_drafting_steps(llama: LlamaForCausalL
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = llama.generate(**ROW, **options)
     never = next(token for token in range(3, 97) if token not in plain)
-    spec = SelfSpec(Fixed(torch.tensor([[never, int(plain[0, -1])]]), [1], [[0, 0]]))
+    spec = SelfSpec(fixed(torch.tensor([[never, int(plain[0, -1])]]), [1], [[0, 0]]))
     assert torch.equal(llama.generate(**ROW, **options, assistant=spec), plain)
     stats = spec.stats
     assert stats is not None
@@ -254,7 +237,7 @@ def test_siblings_that_are_accepted_are_no_drafting_steps(llama: LlamaForCausalL
 )
 def test_drafts_that_do_not_fit_together(lengths: list[int], others: dict[str, Any], llama: LlamaForCausalLM) -> None:
     with pytest.raises(SettingError, match=r"Draft\(tokens \[1, 2\]\) needs 1 lengths of 0 to 2"):
-        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Fixed(torch.tensor([[5, 6]]), lengths, **others)))
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(fixed(torch.tensor([[5, 6]]), lengths, **others)))
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +247,7 @@ def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lookup(DraftSource):
         """Another class of that name."""
 
-    with pytest.raises(
-        SettingError, match=r"Lookup cannot be registered: hf_selfspec.drafts.free.lookup.Lookup has this"
-    ):
+    with pytest.raises(SettingError, match=r"Lookup cannot be registered: hf_selfspec.drafts.free.lookup.Lookup has t"):
         hf_selfspec.register("draft")(Lookup)
     assert hf_selfspec.register("stop")(Lookup) is Lookup
     # A module that is loaded again, as in a notebook.

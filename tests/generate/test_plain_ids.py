@@ -35,7 +35,7 @@ from hf_selfspec.drafts import (
     Lookup,
     SkipLayers,
 )
-from hf_selfspec.drafts.stop.rules import ConfidenceThreshold, FixedLength
+from hf_selfspec.drafts.stop import ConfidenceThreshold, FixedLength
 
 # Free drafts are worth their verification, as on a device that memory bounds.
 pytestmark = pytest.mark.machine("verification_is_free", "packed_float32_is_fast")

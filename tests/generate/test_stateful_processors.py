@@ -24,8 +24,8 @@ from helpers.processes import peft_calls_old_name
 from helpers.sampling import SPECS as SAMPLED
 from helpers.sampling import check_exact, exact_joint, llama, sample
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
-from hf_selfspec.drafts import stateless
-from hf_selfspec.drafts.stateless import is_stateless
+from hf_selfspec.drafts import scoring
+from hf_selfspec.drafts.scoring import is_stateless
 from hf_selfspec.errors import SettingTypeError, UnsupportedModelError
 
 MODEL = tiny_llama(4, factor=0.5)
@@ -122,7 +122,7 @@ def test_what_is_stateless() -> None:
     assert judged() == [True, True]
     with pytest.raises(SettingTypeError, match=r"takes a class.*is_stateless"):
         hf_selfspec.register_stateless(Registered(0.5))
-    known = {kind.__name__ for kind in stateless._registered}
+    known = {kind.__name__ for kind in scoring._registered}
     source = inspect.getsource(GenerationMixin._get_logits_processor)
     made = set(re.findall(r"\b(\w+(?:LogitsProcessor|LogitsWarper|LengthPenalty|LogitNormalization))\(", source))
     assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made

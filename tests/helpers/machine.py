@@ -9,6 +9,7 @@ import torch
 from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
+from hf_selfspec.generate import walk
 from hf_selfspec.model import prefill
 from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
@@ -42,6 +43,10 @@ class Machine:
     def any_draft_pays(self) -> None:
         """Sets of any size draft, whatever they bring."""
         self._set(controller, "LEAST_SPEEDUP", 0.0)
+
+    def nodes_are_scored_at_once(self) -> None:
+        """As on a GPU, where each node of a draft would be a wait."""
+        self._set(walk, "_ONE_BY_ONE", "none")
 
     def graphs_are_taken(self) -> None:
         """A CPU has graphs (see :class:`Traced`), which are made early."""

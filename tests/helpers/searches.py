@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_selfspec import FixedLength, SelfSpec, SkipLayers
+from hf_selfspec import SelfSpec
 from hf_selfspec.batch import Text
 from hf_selfspec.generate import decoder
 from hf_selfspec.model import module_tools
@@ -16,8 +16,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.search.skip_space import OnTheFlySearch, SkipSpace
+from hf_selfspec.search.skip_search import SkipSearch, SkipSpace
 
 
 class Clock:
@@ -69,14 +68,6 @@ def an_end(texts: torch.Tensor) -> tuple[int, list[int]]:
     }
     token = max(ends, key=lambda token: max(ends[token]) - min(ends[token]))
     return token, ends[token]
-
-
-SEARCH = OnTheFlySearch(context_window=8, bayes_interval=4, budget=1.0)
-
-
-def fixed_draft(search: OnTheFlySearch, ratio: Any = "auto") -> SelfSpec:
-    """Drafts of three tokens, some of which are rejected."""
-    return SelfSpec(SkipLayers(search=search, ratio=ratio), FixedLength(3))
 
 
 def lines_of(spec: SelfSpec) -> dict[str, str]:

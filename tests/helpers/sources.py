@@ -11,7 +11,7 @@ import hf_selfspec
 from hf_selfspec import FixedLength, GenerationStats
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts import Drafter, DraftSource, Session
-from hf_selfspec.drafts.stop.rules import start
+from hf_selfspec.drafts.stop import start
 from hf_selfspec.learned.knowledge import Findings
 
 
@@ -41,11 +41,8 @@ class Recalled(DraftSource):
 
 class Recalling(Drafter):
     def __init__(self, settings: Recalled, session: Session) -> None:
-        self.flatness = settings.flatness
-        self.steps = 0
+        self.flatness, self.scorer, self.vocabulary = settings.flatness, session.scorer, session.vocabulary
         self.session = session.with_usual_stop(FixedLength(3))
-        self.scorer = session.scorer
-        self.vocabulary = session.vocabulary
         self.table = session.knowledge.of("recalled", lambda other: Table() if other is None else Table(other.logits))
         self.rule = start(self.session.stop, session.num_rows, self.session.longest, self.session.memory)
         self._drafted: list[int] = []
@@ -94,9 +91,6 @@ class Recalling(Drafter):
             before = text.ids[row, text.lengths[row] - kept - 1 : text.lengths[row] - 1].tolist()
             for token, source in zip(before, verdict.sources, strict=True):
                 self.table.logits[token] = logits[row, source].tolist()
-
-    def finish(self, text: Text) -> None:
-        pass
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = f"{len(self.table.logits)} tokens recalled"

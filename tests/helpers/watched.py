@@ -31,6 +31,18 @@ def watched(source: Source, see: Callable[[Text, Draft], object]) -> Source:
     return found
 
 
+class Proposing(DraftSource):
+    """Drafts what a function of the text and the most new tokens of each row returns."""
+
+    def __init__(self, propose: Callable[[Text, list[int]], Draft]) -> None:
+        self.propose = propose
+
+    def start(self, session: Session) -> Drafter:
+        drafter: Any = Drafter()
+        drafter.propose = self.propose
+        return drafter
+
+
 def drafts_into(found: list[Draft], source: Source) -> Source:
     """The same source, which adds its drafts to a list."""
     return watched(source, lambda text, draft: found.append(draft))

@@ -17,9 +17,7 @@ from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_wit
 from helpers.models import tiny_gpt2, tiny_llama
 from hf_selfspec import Adapter, EarlyExitAdapter, LinearProbe, OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.drafts import Cascade, EarlyExit, Lookup, SkipLayers
-from hf_selfspec.drafts.stop.adaptive import AdaptiveThreshold
-from hf_selfspec.drafts.stop.calibrated import CalibratedEntropy
-from hf_selfspec.drafts.stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
+from hf_selfspec.drafts.stop import AdaptiveThreshold, ConfidenceThreshold, FixedLength, ProductThreshold
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.model.fingerprint import Fingerprint, samples
@@ -34,7 +32,7 @@ SPECS = (
     SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
     SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=TopKTree()),
     SelfSpec(SkipLayers((3,), (4,), OnTheFlySearch(8, 9, 3)), tree=TopKTree()),
-    SelfSpec(Cascade([Lookup(9), EarlyExit(2)]), CalibratedEntropy(0.3), exact=True, trust=True),
+    SelfSpec(Cascade([Lookup(9), EarlyExit(2)]), AdaptiveThreshold(target=0.3), exact=True, trust=True),
 )
 
 

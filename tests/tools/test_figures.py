@@ -9,8 +9,7 @@ import torch
 from helpers.models import tiny_llama
 from hf_selfspec import GenerationStats, OnTheFlySearch, SelfSpec, SelfSpecError, SkipLayers
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.search.skip_space import SkipSpace
+from hf_selfspec.search.skip_search import SkipSearch, SkipSpace
 from hf_selfspec.tools import figures
 
 

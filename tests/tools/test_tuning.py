@@ -25,7 +25,7 @@ from hf_selfspec import (
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import bayes
-from hf_selfspec.search.skip_space import SkipSpace
+from hf_selfspec.search.skip_search import SkipSpace
 from hf_selfspec.tools import tuning
 
 TEXTS = ["def add(a, b):", "Once upon a time", "1 + 1 ="]

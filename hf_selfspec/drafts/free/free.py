@@ -140,7 +140,7 @@ class FreeDrafts:
         if size or any(tree.parents != tuple(range(len(tree))) for tree in trees):
             parents = [
                 [*line, *(nodes[parent] for parent in tree.parents[count:]), *[-1] * (more - len(tree) + count)]
-                for line, nodes, (tree, count) in zip(parents_of(seeded), self._nodes, grown, strict=True)
+                for line, nodes, (tree, count) in zip(seeded.parent_lists(), self._nodes, grown, strict=True)
             ]
         if size:
             tokens = torch.cat([seeded.tokens, upload(added, seeded.tokens.device)], dim=1)
@@ -184,10 +184,3 @@ class FreeDrafts:
             ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < vocabulary]
             rows.append(tokens[ends[-1] :] if ends else tokens)
         return rows
-
-
-def parents_of(draft: Draft) -> list[list[int]]:
-    """For each row the parents of all nodes, -1 for those that do not count."""
-    if draft.parents is not None:
-        return draft.parents
-    return [[node if node < length else -1 for node in range(draft.size)] for length in draft.lengths]

@@ -6,10 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.generation import logits_process as lp
 
 from ...errors import SettingTypeError, UnsupportedOptionError
-from ...model.internals import prefix_function
 
 # Returns the grammars of all rows, given a processor and the ``input_ids`` ``[b, s]`` of its latest call.
 Adapter = Callable[[Any, torch.Tensor], Sequence["Grammar"]]
@@ -49,8 +47,7 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
     it, except for padding. Processors of xgrammar and outlines (with outlines-core, llguidance or xgrammar) are known.
 
     Args:
-        kind: the class itself; subclasses are registered on their own. Also the class of a function that is passed as
-            ``prefix_allowed_tokens_fn``.
+        kind: the class itself; subclasses are registered on their own.
         adapter: a function of ``(processor, input_ids)``, see above.
 
     Raises:
@@ -66,8 +63,6 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
 
 def find_adapter(processor: Any) -> Callable[[torch.Tensor], Sequence[Grammar]] | None:
     """The function from ``input_ids`` ``[b, s]`` to a processor's grammars, ``None`` if none is known."""
-    if type(processor) is lp.PrefixConstrainedLogitsProcessor:
-        processor = prefix_function(processor)
     processor_class = type(processor)
     name = f"{processor_class.__module__}.{processor_class.__qualname__}"
     adapter = _registered.get(processor_class) or LIBRARIES.get(name)

@@ -1,13 +1,13 @@
 """Grammars of the rows of one generation, as functions of the text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation import logits_process as lp
+from transformers import LogitsProcessorList
 
 from ...batch import Draft, Text
 from ...errors import SettingTypeError
@@ -93,8 +93,6 @@ class GrammarMask:
         self.name = type(processor).__name__
         self.rows: list[_Row] = []
         self._start = 0
-        # Transformers forces what a prefix function allows where all of it has been forbidden.
-        self.is_prefix_function = type(processor) is lp.PrefixConstrainedLogitsProcessor
 
     def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
         """Calls the processor with the prompts ``[b, s]``, as plain ``generate`` does, before there are logits."""
@@ -115,9 +113,6 @@ class GrammarMask:
     def of_row(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[n, v]`` that follow ``ids`` ``[s]`` of one row."""
         mask = self.rows[row].mask_after(ids[self._start :].tolist())
-        if self.is_prefix_function:
-            tokens = mask.nonzero()[:, 0]
-            return lp.PrefixConstrainedLogitsProcessor(lambda *_: tokens, 1)(ids.expand(len(scores), -1), scores)
         return scores.masked_fill(~mask.to(scores.device), -torch.inf)
 
     def of_nodes(self, text: Text, draft: Draft, wanted: Sequence[bool], ends: frozenset[int]) -> torch.Tensor:
@@ -194,9 +189,53 @@ class Constraint:
         return DraftCursor(self.masks, row, list(text.new[row]), self.ends)
 
 
-def with_grammars(processors: lp.LogitsProcessorList) -> lp.LogitsProcessorList:
+def with_grammars(processors: LogitsProcessorList) -> LogitsProcessorList:
     """The processors, with a :class:`GrammarMask` in place of each whose grammars can be rolled back."""
-    return lp.LogitsProcessorList(
+    return LogitsProcessorList(
         processor if (adapt := find_adapter(processor)) is None else GrammarMask(processor, adapt)
         for processor in processors
     )
+
+
+def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
+    """The draft without what grammars forbid, as if that had never been drawn; nodes keep their numbers."""
+    if not constraint or not draft.size:
+        return draft
+    spots = [constraint.at(text, row) for row in range(text.batch_size)]
+    listed, drafted = draft.tokens.tolist() if draft.listed is None else draft.listed, draft.parent_lists()
+    paths = list(map(_allowed_paths, spots, listed, drafted))
+    parents = [
+        [parent if path is not None else -1 for parent, path in zip(row, of_row[1:], strict=True)]
+        for row, of_row in zip(drafted, paths, strict=True)
+    ]
+    q = _drawn_as_allowed(draft, spots, paths, parents)
+    depths = [max(len(path) for path in of_row if path is not None) for of_row in paths]
+    return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q, listed=listed)
+
+
+def _allowed_paths(spot: DraftCursor, tokens: list[int], parents: list[int]) -> list[list[int] | None]:
+    """The tokens down to each node, ``None`` for nodes that are forbidden or below a forbidden one."""
+    paths: list[list[int] | None] = [[]]
+    for token, parent in zip(tokens, parents, strict=True):
+        before = paths[parent] if parent >= 0 else None
+        paths.append([*before, token] if before is not None and spot.allows(before, token) else None)
+    return paths
+
+
+def _drawn_as_allowed(
+    draft: Draft, spots: list[DraftCursor], paths: list[list[list[int] | None]], parents: list[list[int]]
+) -> torch.Tensor | None:
+    """The distributions of a draft, corrected for its forbidden tokens, as if only allowed ones had been drawn."""
+    q = draft.q
+    if q is None:
+        return None
+    for row, spot in enumerate(spots):
+        for node in set(parents[row][: draft.num_drawn]) - {-1}:
+            path = paths[row][node]
+            assert path is not None
+            mask = spot.mask(path).to(q.device)
+            if bool(q[row, node][~mask].any()):
+                q = q.clone() if q is draft.q else q
+                q[row, node] *= mask
+                q[row, node] /= q[row, node].sum()
+    return q

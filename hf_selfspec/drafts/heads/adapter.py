@@ -17,7 +17,7 @@ from ..growing import DraftStep
 from ..layers.early_exit import FittedExit
 from ..source import Drafter, Session
 from ..states import StatesDraft
-from ..stop.rules import ConfidenceThreshold
+from ..stop import ConfidenceThreshold
 
 
 @register("draft")

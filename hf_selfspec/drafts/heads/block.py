@@ -20,7 +20,7 @@ from ...modules.block import BlockHead
 from ..growing import DraftStep
 from ..source import Drafter, FittedSource, Session
 from ..states import StatesDraft
-from ..stop.rules import FixedLength, ProductThreshold, StopRule
+from ..stop import FixedLength, ProductThreshold, StopRule
 
 
 @register("draft")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from ..growing import DraftStep
 from ..layers.early_exit import FittedExit
 from ..layers.partial import PlanDrafter
 from ..source import Drafter, Session
-from ..stop.rules import ConfidenceThreshold
+from ..stop import ConfidenceThreshold
 
 
 @register("draft")
@@ -83,7 +82,6 @@ class HeadsDraft(PlanDrafter):
 
     def __init__(self, session: Session, plan: LayerPlan, settings: DynamicExit) -> None:
         super().__init__(session, plan)
-        self.reuse_from = sys.maxsize
         self.heads = settings.module
         self._thresholds = settings.thresholds
         self._sure = METRICS[settings.metric or settings.module.metric]
@@ -104,6 +102,10 @@ class HeadsDraft(PlanDrafter):
         while self._levels[-1] < self._levels[0]:
             self._raise()
         return replace(draft, states=torch.cat(self._states, 1), prefix=self._bounds[self._levels[0]])
+
+    @property
+    def _prefix(self) -> int:
+        return 0  # a draft's states are those that it has at its end
 
     def report(self, stats: GenerationStats) -> None:
         super().report(stats)

@@ -26,7 +26,7 @@ from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
 from ..source import Drafter, FindChoice, FittedSource, Session
 from ..states import StatesDraft, picked
-from ..stop.rules import ProductThreshold
+from ..stop import ProductThreshold
 
 
 @register("draft")

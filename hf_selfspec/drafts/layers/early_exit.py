@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...errors import SettingError, UnsupportedModelError
+from ...errors import SettingError
 from ...learned.knowledge import Findings
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
@@ -16,10 +16,9 @@ from ...model.plan import LayerPlan
 from ...modules.draft_module import DraftModule
 from ...modules.reduced_head import ReducedHead
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
-from ..controlled import among
 from ..controller import LEAST_SPEEDUP, ArmStats, Measurements
 from ..source import Drafter, DraftSource, FindChoice, FittedSource, Session, chosen_plan
-from ..stop.rules import FixedLength
+from ..stop import FixedLength
 from .partial import PlanDrafter
 
 _M = TypeVar("_M", bound=DraftModule)
@@ -153,11 +152,10 @@ class EarlyExit(FittedSource[ReducedHead]):
 
     def start(self, session: Session) -> Drafter:
         plan = self.plan(session.anatomy)
-        if plan is None:
-            return self._compared(session)
+        assert plan is not None  # that of an arm
         head = None if self.head is None else HeadRows(session.target.model, self.module.tokens)
         draft = PlanDrafter(session.with_usual_stop(_USUAL_STOP), plan, head)
-        if session.in_cascade:
+        if session.name:
             exits: MeasuredExits = session.knowledge.of("exits", lambda _: MeasuredExits())
             exits.plans[session.name] = plan
             exits.arms = session.knowledge.in_process("rounds", Measurements).arms
@@ -165,12 +163,3 @@ class EarlyExit(FittedSource[ReducedHead]):
             length, share = draft.session.longest, plan.first_altered / plan.num_layers
             draft.expected_speedup = (length + 1) / (1 + length * share)
         return draft
-
-    def _compared(self, session: Session) -> Drafter:
-        """Drafts with the fastest exit, without free drafts."""
-        if session.is_tensor_parallel:
-            raise UnsupportedModelError(
-                "exits are compared by timings, which differ between the processes of a tensor-parallel model. Name "
-                "the exit layer."
-            )
-        return among(self.arms(session.anatomy), session)

@@ -15,23 +15,19 @@ from ...modules.linear_probe import LinearProbe
 from ...stats import GenerationStats
 from ..growing import DraftStep, GrowingDraft
 from ..source import Drafter, Session
-from ..stop.adaptive import AdaptiveThreshold
-from ..stop.rules import FixedLength, RunningBound, start
+from ..stop import FixedLength, RunningBound, start
 
 
 class PlanDrafter(Drafter):
-    """Runs the blocks of a plan, and ``head`` in place of the model's own if given. From ``reuse_from`` tokens on
-    verification starts from their states. Where a draft is made ``in_one_forward``, its end saves nothing."""
+    """Runs the blocks of a plan, and ``head`` in place of the model's own if given; verification starts from the states
+    in front of the first altered block. Where a draft is made ``in_one_forward``, its end saves nothing."""
 
     reads_logits, in_one_forward = False, False
 
     def __init__(self, session: Session, plan: LayerPlan, head: HeadRows | None = None) -> None:
         _check_probe(session, plan)
-        self.target, self.scorer = session.target, session.scorer
-        self.session = session
-        self.plan = plan
-        self.head = head
-        self.reuse_from = 0
+        self.session, self.target, self.scorer = session, session.target, session.scorer
+        self.plan, self.head = plan, head
         assert session.stop is not None
         self._rule = start(session.stop, session.num_rows, session.longest, session.memory)
         self._acceptance = Acceptance([], [])  # of the last draft
@@ -62,7 +58,7 @@ class PlanDrafter(Drafter):
             grown.add(picks, q, step.prefix_state if prefix else None)
             self._close(grown, text, picks[:, 0], logits, scores, step.state)
             feed = picks[:, :1]
-        self._draft = grown.draft(prefix, self.reuse_from)
+        self._draft = grown.draft(prefix)
         return self._draft
 
     @property
@@ -145,8 +141,7 @@ class PlanDrafter(Drafter):
 
 def _check_probe(session: Session, plan: LayerPlan) -> None:
     """Checks that the probe of the stop rule, if it has one, was fitted to the states that it will get."""
-    rule, do_sample = session.stop, session.scorer.do_sample
-    probe = getattr(rule.rule if isinstance(rule, AdaptiveThreshold) else rule, "confidence", None)
+    probe, do_sample = getattr(session.stop, "confidence", None), session.scorer.do_sample
     if not isinstance(probe, LinearProbe):
         return
     probe.check(session.knowledge.fingerprint)

@@ -10,7 +10,7 @@ from ...model.anatomy import Anatomy
 from ...model.kernels.packing import packed, to_pack, why_not
 from ...model.plan import LayerPlan
 from ..source import Drafter, DraftSource, Session
-from ..stop.rules import ProductThreshold
+from ..stop import ProductThreshold
 from .partial import PlanDrafter
 
 

@@ -1,19 +1,33 @@
-"""Drafting with any subset of attention and MLP blocks skipped (Self-SD; SWIFT §3.1)."""
+"""Drafting with attention and MLP blocks skipped (Self-SD; SWIFT §3.1), which may be searched for meanwhile (§4.1)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import SettingError, SettingTypeError, UnsupportedModelError, warn_once
+import torch
+
+from ...batch import Text, Verdict
+from ...errors import SettingError, SettingTypeError, warn_once
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
+from ...model.forward_pass import ForwardPass
+from ...model.layout import TreeLayout
 from ...model.plan import LayerPlan, check_plan
-from ...search.skip_search import SkipChoice
-from ...search.skip_space import OnTheFlySearch
+from ...model.transfer import read, upload
+from ...search.skip_search import OnTheFlySearch, SkipChoice, SkipSearch, SkipSpace, usual_ratio
+from ...stats import GenerationStats
 from ...validation import MOST_LAYERS, check_count, check_share
 from ..source import Drafter, DraftSource, FindChoice, Session, chosen_plan
+from ..stop import ConfidenceThreshold
 from .partial import PlanDrafter
-from .searching import USUAL_STOP, SearchingDraft
+
+# Where the call has no stop rule (SWIFT §4.2).
+_USUAL_STOP = ConfidenceThreshold()
+# The time of a trial until one was timed, in one-token rounds. By the first guesses of what rounds cost, a forward over
+# SWIFT's 32 tokens takes 1.15 to 3.2.
+_FIRST_TRIAL = 4
+# Fewer tokens of each row, behind the shortest prompts, are not worth a trial.
+_LEAST = 8
 
 
 @register("draft")
@@ -98,25 +112,15 @@ class SkipLayers(DraftSource):
         check_plan(plan, anatomy)
         return plan
 
-    @property
-    def is_optional(self) -> bool:
-        return self.search is not None
-
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         self.plan(anatomy)
         if self.search is None:
             return
         window = self.search.context_window
-        name = f"OnTheFlySearch(context_window={window})"
-        if anatomy.max_positions is not None and window >= anatomy.max_positions:
-            raise SettingError(
-                f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
-                "Give a shorter window; 32 is usual."
-            )
         if max_new is not None and max_new <= window:
             warn_once(
-                f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
-                "more, or give a shorter window.",
+                f"OnTheFlySearch(context_window={window}) is longer than texts of {max_new} new tokens: no set of "
+                "blocks is tried on them. Generate more, or give a shorter window.",
                 ignore_numbers=True,
             )
 
@@ -130,9 +134,88 @@ class SkipLayers(DraftSource):
         if self.search is not None and session.takes_trees:
             return SearchingDraft(session, plan, self.search, self.ratio)
         if self.search is not None:
-            model_name = session.anatomy.model_name
-            why = f"{model_name} cannot run over its text a second time (it cannot take a tree mask)"
-            if session.in_cascade:
-                raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
-            warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-        return PlanDrafter(session.with_usual_stop(USUAL_STOP), plan)
+            warn_once(
+                f"{session.anatomy.model_name} cannot run over its text a second time (it cannot take a tree mask), so "
+                "there is no search for blocks to skip, and its initial set drafts."
+            )
+        return PlanDrafter(session.with_usual_stop(_USUAL_STOP), plan)
+
+
+class SearchingDraft(PlanDrafter):
+    """Drafts with the best set of skipped blocks so far, and tries another one after each round, by a forward over the
+    last generated tokens in slots beyond the text."""
+
+    expected_speedup = None
+
+    def __init__(self, session: Session, start: LayerPlan, search: OnTheFlySearch, ratio: float | str) -> None:
+        super().__init__(session.with_usual_stop(_USUAL_STOP), start)
+        self._window = search.context_window
+
+        def make(other: SkipSearch | None) -> SkipSearch:
+            share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
+            return SkipSearch(search, SkipSpace.of(session.anatomy), share, start if other is None else other.best)
+
+        self.search: SkipSearch = session.knowledge.of(f"skip search {session.name}".rstrip(), make)
+        self._begun, self._spent = self.target.clock(), 0.0  # seconds of trials in this call
+        self._generated = 0
+        self.target.cache.reserve(min(self._window, session.new_tokens))
+        self.target.cache.look_back(self._window)
+        self._use_best()
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Reports the accepted tokens to the search, and tries a set if its budget allows that."""
+        super().update(text, verdicts, logits)
+        self._learn(text, *self._acceptance.totals)
+
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """As :meth:`update`, after a round in which another source drafted, or none."""
+        self._learn(text, 0, 0)
+
+    def report(self, stats: GenerationStats) -> None:
+        self.search.report(stats)
+
+    def _learn(self, text: Text, drafted: int, accepted: int) -> None:
+        generated = sum(text.lengths) - text.prompt_width * text.batch_size
+        self.search.watch(self.plan, drafted, accepted, generated - self._generated)
+        self._generated = generated
+        if not self.search.is_over:
+            self._try(text)
+        self._use_best()
+
+    def _use_best(self) -> None:
+        self.needs_ended_rows = not self.search.is_over
+        self.plan = self.variant = self.search.best
+
+    def _try(self, text: Text) -> None:
+        """Tries a set on the last tokens, if all of them were generated and there is time."""
+        search, clock = self.search, self.target.clock
+        begun, share = clock(), search.settings.budget
+        elapsed = begun - self._begun
+        generated = max(text.lengths[row] for row in self.target.rows) - text.prompt_width
+        window = min(self._window, *text.last_slots())
+        expected = search.trial_seconds or _FIRST_TRIAL * elapsed / max(generated, 1)
+        has_time = share >= 1.0 or self._spent + expected <= share * elapsed
+        if generated <= self._window or window < min(_LEAST, self._window) or not has_time:
+            return
+        if (plan := search.propose()) is not None:
+            proposed = clock()
+            search.register(plan, self.matchness(text, plan, window))
+            search.trial_seconds = clock() - proposed
+        seconds = clock() - begun
+        self._spent += seconds
+        search.search_seconds += seconds
+
+    @torch.no_grad()
+    def matchness(self, text: Text, plan: LayerPlan, window: int) -> float:
+        """The share of the last ``window`` tokens of all rows that ``plan`` predicts after the text before them."""
+        ends = torch.tensor(text.lengths, device="cpu")[:, None]
+        columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
+        tokens = text.ids.gather(1, columns)
+        step = self.target.step(tokens[:, :-1], text.last_slots(), ForwardPass(plan), TreeLayout.replay(window))
+        assert step.logits is not None
+        scores = self.scorer.roughly(step.logits.to(tokens.device, torch.float32))
+        # In rows that ended early the window reaches into the prompt, which the model did not generate.
+        own = [min(window, length - text.prompt_width) for length in text.lengths]
+        own = [count if row in self.target.rows else 0 for row, count in enumerate(own)]
+        last = torch.arange(window, 0, -1, device=tokens.device) <= upload(own, tokens.device)[:, None]
+        return read(((scores.argmax(-1) == tokens[:, 1:]) & last).sum())[0] / sum(own)

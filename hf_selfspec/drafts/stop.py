@@ -13,34 +13,36 @@ returns what is called while one generation runs (:class:`RunningRule`).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ...errors import SettingTypeError
-from ...learned.saving import register
-from ...model.forks import new_lock
-from ...validation import MOST_DRAFT, check_count, check_share
+from ..errors import SettingTypeError
+from ..learned.saving import register
+from ..model.forks import new_lock
+from ..validation import MOST_DRAFT, check_count, check_share
 
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class RunningRule(Protocol):
-    """A stop rule while one generation runs; ``b`` is the batch size."""
+class RunningRule:
+    """A stop rule while one generation runs; ``b`` is the batch size. This one calls a function."""
+
+    def __init__(self, rule: RuleFunction) -> None:
+        self._rule = rule
 
     def begin(self) -> None:
         """Starts a new draft in each row."""
-        return None
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns ``[b]`` whether each row's draft ends with the token that was just drafted."""
+        return self._rule(input_ids, logits, hidden_states)
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learns how many tokens of each row's draft were accepted; rows with an empty draft are ignored."""
-        return None
 
 
 class Memory:
@@ -68,8 +70,18 @@ class RememberingRule(Protocol):
 StopRule = RuleFunction | RememberingRule
 
 
+def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+    """Starts ``rule`` for one generation, see :meth:`RememberingRule.start`."""
+    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else RunningRule(rule)
+
+
+def longest_draft(rule: object, max_draft: int) -> int:
+    """The maximum number of tokens in a draft, which a rule may lower with an attribute ``max_draft``."""
+    return min(max_draft, getattr(rule, "max_draft", max_draft))
+
+
 class BoundedRule:
-    """A rule that compares one number per token with a bound; how it runs and how it is replayed follow from these."""
+    """A rule that compares one number per token with a bound, so that it is read in one transfer with the tokens."""
 
     threshold: float = -math.inf
     confidence: Confidence | None = None
@@ -83,10 +95,13 @@ class BoundedRule:
                 f"{self.confidence!r}."
             )
 
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        return RunningBound(self, [self.threshold] * rows)
+
     def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The confidence ``[b]`` of a token, finite where the logits are valid."""
         if self.confidence is None:
-            return confidence(logits)
+            return logits.softmax(-1, dtype=torch.float32).amax(-1)
         sure = self.confidence(logits, hidden_states)
         if not isinstance(sure, torch.Tensor) or sure.shape != logits.shape[:1]:
             raise SettingTypeError(
@@ -105,7 +120,7 @@ class RunningBound(RunningRule):
 
     def __init__(self, rule: BoundedRule, thresholds: Sequence[float]) -> None:
         self.thresholds = tuple(thresholds)
-        self._rule = rule
+        self._bounded = rule
         self._value: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -113,35 +128,12 @@ class RunningBound(RunningRule):
 
     def values(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The value ``[b]`` of the next token; a draft ends where it is below the row's threshold."""
-        self._value = self._rule.value(self._value, self._rule.sure(logits, hidden_states))
+        self._value = self._bounded.value(self._value, self._bounded.sure(logits, hidden_states))
         return self._value
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         values = self.values(logits, hidden_states)
         return values < torch.tensor(self.thresholds, device=values.device)
-
-
-class _Function(RunningRule):
-    """A function as a rule, which remembers nothing."""
-
-    def __init__(self, rule: RuleFunction) -> None:
-        self._rule = rule
-
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._rule(input_ids, logits, hidden_states)
-
-
-def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-    """Starts ``rule`` for one generation, see :meth:`RememberingRule.start`."""
-    if type(rule) in (FixedLength, ConfidenceThreshold):  # a subclass may decide otherwise when it is called
-        assert isinstance(rule, BoundedRule)
-        return RunningBound(rule, [rule.threshold] * rows)
-    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule)
-
-
-def longest_draft(rule: object, max_draft: int) -> int:
-    """The maximum number of tokens in a draft, which a rule may lower with an attribute ``max_draft``."""
-    return min(max_draft, getattr(rule, "max_draft", max_draft))
 
 
 @register("stop")
@@ -169,9 +161,6 @@ class FixedLength(BoundedRule):
     def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return logits.amax(-1)  # any number will do, since none ends a draft; the maximum is cheap
 
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-
 
 @register("stop", "rule")
 @dataclass(frozen=True)
@@ -189,9 +178,6 @@ class ConfidenceThreshold(BoundedRule):
 
     threshold: float = 0.8
     confidence: Confidence | None = None
-
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.sure(logits, hidden_states) < self.threshold
 
 
 @register("stop", "rule")
@@ -216,10 +202,76 @@ class ProductThreshold(BoundedRule):
     def value(self, before: torch.Tensor | None, sure: torch.Tensor) -> torch.Tensor:
         return sure if before is None else before * sure
 
+
+@register("stop")
+@dataclass(frozen=True)
+class AdaptiveThreshold:
+    """Raises a rule's threshold while the acceptance rate is below a target, and lowers it while it is above.
+
+    After each round, with ``AR_e`` the share of its drafted tokens that were accepted (Draft & Verify, AdaSPEED
+    appendix A)::
+
+        AR <- rate_memory AR + (1 - rate_memory) AR_e
+        γ  <- threshold_memory γ + (1 - threshold_memory) (γ + step if AR <= target else γ - step)
+
+    A draft of maximum length does not lower γ, since a lower threshold would not make it longer. Each row of a batch
+    has a threshold of its own; the next call with the model starts with their mean. The constants are those of Draft &
+    Verify.
+
+    Args:
+        rule: :class:`ConfidenceThreshold` (Draft & Verify) or :class:`ProductThreshold` (AdaSPEED); its threshold is
+            the initial one.
+        target: the target acceptance rate α.
+        step: step of the threshold in a round, before smoothing (ε).
+        rate_memory, threshold_memory: β1 and β2.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    rule: ConfidenceThreshold | ProductThreshold = field(default_factory=ConfidenceThreshold)
+    target: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    threshold_memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, (ConfidenceThreshold, ProductThreshold)):
+            raise SettingTypeError(
+                f"AdaptiveThreshold(rule) must be a ConfidenceThreshold or a ProductThreshold, got {self.rule!r}."
+            )
+        for name in ("target", "step"):
+            check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=False, one=False)
+        for name in ("rate_memory", "threshold_memory"):
+            check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=True, one=False)
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """That of the rule."""
+        return self.rule.confidence
+
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-        return RunningBound(self, [self.threshold] * rows)
+        return _Adapting(self, rows, max_draft, memory)
 
 
-def confidence(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the top-1 probability ``[b]`` of logits ``[b, v]``."""
-    return logits.softmax(-1, dtype=torch.float32).amax(-1)
+class _Adapting(RunningBound):
+    def __init__(self, settings: AdaptiveThreshold, rows: int, max_draft: int, memory: Memory) -> None:
+        with memory.lock:
+            threshold, rate = memory.value or (settings.rule.threshold, settings.target)
+        super().__init__(settings.rule, [threshold] * rows)
+        self._rates, self._settings, self._max_draft, self._memory = [rate] * rows, settings, max_draft, memory
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        settings, thresholds = self._settings, list(self.thresholds)
+        for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
+            if not count:
+                continue
+            rate = settings.rate_memory * self._rates[row] + (1 - settings.rate_memory) * kept / count
+            self._rates[row] = rate
+            if rate > settings.target and count >= self._max_draft:
+                continue
+            step = settings.step if rate <= settings.target else -settings.step
+            thresholds[row] = min(max(thresholds[row] + (1 - settings.threshold_memory) * step, 0.0), 1.0)
+        self.thresholds = tuple(thresholds)
+        with self._memory.lock:
+            self._memory.value = sum(thresholds) / len(thresholds), sum(self._rates) / len(self._rates)

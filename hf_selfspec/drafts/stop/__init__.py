@@ -1,1 +1,0 @@
-"""When a draft ends."""
