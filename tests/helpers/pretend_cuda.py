@@ -488,6 +488,11 @@ def here() -> Iterator[None]:
         yield
 
 
+def move(module: torch.nn.Module, device: torch.device = DEVICE) -> torch.nn.Module:
+    """As ``to``, but in no stream."""
+    return module._apply(lambda value: Pretended(value.detach(), device))
+
+
 def spread(model: torch.nn.Module) -> None:
     """Moves a Llama to both devices, as ``device_map`` does: the second half of its layers, norm and head to another.
 
@@ -497,5 +502,5 @@ def spread(model: torch.nn.Module) -> None:
     first, second = inner.layers[:half], inner.layers[half:]
     for module in (inner.embed_tokens, inner.rotary_emb, *first, *second, inner.norm, model.lm_head):
         place = OTHER if module in (*second, inner.norm, model.lm_head) else DEVICE
-        add_hook_to_module(module.to(place), AlignDevicesHook(place, skip_keys=["past_key_values"]), append=True)
+        add_hook_to_module(move(module, place), AlignDevicesHook(place, skip_keys=["past_key_values"]), append=True)
     add_hook_to_module(model, AlignDevicesHook(DEVICE, io_same_device=True), append=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_cuda import DEVICE, Pretended, counts, here, pretended, spread
+from helpers.pretend_cuda import Pretended, counts, here, move, pretended, spread
 from helpers.train.train_on_pretended_cuda import steps
 from hf_selfspec import (
     AdaptiveThreshold,
@@ -127,8 +128,8 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], is_spread: bool 
 
     counts.reset()
     with patch.object(Decoder, "_round", counted), pretended():
-        spread(model) if is_spread else model.to(DEVICE)
-        output = generated(_moved(inputs), assistant=spec)
+        spread(model) if is_spread else move(model)
+        output = generated(_moved(inputs), assistant=replace(spec, graphs=False))
     rounds = len(steps) - _WARM
     return {
         "waits": counts.reads.total() / rounds,
@@ -196,8 +197,7 @@ def replayed(
         stack.enter_context(pretended())
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
-        model.to(DEVICE)
-        torch.cuda.synchronize()  # for other threads
+        move(model)
         for call in calls:
             counts.reset()
             seen.clear()

@@ -49,30 +49,30 @@ def same_ids(model: PreTrainedModel, spec: SelfSpec, lengths: tuple[int, ...] = 
     assert model.config._experts_implementation == "grouped_mm"
 
 
-@pytest.mark.every_run("10-batch|3-row")
-@pytest.mark.parametrize("lengths", [(9,), (9, 5, 7)], ids=["row", "batch"])
-@pytest.mark.parametrize("drafted", [3, 10])
+def tokens_of(calls: Calls, name: str) -> set[int]:
+    return {tokens for function, tokens in calls if function == name}
+
+
+@pytest.mark.parametrize(
+    ("drafted", "lengths", "has_kernel", "verified_by"),
+    [(3, (9,), False, "batched_mm"), (10, (9, 5, 7), False, "grouped_mm"), (3, (9,), True, "grouped_mm")],
+)
 def test_off_a_cpu_weights_are_gathered_for_few_tokens(
-    drafted: int, lengths: tuple[int, ...], moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    drafted: int,
+    lengths: tuple[int, ...],
+    has_kernel: bool,
+    verified_by: str,
+    moe: PreTrainedModel,
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where a device has a kernel for groups, for one token alone."""
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
-    spec, few = SelfSpec(EarlyExit(1), FixedLength(drafted)), range(EXPERTS // CHOSEN)
-    same_ids(moe, spec, lengths)
-    batched, grouped = ({tokens for name, tokens in calls if name == which} for which in ("batched_mm", "grouped_mm"))
-    assert set() < batched <= set(few)  # draft steps
-    verified = len(lengths) * (drafted + 1)
-    assert verified in (batched if verified in few else grouped)
-    assert len(lengths) * max(lengths) in grouped  # the prefill
-
-
-def test_a_device_with_a_kernel_for_groups_gathers_for_one_token_alone(
-    moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
-    monkeypatch.setattr(experts, "has_grouped_kernel", lambda weight: True)
-    same_ids(moe, SelfSpec(EarlyExit(1), FixedLength(3)))
-    batched, grouped = ({tokens for name, tokens in calls if name == which} for which in ("batched_mm", "grouped_mm"))
-    assert (batched, 4 in grouped) == ({1}, True)
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda weight: has_kernel)
+    same_ids(moe, SelfSpec(EarlyExit(1), FixedLength(drafted)), lengths)
+    assert set() < tokens_of(calls, "batched_mm") <= {*range(2 if has_kernel else EXPERTS // CHOSEN)}  # draft steps
+    assert len(lengths) * (drafted + 1) in tokens_of(calls, verified_by)
+    assert len(lengths) * max(lengths) in tokens_of(calls, "grouped_mm")  # the prefill
 
 
 def test_exact_results_are_those_of_transformers_own_decoding(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: Calls
     known = graphs_of(moe)
     assert known.count
     assert not known.refused
-    assert {tokens for name, tokens in calls if name == "batched_mm"} == {1}
+    assert tokens_of(calls, "batched_mm") == {1}
     assert ("grouped_mm", 11) in calls
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.models import ragged_batch, tiny_llama
 from helpers.split import attention_with_sums
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    first_differences,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
 from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.model.attention.split import attention_in_parts, masks_of_parts, parts_for, takes_lines
@@ -166,19 +157,3 @@ def test_captured_forwards_own_their_memory() -> None:
     others = [torch.full((1 << 24,), 7, dtype=torch.int32, device=DEVICE) for _ in range(4)]
     assert torch.equal(model.generate(**batch, **options, assistant=spec), before)
     assert all(bool((values == 7).all()) for values in others)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_training_with_both_callbacks(bf16: bool, tmp_path: Path) -> None:
-    from hf_selfspec import EarlyExitLoss, LayerDropout
-
-    ids = torch.randint(97, (16, 32), generator=torch.Generator().manual_seed(1))
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=4, bf16=bf16, report_to="none",
-        save_strategy="no", disable_tqdm=True, learning_rate=1e-5,
-    )  # fmt: skip
-    arguments._n_gpu = 1
-    data: Any = [{"input_ids": row, "labels": row} for row in ids]
-    callbacks: list[TrainerCallback] = [EarlyExitLoss(), LayerDropout(0.5)]
-    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=data, callbacks=callbacks)
-    assert math.isfinite(trainer.train().training_loss)

@@ -9,7 +9,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from helpers import pretend_cuda
 from helpers.distributed_training import rows, tiny
-from helpers.pretend_cuda import Pretended, counts, pretended
+from helpers.pretend_cuda import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 from hf_selfspec.train import loss_scale
@@ -45,7 +45,7 @@ def measure(make: Any, device: torch.device) -> dict[str, float]:
     counts.reset()
     model = tiny().train()
     with patch.object(pretend_cuda, "DEVICE", device), pretended():
-        model.to(device)
+        move(model, device)
         loss = step(model, make(), {name: Pretended(value, device) for name, value in batch.items()})
     return {"loss": loss, "expected": expected, "reads": counts.reads.total(), "uploads": counts.uploads.total()}
 
