@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -161,21 +160,6 @@ def test_what_differs_is_named(count: int, everywhere: bool) -> None:
     hook.remove()
     model.generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)
     assert EXACT.stats.promise == "bit for bit"
-
-
-def test_other_threads_are_not_concerned() -> None:
-    """Whoever comes and goes first, drafts with LoRA or without, the model is as it was afterwards."""
-    model = model_of("llama")
-    expected = model.generate(**ROW, **OPTIONS)
-
-    def same(spec: SelfSpec) -> bool:
-        found = [model.generate(**ROW, **OPTIONS, assistant=spec) for _ in range(2)]
-        return not spec.exact or all(torch.equal(ids, expected) for ids in found)
-
-    others = [SelfSpec(EarlyExit(2), FixedLength(4), exact=exact) for exact in (True, False, True)]
-    with ThreadPoolExecutor() as pool:
-        assert all(pool.map(same, others))
-    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_calls_that_are_refused() -> None:

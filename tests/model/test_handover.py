@@ -123,7 +123,7 @@ def assert_goes_on(kind: str, draft: str, ours: Any, plain: Any, longer: Prompt)
         assert torch.equal(found, expected), (past is ours, assistant)
 
 
-@pytest.mark.every_run("ragged-first-(window|indexed)|ragged-later-window|row-(first|later)-(image, )?states")
+@pytest.mark.every_run("ragged-first-(window|indexed)|ragged-later-window|row-first-states.*|row-later-image, states")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", NEW)
 @pytest.mark.parametrize("rows", ["row", "ragged"])
