@@ -18,6 +18,8 @@ from ..layout import TreeLayout
 from .recurrence import Convolution, Entries, Recurrence
 from .recurrent_kernels import CONVOLUTION, check_convolution, current_turns
 
+_LEAST = 16  # columns that there is room for
+
 
 class StateLog:
     """States before some slots, and what the tokens in between feed into them."""
@@ -31,7 +33,7 @@ class StateLog:
         """Starts over with a state before this slot."""
         # Slots with the states before them: the first that is known, the checkpoint, where the last forward began.
         self._floor = self.root = self._latest = slot, state
-        self._entries: Entries = ()  # [1, c, n, ...] from the floor's slot on
+        self._entries: Entries = ()  # [1, c, n, ...] from the floor's slot on, with room for more
         self._end = slot  # after the last entry
 
     @property
@@ -64,14 +66,23 @@ class StateLog:
         assert floor <= start, "the log of a state begins later"
         assert first <= self._end, "the log of a state has a gap"
         new = tuple(values[:, :, first - start :] for values in entries)
-        before = self._entries or tuple(values[:, :, :0] for values in new)
-        # Copies, whatever the model does with its tensors later.
-        self._entries = tuple(
-            torch.cat([old[:, :, : first - floor], values], 2) for old, values in zip(before, new, strict=True)
-        )
+        self._make_room(end - floor, new)
+        for values, added in zip(self._entries, new, strict=True):
+            values[:, :, first - floor : end - floor] = added
         self._end = max(end, first)
         if self._latest[0] > first:
             self._latest = self.root
+
+    def _make_room(self, width: int, new: Entries) -> None:
+        """Makes room for so many columns of entries like these."""
+        before = self._entries or tuple(values[:, :, :0] for values in new)
+        types = [torch.promote_types(old.dtype, values.dtype) for old, values in zip(before, new, strict=True)]
+        if width > before[0].shape[2] or types != [old.dtype for old in before]:
+            size = max(_LEAST, 1 << width.bit_length())
+            pairs = zip(before, types, strict=True)
+            self._entries = tuple(old.new_empty(*old.shape[:2], size, *old.shape[3:], dtype=to) for old, to in pairs)
+            for values, old in zip(self._entries, before, strict=True):
+                values[:, :, : old.shape[2]] = old
 
     def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """Moves entries of the last forward from column to column; see :meth:`SpeculativeCache.keep_path`."""
@@ -85,7 +96,8 @@ class StateLog:
         if root - floor >= 2 * history:
             first = root - history
             self._floor = first, self.state_at(first)
-            self._entries = tuple(values[:, :, first - floor : root - floor].clone() for values in self._entries)
+            for values in self._entries if history else ():
+                values[:, :, :history] = values[:, :, first - floor : root - floor].clone()
 
 
 @dataclass
