@@ -122,7 +122,7 @@ def audit(args: Namespace) -> int:
     from .. import audit
     from ..model.encoding import as_prompts
     from ..train.loading import read_prompts
-    from .spec_text import read_spec, split
+    from .methods import read_spec, split
 
     named = _named(args)
     specs = {name: read_spec(name, "--methods") for name in split(args.methods or ["selfspec"])}
@@ -163,8 +163,7 @@ def bench(args: Namespace) -> None:
     from ..learned.files import check_folder
     from ..model.encoding import check_chats
     from .compare import drawn, texts_of
-    from .methods import methods_of
-    from .spec_text import split
+    from .methods import methods_of, split
 
     named = _named(args)
     check_folder("--out", args.out)
@@ -223,7 +222,7 @@ def generate(args: Namespace) -> None:
 
     from .. import MarkedStreamer
     from ..model.encoding import check_chats, encoded, has_chats
-    from .spec_text import read_spec
+    from .methods import read_spec
 
     named = _named(args)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}

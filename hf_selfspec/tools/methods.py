@@ -1,5 +1,10 @@
-"""The methods of generating that are compared; one more line adds another."""
+"""The methods of generating that are compared, and the texts that name them.
 
+One more line adds a method. A ``SelfSpec`` is named by a preset, a folder or a Python expression.
+"""
+
+import ast
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +14,13 @@ from typing import Any
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
+from ..learned.files import path_of
+from ..learned.saving import FILE_NAME, class_named
 from ..model.internals import let_compile_on_cpu
 from ..model.kernels.linear import is_served
+from ..modules.draft_module import DraftModule
 from ..modules.shipped import attached_mtp
 from ..selfspec import SelfSpec, begun_anew
-from .spec_text import read_spec
 
 PLAIN = "plain"
 # Plain generate with the linear layers that a ``SelfSpec`` chooses: what of a gain is not drafts.
@@ -22,6 +29,12 @@ STATIC = "static-compiled"
 _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
 # Tokens that prompt lookup drafts unless another number is given: transformers' own default.
 _LOOKUP_TOKENS = 10
+# The presets that need no further argument, by their names on the command line.
+_PRESETS = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
+SPECS = {"selfspec": "SelfSpec()"} | {name: f"SelfSpec.{name}()" for name in _PRESETS}
+# Methods of SelfSpec that an expression may call.
+_CONSTRUCTORS = sorted([*_PRESETS, "dssd", "from_pretrained", "kangaroo"])
+_OPENING, _CLOSING = "([{", ")]}"
 # New tokens of a call that shows whether a method fits the model.
 _TRIED = 3
 # What this package and transformers raise for a method that does not fit a model.
@@ -39,6 +52,104 @@ class Method:
     make: Callable[[], SelfSpec] | None = None
 
 
+def read_spec(text: str, option: str = "--spec") -> SelfSpec:
+    """The ``SelfSpec`` of a preset's name, a saved folder, or an expression, which runs no code but settings'."""
+    try:
+        if text in SPECS:
+            return _of_expression(SPECS[text])
+        if text and os.path.isdir(path_of(text)):
+            return _of_folder(text)
+        return _of_expression(text)
+    except SelfSpecError as error:
+        raise SettingError(f"{option} {text}: {error}") from error
+
+
+def split(texts: Iterable[str]) -> list[str]:
+    """Splits the values of an option at commas, except at those inside brackets."""
+    items: list[str] = []
+    for text in texts:
+        depth = 0
+        for part in text.split(","):
+            if depth:
+                items[-1] += f",{part}"
+            else:
+                items.append(part)
+            depth += sum(map(part.count, _OPENING)) - sum(map(part.count, _CLOSING))
+    return [item.strip() for item in items if item.strip()]
+
+
+def _of_folder(folder: str) -> SelfSpec:
+    if (path_of(folder) / FILE_NAME).is_file():
+        return SelfSpec.from_pretrained(folder)
+    part = DraftModule.load(folder)
+    if not part.usage:
+        raise SettingError(
+            f"this folder holds a {part.kind}, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with the "
+            "exit layer that is meant."
+        )
+    return _of_expression(part.usage.format(folder))
+
+
+def _of_expression(text: str) -> SelfSpec:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SettingError(f"there is no such folder or preset. {_advice()}") from error
+    if isinstance(tree, (ast.Name, ast.Attribute)):
+        raise SettingError(f"there is no such folder or preset. {_advice()}")
+    spec = _value(tree)
+    if not isinstance(spec, SelfSpec):
+        raise SettingError(f"this is not a SelfSpec but {type(spec).__name__}. {_advice()}")
+    return spec
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.List(elts=items):
+            return [_value(item) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(_value(item) for item in items)
+        case ast.Call(func=function, args=args, keywords=keywords) if all(word.arg for word in keywords):
+            return _called(function, [_value(arg) for arg in args], {str(w.arg): _value(w.value) for w in keywords})
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError) as error:
+        raise SettingError(
+            f"`{ast.unparse(node)}` is not allowed in it: give only numbers, strings, lists, SelfSpec, its presets and "
+            "classes of settings."
+        ) from error
+
+
+def _called(function: ast.expr, args: list[Any], keywords: dict[str, Any]) -> Any:
+    name = ast.unparse(function)
+    make: Callable[..., Any] | None = None
+    match function:
+        case ast.Name(id="SelfSpec"):
+            make = SelfSpec
+        case ast.Name(id=class_name):
+            make = class_named(class_name)
+        case ast.Attribute(value=ast.Name(id="SelfSpec"), attr=method) if method in _CONSTRUCTORS:
+            make = getattr(SelfSpec, method)
+    if make is None:
+        raise SettingError(
+            f"`{name}` cannot be called in it: only SelfSpec, SelfSpec.{', SelfSpec.'.join(_CONSTRUCTORS)} and classes "
+            "of settings such as EarlyExit can."
+        )
+    try:
+        return make(*args, **keywords)
+    except SelfSpecError:
+        raise
+    except TypeError as error:
+        raise SettingError(f"`{name}` does not take that ({brief(error)}).") from error
+
+
+def _advice() -> str:
+    return (
+        f"Give one of {', '.join(sorted(SPECS))}, a folder that save_pretrained has written, or an expression such "
+        'as "SelfSpec.layerskip(8)".'
+    )
+
+
 def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
     """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
     name = f"prompt-lookup({size})" if tokens == _LOOKUP_TOKENS else f"prompt-lookup({size}, {tokens})"
@@ -46,8 +157,6 @@ def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
 
 
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
-_PRESETS = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
-_SPECS = ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _PRESETS))
 METHODS = {
     method.name: method
     for method in (
@@ -55,15 +164,11 @@ METHODS = {
         *_LOOKUPS,
         Method(LAYERS),
         Method(STATIC, {"cache_implementation": "static", "compile_config": let_compile_on_cpu(CompileConfig())}),
-        *(Method(text, make=partial(read_spec, text)) for text in _SPECS),
+        *(Method(text, make=partial(read_spec, text)) for text in SPECS.values()),
     )
 }
 # Short names on the command line for one or several of them.
-SHORT = {
-    "prompt-lookup": tuple(method.name for method in _LOOKUPS),
-    "selfspec": ("SelfSpec()",),
-    **{name: (f"SelfSpec.{name}()",) for name in _PRESETS},
-}
+SHORT = {"prompt-lookup": tuple(method.name for method in _LOOKUPS)} | {name: (text,) for name, text in SPECS.items()}
 
 
 def methods_of(chosen: Methods) -> list[Method]:

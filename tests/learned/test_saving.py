@@ -21,7 +21,7 @@ from hf_selfspec.drafts.stop import AdaptiveThreshold, ConfidenceThreshold, Fixe
 from hf_selfspec.errors import SettingError, SettingTypeError
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.model.fingerprint import Fingerprint, samples
-from hf_selfspec.tools.spec_text import read_spec
+from hf_selfspec.tools.methods import read_spec
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -34,7 +34,7 @@ from hf_selfspec import (
 from hf_selfspec.drafts.attached import source_of
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.draft_module import DraftModule, about
-from hf_selfspec.tools.spec_text import read_spec
+from hf_selfspec.tools.methods import read_spec
 
 MODEL = tiny_llama(8, factor=0.5)
 # For each kind one part, the SelfSpec of its folder, and what drafts with it where it is attached to a model.
