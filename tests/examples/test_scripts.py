@@ -6,7 +6,6 @@ import runpy
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -16,11 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from helpers import architectures, ids_of_types, multimodal
+from helpers import ids_of_types
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import DEMO_MODEL, EXAMPLES, TESTS, in_two_processes, library, python
-from hf_selfspec import SelfSpec, first_differences
-from hf_selfspec.tools.cli import main
+from hf_selfspec import SelfSpec
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
@@ -168,22 +166,6 @@ def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[
         assert part in printed
 
 
-@pytest.mark.slow
-def test_the_picture_of_a_bench(places: dict[str, Path], run: Callable[..., str]) -> None:
-    data, folder = places["tasks"], places["folder"]
-    words = ("bench", "--model", str(places["model"]), "--data", str(data), "--max-new-tokens", "4", "--methods")
-    for kinds in (("code",), ("code", "text")):
-        rows = [{"kind": kind, "prompt": f"def {name}(x):"} for kind in kinds for name in "ab"]
-        data.write_text("\n".join(map(json.dumps, rows)))
-        report = folder / f"report of {len(kinds)}"
-        assert main([*words, "selfspec,prompt-lookup", "--threads", "1", "--out", str(report)]) == 0
-    run("pictures", "--results", str(report / "results.json"), "--out", str(folder / "drawn"))
-    picture = (folder / "drawn" / "kinds-dark.svg").read_text(encoding="utf-8")
-    assert picture.count(">code</text>") == picture.count(">text</text>") == 1
-    with pytest.raises(SystemExit, match="has one kind of prompts"):
-        run("pictures", "--results", str(folder / "report of 1" / "results.json"), "--out", str(folder / "drawn"))
-
-
 def test_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands are those of the document, and a call runs what has not ended well before."""
     commands = runpy.run_path(str(BENCHMARKS / "all.py"))["COMMANDS"]
@@ -193,24 +175,29 @@ def test_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def started(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        script = words[3] if words[1] == "-m" else Path(words[1]).stem
-        assert script == "bench" or (EXAMPLES.parent / words[1]).is_file()
+        ran.append(words[3] if words[1] == "-m" else Path(words[1]).stem)
+        assert ran[-1] == "bench" or (EXAMPLES.parent / words[1]).is_file()
         assert not {"SMOLLM2", "DIR", "TWIN"} & set(words)
-        ran.append(script)
-        return subprocess.CompletedProcess(words, int(script == "engine"), "a table", "")
+        return subprocess.CompletedProcess(words, int(ran[-1] == "engine"), "a table", "")
 
     monkeypatch.setattr(subprocess, "run", started)
-    monkeypatch.setattr(
-        sys, "argv", ["all.py", "--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    )
-    with pytest.raises(SystemExit, match=r"failed.*: engine$"):
-        runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
-    assert len(ran) == len(commands) - 1 + 4  # without the twin, and with the suites
-    ran.clear()
-    with pytest.raises(SystemExit, match=r": engine$"):
-        runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
-    assert ran == ["engine"]
+    words = ["--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["all.py", *words])
+    for count in (len(commands) - 1 + 4, 1):  # without the twin, and with the suites; then what had failed
+        with pytest.raises(SystemExit, match=r"failed.*: engine$"):
+            runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
+        assert len(ran) == count
+        ran.clear()
     assert (tmp_path / "out" / "forward.md").read_text().endswith("--repeats 15`\n\na table")
+
+
+def answers_of(folder: Path, prompts: list[str], tokens: int) -> list[str]:
+    """What plain generate answers."""
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    encoded = [tokenizer(prompt, return_tensors="pt", return_token_type_ids=False) for prompt in prompts]
+    found = [model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0] for inputs in encoded]
+    pairs = zip(found, encoded, strict=True)
+    return [tokenizer.decode(ids[each["input_ids"].shape[1] :], skip_special_tokens=True) for ids, each in pairs]
 
 
 def test_answers_to_prompts_with_a_chat_template(places: dict[str, Path], run: Callable[..., str]) -> None:
@@ -218,16 +205,16 @@ def test_answers_to_prompts_with_a_chat_template(places: dict[str, Path], run: C
     data, output = places["tasks"], places["folder"] / "answers.jsonl"
     words = ("--model", str(places["model"]), "--data", str(data), "--output", str(output), "--max-new-tokens", "6")
     data.write_text('{"prompt": "def a(x):"}\n')
-    model, tokenizer = (kind.from_pretrained(places["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    tokenizer.chat_template = "class {{ messages[0].content }}"
-    tokenizer.save_pretrained(places["model"])
+    (places["model"] / "chat_template.jinja").write_text("class {{ messages[0].content }}")
     run("batch_inference", *words)
-    inputs = tokenizer("class def a(x):", return_tensors="pt", return_token_type_ids=False)
-    answer = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert json.loads(output.read_text()) == {"prompt": "def a(x):", "answer": tokenizer.decode(answer)}
+    (answer,) = answers_of(places["model"], ["class def a(x):"], 6)
+    assert json.loads(output.read_text()) == {"prompt": "def a(x):", "answer": answer}
     data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
     with pytest.raises(SystemExit, match=r"line 3: KeyError\('prompt'\); a line is"):
         run("batch_inference", *words)
+
+
+PROMPTS = [f"def {name}(path):\n" for name in ("read_text", "write_lines", "remove", "copy_file", "size_of")]
 
 
 @pytest.mark.slow
@@ -238,24 +225,16 @@ def test_batches_on_ray_go_on_where_a_run_was_stopped(
     library("ray")
     # Of a machine with fewer, two actors, a reader and Ray's look at checkpoints would wait for each other.
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 8}')
-    data, output = tmp_path / "prompts.jsonl", tmp_path / "answers"
-    prompts = {
-        number: f"def {name}(path):\n" for number, name in enumerate(("read", "write", "remove", "copy", "size"))
-    }
-    words = ("--rows", "2", "--max-new-tokens", "8", "--checkpoints", tmp_path / "checkpoints")
-    answers: list[Any] = []
+    data, answers = tmp_path / "prompts.jsonl", list[Any]()
+    words = ("--rows", "2", "--max-new-tokens", "8", "--checkpoints", tmp_path / "checkpoints", "--data", data)
     for count in (4, 5):
-        lines = [json.dumps({"id": number, "prompt": prompts[number]}) for number in range(count)]
-        data.write_text("\n".join(lines) + "\n")
-        folder = output / str(count)
-        python(EXAMPLES / "ray_batches.py", "--model", in_float32, "--data", data, "--output", folder, *words)
+        data.write_text("".join(json.dumps({"id": at, "prompt": PROMPTS[at]}) + "\n" for at in range(count)))
+        folder = tmp_path / "answers" / str(count)
+        python(EXAMPLES / "ray_batches.py", "--model", in_float32, "--output", folder, *words)
         answers.append([json.loads(line) for file in folder.glob("*") for line in file.read_text().splitlines()])
     assert [sorted(answer["id"] for answer in run) for run in answers] == [[0, 1, 2, 3], [4]]
-    model, tokenizer = (kind.from_pretrained(in_float32) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    for answer in chain(*answers):
-        inputs = tokenizer(prompts[answer["id"]], return_tensors="pt", return_token_type_ids=False)
-        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert answer["answer"] == tokenizer.decode(ids, skip_special_tokens=True)
+    found = {answer["id"]: answer["answer"] for answer in chain(*answers)}
+    assert [found[at] for at in range(5)] == answers_of(in_float32, PROMPTS, 8)
 
 
 @pytest.fixture
@@ -268,46 +247,33 @@ def in_float32(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_processes_answer_their_share_and_draft_from_their_answers(tmp_path: Path, in_float32: Path) -> None:
-    prompts = [f"def {name}(path):\n" for name in ("read_text", "write_lines", "remove", "copy_file", "size_of")]
     data, output, cache = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "cache"
-    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     options = ("--model", in_float32, "--max-new-tokens", "24", "--data", data, "--output", output)
     in_two_processes(EXAMPLES / "batch_inference.py", *options, "--cache-dir", cache)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [answer["prompt"] for answer in answers] == prompts
+    expected = zip(PROMPTS, answers_of(in_float32, PROMPTS, 24), strict=True)
+    assert [(answer["prompt"], answer["answer"]) for answer in answers] == list(expected)
     model, tokenizer = (kind.from_pretrained(in_float32) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    for process, answer in enumerate((answers[0], answers[-1])):
-        inputs, rounds = tokenizer(answer["prompt"], return_tensors="pt"), []
-        for folder in (None, cache):
-            spec = SelfSpec(cache_dir=folder, task=f"process-{process}")
-            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
-            rounds.append(spec.stats.rounds)
-        assert tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) == answer["answer"]
-        assert rounds[1] < rounds[0]  # by how much depends on times, too
-    data.write_text(json.dumps({"prompt": prompts[0]}) + "\n")  # none for the second process
+    for process, prompt in enumerate((PROMPTS[0], PROMPTS[-1])):
+        specs = [SelfSpec(cache_dir=folder, task=f"process-{process}") for folder in (None, cache)]
+        for spec in specs:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+        assert specs[1].stats.rounds < specs[0].stats.rounds  # by how much depends on times, too
+    data.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")  # none for the second process
     in_two_processes(EXAMPLES / "batch_inference.py", *options)
     assert len(output.read_text().splitlines()) == 1
 
 
-def test_only_the_answer_and_its_end_have_labels() -> None:
-    example, tokenizer = importlib.import_module("finetune_task"), AutoTokenizer.from_pretrained(DEMO_MODEL)
-    headers = "def f():", "def longer(a, b=None):"
-    short, long = (example.encode(tokenizer, example.TASKS["signature"], header) for header in headers)
-    dataset = example.TrainingPairs([short, long])
-    batch, padding = example.collator(tokenizer)([dataset[0], dataset[1]]), len(long) - len(short)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    assert batch["input_ids"][0].tolist() == short.prompt + short.answer + [tokenizer.pad_token_id] * padding
-    assert batch["labels"][0].tolist() == [-100] * len(short.prompt) + short.answer + [-100] * padding
-    assert batch["labels"][1].tolist() == [-100] * len(long.prompt) + long.answer
-    assert batch["attention_mask"][0].tolist() == [1] * len(short) + [0] * padding
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_task_by_either_trainer(lora: bool, places: dict[str, Path]) -> None:
-    """The stock Trainer and TRL's come to the same weights, with both callbacks."""
+    """The stock Trainer and TRL's come to the same weights, with both callbacks; answers and their ends have labels."""
     library("trl")
     example, tokenizer = importlib.import_module("finetune_task"), AutoTokenizer.from_pretrained(DEMO_MODEL)
     pairs = [example.encode(tokenizer, example.TASKS["signature"], f"def name{at}(x, y={at}):") for at in range(12)]
+    labels = example.collator(tokenizer)(list(example.TrainingPairs(pairs[:1])))["labels"][0].tolist()
+    assert labels == [-100] * len(pairs[0].prompt) + pairs[0].answer
     found, settings = [], {"model": str(places["model"]), "steps": 2, "batch_size": 2, "fp32": True, "lora": lora}
     for sft in (False, True):
         (folder := places["folder"] / f"checkpoints {sft}").mkdir()
@@ -322,8 +288,7 @@ class Exactness(TrainerCallback):
     """Compares greedy texts with plain generate's after each optimizer step."""
 
     def __init__(self) -> None:
-        self.equal: list[bool] = []
-        self.weights: list[torch.Tensor] = []
+        self.equal, self.weights = list[bool](), list[torch.Tensor]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.weights.append(next(p for p in model.parameters() if p.requires_grad).detach().clone())
@@ -342,57 +307,36 @@ class Exactness(TrainerCallback):
 def test_rollouts_of_a_policy_that_learns(places: dict[str, Path], tmp_path: Path) -> None:
     """And goes on where it was, with what the SelfSpec knows."""
     library("trl")
-    example, exactness = importlib.import_module("grpo_rollouts"), Exactness()
-    policy = tmp_path / "policy"
+    example, exactness, policy = importlib.import_module("grpo_rollouts"), Exactness(), tmp_path / "policy"
     arguments = ["--output", str(policy), "--max-new-tokens", "16", "--lora", "--steps", "2", "--model"]
     example.main([*arguments, str(places["model"])], callbacks=[exactness])
     saved = (policy / "selfspec.json").read_bytes()
     example.main([*arguments, str(policy)], callbacks=[exactness])
     assert exactness.equal == [True] * 4
-    weights = exactness.weights
-    assert torch.equal(weights[2], weights[3])
-    assert not torch.equal(weights[3], weights[-1])
+    assert torch.equal(*exactness.weights[2:4])
+    assert not torch.equal(exactness.weights[3], exactness.weights[-1])
     assert (policy / "selfspec.json").read_bytes() != saved
 
 
 @pytest.mark.slow
 def test_scores_of_lm_eval(tmp_path: Path, in_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library("lm_eval")
-    documents = [{"prompt": f"def {name}_text(path):\n", "answer": ""} for name in ("read", "write", "copy")]
-    (tmp_path / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    documents = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in PROMPTS[:3]]
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
     task = {
-        "task": "bodies",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}},
-        "output_type": "generate_until",
-        "test_split": "test",
-        "doc_to_text": "{{prompt}}",
-        "doc_to_target": "{{answer}}",
+        **{"task": "bodies", "output_type": "generate_until", "test_split": "test"},
+        **{"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}}},
+        **{"doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]},
         "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
     }
     (tmp_path / "bodies.yaml").write_text(json.dumps(task))  # which is YAML
     monkeypatch.chdir(tmp_path)
     example = importlib.import_module("lm_eval_scores")
     arguments = ["--model", str(in_float32), "--tasks", "bodies", "--include", str(tmp_path), "--batch-size", "2"]
-    drafted, plain = (
-        [document["resps"] for document in example.main([*arguments, *way])["bodies"]] for way in ([], ["--plain"])
-    )
+    results = [example.main([*arguments, *way])["bodies"] for way in ([], ["--plain"])]
+    drafted, plain = ([document["resps"] for document in result] for result in results)
     assert drafted == plain
     assert any(text for [[text]] in drafted)
-
-
-def test_interleave_runs_in_turn_and_leaves_the_warmup_out() -> None:
-    timing: Any = importlib.import_module("timing")
-    calls: list[str] = []
-
-    def variant(name: str, seconds: float) -> Any:
-        calls.append(name)
-        return timing.Sample(seconds, 2, torch.empty(0))
-
-    timings = timing.interleave({"a": lambda: variant("a", 1.0), "b": lambda: variant("b", 4.0)}, repeats=3)
-    assert calls == ["a", "b"] * 4
-    assert timings["b"].median() / timings["a"].median() == 4.0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -416,47 +360,6 @@ def test_all_parts_of_a_gpu_run(device: str, tmp_path: Path) -> None:
     assert [line["turn"] for line in lines if "turn" in line] == [1, 2, 3, 4, 5]
 
 
-# Does not find the packages that its first argument names; the others are those of pytest.
-WITHOUT_PACKAGES = """
-import importlib.machinery, sys
-
-class Finder:
-    find = importlib.machinery.PathFinder.find_spec
-
-    def __call__(self, name, *others):
-        return None if name.split(".")[0] in sys.argv[1].split() else Finder.find(name, *others)
-
-importlib.machinery.PathFinder.find_spec = Finder()
-import pytest
-sys.exit(pytest.main(sys.argv[2:]))
-"""
-
-
-@pytest.mark.slow
-def test_tests_for_a_gpu_collect_without_optional_packages() -> None:
-    """A machine with one may have torch, transformers and pytest alone."""
-    hidden = "accelerate bayes_opt datasets hypothesis llguidance lm_eval matplotlib outlines pandas peft PIL scipy"
-    hidden += " sklearn torchao trl xgrammar"
-    words = ("--collect-only", "-p", "no:hypothesispytest", "-m", "cuda", TESTS / "model" / "test_on_cuda.py")
-    assert "test_forwards_are_captured[default]" in python("-c", WITHOUT_PACKAGES, hidden, *words).stdout
-
-
-def test_prompts_have_as_much_of_a_known_text_as_they_should() -> None:
-    """Free drafts find a piece of it in a round; the text is exact in bfloat16."""
-    known_text = importlib.import_module("known_text")
-    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "vocab_size": 4096}
-    known: Any = known_text.KnownText(torch.device("cpu"), **sizes, num_attention_heads=4, num_key_value_heads=2)
-    assert known.model.dtype is torch.bfloat16
-    for repeated, least, most in ((0, 1.0, 1.0), (3, 2.7, 3.2), (8, 5.0, 11.0)):
-        spec = SelfSpec()
-        for rows in (1, 3):
-            prompt, expected = known.prompt(rows, 400, repeated, 96)
-            ids = known.model.generate(**prompt, max_new_tokens=96, do_sample=False, assistant=spec)
-            assert torch.equal(ids, torch.cat([prompt["input_ids"], expected], dim=1))
-        assert spec.stats is not None
-        assert least <= spec.stats.mean_generated_length <= most
-
-
 # Parts in the place of those of ``gpu.py``. The file "mended" makes all that has failed work.
 PARTS_THAT_FAIL = """
 import os, time
@@ -472,8 +375,7 @@ class Bench:
         self.part, self.is_mended = part, (HERE / "mended").exists()
         if part == "1b" and not self.is_mended:
             raise RuntimeError("it cannot begin")
-        names = {"135m": ["well", "late", "unreached"], "8b": ["CUDA error", "after"], "1b": ["well"]}
-        names |= {"probe": ["skipped", "wrong", "after"], "ids": ["ends", "after"]}
+        names = {"probe": ["skipped", "wrong"], "135m": ["late", "unreached"], "ids": ["ends", "after"], "1b": ["well"]}
         self.cases = {name: lambda name=name: self.run(name) for name in names[part]}
 
     def run(self, name):
@@ -482,13 +384,11 @@ class Bench:
         self.tell(is_mended=self.is_mended)
         if name == "skipped":
             raise SkipTest("no such type")
-        if not self.is_mended:
-            if name == "late":
-                time.sleep(60)
+        if not self.is_mended and name in ("late", "ends", "wrong"):
+            time.sleep(60 * (name == "late"))
             if name == "ends":
                 os._exit(3)
-            if name in ("wrong", "CUDA error"):
-                raise ValueError(name)
+            raise ValueError("CUDA error")
 """
 
 
@@ -502,7 +402,7 @@ def test_a_gpu_run_goes_on_and_what_fails_costs_itself_alone(
     spec = importlib.util.spec_from_file_location("gpu_of_test", script)
     gpu: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu)
-    monkeypatch.setattr(gpu, "SECONDS", {"probe": 6, "135m": 2} | dict.fromkeys(("ids", "1b", "8b"), 30))
+    monkeypatch.setattr(gpu, "SECONDS", {"probe": 6, "135m": 2, "ids": 30, "1b": 30})
 
     def run() -> tuple[list[str], dict[str, Any]]:
         (tmp_path / "ran").write_text("")
@@ -510,56 +410,27 @@ def test_a_gpu_run_goes_on_and_what_fails_costs_itself_alone(
         ends = {f"{part} {case}": lines[-1] if lines else {} for (part, case), lines in gpu.cases_in(out).items()}
         return (tmp_path / "ran").read_text().splitlines(), ends
 
-    begun = time.monotonic()
     ran, ends = run()
-    assert time.monotonic() - begun < 40
-    assert ran == [
-        *("probe skipped", "probe wrong", "probe after", "135m well", "135m late"),
-        *("ids ends", "ids after", "8b CUDA error", "8b after"),
-    ]
-    failed = {case: line["failed"] for case, line in ends.items() if "failed" in line}
-    assert failed == {
+    assert ran == ["probe skipped", "probe wrong", "135m late", "ids ends", "ids after"]
+    assert {case: line["failed"] for case, line in ends.items() if "failed" in line} == {
         "135m late": "the part's time was over",
-        "probe wrong": "ValueError: wrong",
+        "probe wrong": "its process ended with code 1",
         "ids ends": "its process ended with code 3",
-        "8b CUDA error": "its process ended with code 1",
         "1b start": "its process ended with code 1",
     }
-    assert ends["135m unreached"] == {}
     assert "is_mended" in gpu.cases_in(out)["ids", "ends"][1], "what a case has told before it failed is kept"
     printed = capsys.readouterr().out
-    assert "| 8b | CUDA error | failed | ValueError: CUDA error |" in printed
-    assert "| probe | skipped | skipped | no such type |" in printed
+    for line in ("| probe | wrong | failed | ValueError: CUDA error |", "| probe | skipped | skipped | no such type |"):
+        assert line in printed
     assert "| 135m | unreached | not reached |  |" in printed
     assert "it cannot begin" in (out / "log.txt").read_text()
 
     (tmp_path / "mended").touch()
     ran, ends = run()
-    assert ran == ["135m unreached", "135m late", "probe wrong", "ids ends", "1b well", "8b CUDA error"]
+    assert ran == ["135m unreached", "135m late", "probe wrong", "ids ends", "1b well"]
     assert not [case for case, line in ends.items() if "took" not in line or "failed" in line]
     assert f"{len(ends)} of {len(ends)} cases ended well." in capsys.readouterr().out
-    assert gpu.cases_in(out)["ids", "ends"][1]["is_mended"]
     assert run()[0] == []
-
-
-def test_ids_that_are_not_plains_are_found() -> None:
-    """In texts of rows with padding, and with an image, which the scores of plain ``generate`` have seen."""
-    for name in ("llama", "idefics3"):
-        model = (multimodal if name == "idefics3" else architectures).build(name)
-        prompt = multimodal.prompt_of(name, (9, 5)) if name == "idefics3" else ragged_batch((9, 5))
-        options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-        plain = model.generate(**prompt, **options)
-        assert ids_of_types.differences_of(model, prompt, plain, plain.sequences) == []
-        wrong, column = plain.sequences.clone(), prompt["input_ids"].shape[1] + 2
-        scores = plain.scores[2][1]
-        wrong[1, column:] = scores.argmin()
-        (difference,) = ids_of_types.differences_of(model, prompt, plain, wrong)
-        assert (difference.row, difference.column) == (1, column)
-        assert difference.margin == pytest.approx(float(scores.max() - scores.min()))
-        assert not difference.is_near_tie
-        if name == "llama":
-            (usual,) = first_differences(model, plain.sequences, wrong, prompt["attention_mask"])
-            assert (usual.row, usual.column, usual.tolerance) == (1, column, difference.tolerance)
 
 
 def test_ids_of_a_type_that_are_wrong_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -57,32 +57,24 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
 
 
 def test_a_chat_runs_over_what_is_new(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """And goes back where a template differs, as those do that leave out what a model thought."""
     chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
     widths: list[int] = []
-    handle = model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
     prompt = ""
-    try:
-        for question in QUESTIONS:
-            known = chat.cache.get_seq_length()
-            widths.clear()
-            text = chat.answer(question)
-            first = widths[0]
-            prompt += question + "\n"
-            assert chat.ids[0, -TOKENS:].tolist() == answer(model, tokenizer, prompt)
-            assert first == chat.ids.shape[1] - TOKENS - known
-            prompt += text + "\n"
-    finally:
+    for question in QUESTIONS:
+        known = chat.cache.get_seq_length()
+        handle = model.model.register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        widths.clear()
+        text = chat.answer(question)
         handle.remove()
+        prompt += question + "\n"
+        assert chat.ids[0, -TOKENS:].tolist() == answer(model, tokenizer, prompt)
+        assert widths[0] == chat.ids.shape[1] - TOKENS - known
+        prompt += text + "\n"
     assert known > 0
-
-
-def test_a_chat_goes_back_where_a_template_differs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As templates do that leave out what a model thought."""
-    chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
-    chat.answer(QUESTIONS[0])
-    chat.messages[1]["content"] = "    pass"
+    chat.messages[1:] = [{"role": "assistant", "content": "    pass"}]
     chat.answer(QUESTIONS[1])
     expected = answer(model, tokenizer, f"{QUESTIONS[0]}\n    pass\n{QUESTIONS[1]}\n")
     assert chat.ids[0, -TOKENS:].tolist() == expected
@@ -102,16 +94,12 @@ def running(app: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        wait(lambda: server.started or not thread.is_alive())
+        while thread.is_alive() and not server.started:
+            time.sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()
-
-
-def wait(until: Callable[[], bool]) -> None:
-    while not until():
-        time.sleep(0.01)
 
 
 def events(text: str) -> list[Any]:
@@ -123,16 +111,12 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
     httpx = library("httpx")
     library("fastapi")
     expected = {prompt: answer(model, tokenizer, prompt + "\n") for prompt in QUESTIONS[:2]}  # of its chat template
-    requests = [
-        (way, {"prompt": prompt, "user": user, "max_new_tokens": TOKENS})
-        for way in ("generate", "stream")
-        for prompt in expected
-        for user in ("ada", "grace")
-    ]
+    requests = [(way, prompt, user) for way in ("generate", "stream") for prompt in expected for user in "ab"]
     with running(importlib.import_module("service").service(model, tokenizer)) as address:
 
-        def ids(request: tuple[str, dict[str, Any]]) -> list[int]:
-            way, body = request
+        def ids(request: tuple[str, str, str]) -> list[int]:
+            way, prompt, user = request
+            body = {"prompt": prompt, "user": user, "max_new_tokens": TOKENS}
             answered = httpx.post(f"{address}/{way}", json=body, timeout=120).raise_for_status()
             if way == "generate":
                 return answered.json()["ids"]
@@ -143,7 +127,7 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
 
         with ThreadPoolExecutor(len(requests)) as pool:
             for request, found in zip(requests, pool.map(ids, requests), strict=True):
-                assert found == expected[request[1]["prompt"]]
+                assert found == expected[request[1]]
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
@@ -160,28 +144,12 @@ REFUSED: dict[str, str] = {
 }
 
 
-def test_a_service_refuses_what_it_cannot_answer(
+def test_a_service_refuses_what_it_cannot_answer_and_bounds_what_it_keeps(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     httpx = library("httpx")
     library("fastapi")
-    monkeypatch.setattr(model.config, "max_position_embeddings", 66)
-    app = importlib.import_module("service").service(model, tokenizer, prompt_tokens=16, new_tokens=64)
-    with running(app) as address:
-        for name, body in REFUSED.items():
-            for way in ("generate", "stream"):
-                reply = httpx.post(f"{address}/{way}", content=body, headers={"content-type": "application/json"})
-                assert (reply.status_code, name) == (422, name)
-                assert reply.json()["detail"]
-
-
-def test_a_service_bounds_what_it_keeps_of_users(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    httpx = library("httpx")
-    library("fastapi")
-    example = importlib.import_module("service")
-    kept: weakref.WeakSet[SelfSpec] = weakref.WeakSet()
+    example, kept = importlib.import_module("service"), weakref.WeakSet[SelfSpec]()
 
     class Counted(SelfSpec):
         __hash__ = object.__hash__
@@ -191,10 +159,17 @@ def test_a_service_bounds_what_it_keeps_of_users(
             kept.add(self)
 
     monkeypatch.setattr(example, "SelfSpec", Counted)
-    with running(example.service(model, tokenizer, threads=1, memory=4 * example.MIB_OF_A_USER)) as address:
+    monkeypatch.setattr(model.config, "max_position_embeddings", 66)
+    sizes = {"prompt_tokens": 16, "new_tokens": 64, "threads": 1, "memory": 4 * example.MIB_OF_A_USER}
+    with running(example.service(model, tokenizer, **sizes)) as address:
+        for name, body in REFUSED.items():
+            for way in ("generate", "stream"):
+                reply = httpx.post(f"{address}/{way}", content=body, headers={"content-type": "application/json"})
+                assert (reply.status_code, name) == (422, name)
+                assert reply.json()["detail"]
         for user in ("ada", "grace", "ada", "mary", "emmy", "ada"):
-            body = {"prompt": "x", "user": user, "max_new_tokens": 2}
-            httpx.post(f"{address}/generate", json=body, timeout=120).raise_for_status()
+            asked = {"prompt": "x", "user": user, "max_new_tokens": 2}
+            httpx.post(f"{address}/generate", json=asked, timeout=120).raise_for_status()
         gc.collect()
         assert len(kept) == 3
 
