@@ -16,7 +16,6 @@ from transformers import (
     StaticCache,
     StoppingCriteriaList,
 )
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..batch import Text
@@ -279,9 +278,6 @@ def _run(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
     with only_warned("keeping a call's statistics"):
         decoder.stats.promise = _promise(decoder)
         knowledge.knowledge.add_call(decoder.stats)
-    for criterion in call.stopping_criteria:
-        if type(criterion) is MaxLengthCriteria:
-            criterion(ids[:, :-1], None)  # lets transformers warn of a text longer than the model was made for
     return decoder.output.returned(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 

@@ -7,7 +7,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import peft
@@ -16,15 +18,18 @@ import torch
 from accelerate import Accelerator
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     StaticCache,
 )
 
+import hf_selfspec
 from helpers.calls import PAST, PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
 from helpers.models import BATCH, ROW, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, attach, detach
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, UnsupportedOptionError, attach, detach
 
 pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
 
@@ -46,28 +51,24 @@ def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) 
     "where", ["model.layers.1", "hf_selfspec.generate.decoder.prefill", "hf_selfspec.generate.call.cache_for"]
 )
 def test_a_default_never_breaks_a_call(
-    fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, where: str
+    fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, spec: SelfSpec, where: str
 ) -> None:
     """Whatever is raised before the first token: plain ``generate`` serves the call and a warning says why."""
-    expected = fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False)
+    expected = fresh_llama.generate(**ROW, max_new_tokens=8)
+    place = (fresh_llama.get_submodule(where), "forward") if where.startswith("model.") else (where,)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
         raise torch.OutOfMemoryError("no room")
 
-    def break_it() -> SelfSpec:
-        if where.startswith("model."):
-            monkeypatch.setattr(fresh_llama.get_submodule(where), "forward", fail)
-        else:
-            monkeypatch.setattr(where, fail)
-        return new_spec()
-
-    with attach(fresh_llama, break_it()) as spec, pytest.warns(UserWarning, match="cannot serve .*no room"):
-        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False), expected)
+    monkeypatch.setattr(*place, fail)
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="cannot serve .*no room"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8), expected)
     assert spec.stats is not None
     assert "no room" in spec.stats.left_to_generate
+    monkeypatch.setattr(*place, fail)
     with pytest.raises(torch.OutOfMemoryError):
-        fresh_llama.generate(**ROW, max_new_tokens=8, do_sample=False, assistant=break_it())
+        fresh_llama.generate(**ROW, max_new_tokens=8, assistant=spec)
 
 
 def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
@@ -105,34 +106,27 @@ def test_it_belongs_to_the_object(spec: SelfSpec) -> None:
     assert alive() is None
 
 
-def lora(model: PreTrainedModel) -> peft.PeftModel:
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval()
+WRAPPERS: list[Callable[[Any], Any]] = [
+    lambda model: peft.get_peft_model(model, LORA).eval(),
+    lambda model: (accelerator := Accelerator(cpu=True)).unwrap_model(accelerator.prepare(model)),
+    partial(torch.compile, backend="eager"),
+]
+LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
 
 
-def prepared(model: PreTrainedModel) -> Any:
-    accelerator = Accelerator(cpu=True)
-    return accelerator.unwrap_model(accelerator.prepare(model))
-
-
-def test_peft_before_and_after(spec: SelfSpec) -> None:
-    model = tiny_llama(factor=0.5)
-    attach(model, spec)
-    wrapped = lora(model)
-    assert_used(wrapped, spec)
-    assert_used(model, spec)
-    detach(wrapped)
-    assert_not_used(model, spec)
-    attach(wrapped, spec)
-    assert_used(model, spec)
-    assert_used(wrapped, spec)
-    assert_used(wrapped.merge_and_unload(), spec)
-
-
-@pytest.mark.parametrize("wrap", [prepared, partial(torch.compile, backend="eager")])
-def test_other_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec, wrap: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=["PEFT", "accelerate", "compiled"])
+def test_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec, wrap: Callable[[Any], Any]) -> None:
+    """Before and after they are there."""
     attach(fresh_llama, spec)
-    assert_used(wrap(fresh_llama), spec)
+    wrapped = wrap(fresh_llama)
+    assert_used(wrapped, spec)
+    if isinstance(wrapped, peft.PeftModel):
+        detach(wrapped)
+        assert_not_used(fresh_llama, spec)
+        attach(wrapped, spec)
+        assert_used(fresh_llama, spec)
+        assert_used(wrapped, spec)
+        assert_used(wrapped.merge_and_unload(), spec)
 
 
 def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
@@ -248,3 +242,110 @@ def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
     plain = model.generate(**ROW, max_new_tokens=8)
     with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
         assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)
+
+
+class Wrapping(PreTrainedModel):
+    """Calls the ``generate`` of a language model inside, as BLIP-2 and Kosmos-2 do."""
+
+    def __init__(self) -> None:
+        super().__init__(PreTrainedConfig())
+        self.language_model = tiny_llama(factor=0.5)
+        self.generation_config = GenerationConfig()
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.language_model.generate(input_ids, **options)
+
+
+def test_a_language_model_inside(spec: SelfSpec) -> None:
+    """Its ``generate`` is called by that of the model around it, to which a ``SelfSpec`` is attached, or its config."""
+    model, inputs = Wrapping(), ROW
+    with attach(model, spec):
+        assert_used(model, spec, inputs)
+    attach(model, spec)
+    detach(model)
+    plain = model.generate(**inputs, max_new_tokens=12)
+    model.generation_config.assistant = spec
+    assert_used(model, spec, inputs)
+    # As a pipeline does, which is no choice of the caller's: what cannot be served is left to plain generate.
+    config = copy.deepcopy(model.generation_config)
+    config.max_new_tokens = 12
+    assert torch.equal(model.generate(**inputs, generation_config=config), plain)
+    with pytest.warns(UserWarning, match=f"in the generation config of this {type(model).__name__} cannot serve"):
+        model.generate(**inputs, generation_config=config, num_beams=2)
+    assert calls(spec) == 3
+
+
+class WithPart(LlamaForCausalLM):
+    """Like Moshi: a smaller language model inside is asked in each step, and once more behind the last one."""
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.part.generate(super().generate(input_ids, **options), **options)
+
+
+def test_a_language_model_inside_of_one_that_decodes(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """It is a part of what was attached to, whose own call is the one to serve."""
+
+    def step(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor:
+        return model.part.generate(input_ids, max_new_tokens=4)
+
+    model = WithPart(llama.config).eval()
+    model.part = tiny_llama()
+    with attach(model, spec):
+        GenerationMixin.generate(model, **ROW, max_new_tokens=8, custom_generate=step)
+        assert calls(spec) == 0
+        model.generate(ROW["input_ids"], max_new_tokens=8)
+        assert calls(spec) == 1
+
+
+class OwnLoop(LlamaForCausalLM):
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return input_ids
+
+
+def test_a_decode_loop_of_its_own(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """Like MusicGen's."""
+    with pytest.warns(UserWarning, match="generate of OwnLoop has a decode loop of its own, .* nothing is drafted"):
+        attach(OwnLoop(llama.config), spec)
+
+
+def kept_in_an_attribute(model: Any) -> Any:
+    model.usual = model.generate
+    return MethodType(lambda self, *args, **options: self.usual(*args, **options), model)
+
+
+# What is set as a model's own ``generate``, and whether it may not reach ours.
+REPLACED: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "as Unsloth does": (kept_in_an_attribute, True),
+    "looked up": (lambda model: lambda *args, **options: type(model).generate(model, *args, **options), False),
+    "a loop": (lambda model: lambda input_ids, **options: input_ids, True),
+}
+
+
+@pytest.mark.parametrize("form", REPLACED)
+def test_a_generate_that_is_set_on_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, form: str) -> None:
+    """Where it may not reach what is attached, ``attach`` says so."""
+    make, is_told = REPLACED[form]
+    hf_selfspec.uninstall()
+    fresh_llama.generate = make(fresh_llama)
+    hf_selfspec.install()
+    words = r"generate of Llama.* reaches it only if hf_selfspec was imported before .* nothing is drafted"
+    with pytest.warns(UserWarning, match=words) if is_told else nullcontext():
+        attach(fresh_llama, spec)
+    fresh_llama.generate(ROW["input_ids"], max_new_tokens=8)
+    assert (spec.stats is None) is is_told
+
+
+def test_continuous_batching(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """It would swallow the argument; what is attached, or in the model's config, is left out with a warning."""
+    words = "generate_batch .* has a decode loop of its own"
+    for name in ("assistant", "custom_generate"):
+        with pytest.raises(UnsupportedOptionError, match=words):
+            fresh_llama.generate_batch([], **{name: spec})
+    with pytest.raises(UnsupportedOptionError, match=words):
+        fresh_llama.generate_batch([], GenerationConfig(assistant=spec))
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match=f"attached to this .* is not used. {words}"):
+        assert fresh_llama.generate_batch([]) == {}
+    fresh_llama.generation_config.assistant = spec
+    with pytest.warns(UserWarning, match=f"in the generation config .* is not used. {words}"):
+        assert fresh_llama.generate_batch([]) == {}
+    assert fresh_llama.generate_batch([], assistant=False) == {}

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from transformers.generation import stopping_criteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,37 +71,11 @@ def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, 
     assert spec.stats.drafted >= 2 * spec.stats.rounds
 
 
-def test_reminder_of_texts_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
-    model, spec = build("llama"), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
-    for new_tokens, times in ((8, 0), (9, 0), (10, 1)):
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-        model.generate(**ragged_batch((120,)), **options)
-        assert len(told) == times
-        told.clear()
-        model.generate(**ragged_batch((120,)), **options, assistant=spec)
-        assert len(told) == times
-
-
 def test_padding_does_not_count_as_prompt() -> None:
     model = tiny_gpt2()
     batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
     expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
-
-
-def test_unknown_attention_is_refused_and_registrations_stay() -> None:
-    model = tiny_llama()
-    ALL_ATTENTION_FUNCTIONS["mine"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    try:
-        model.generate(**ragged_batch(), max_new_tokens=4, do_sample=False, assistant=SPEC)
-        assert ALL_ATTENTION_FUNCTIONS._local_mapping.keys() == {"mine"}
-        model.config._attn_implementation = "mine"
-        with pytest.raises(UnsupportedOptionError, match=r"attention implementation 'mine'.*sdpa"):
-            model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["mine"]
 
 
 FLASH = "kernels-community/flash-attn2"

@@ -70,6 +70,14 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
 
 
+def test_statistics_name_what_rows_advance_together_for() -> None:
+    for inputs, words in ((ROW, ""), (BATCH, "Counting, AfterCalls")):
+        spec = SPECS["exit"]()
+        texts(spec, inputs, stopping_criteria=[AfterCalls([5, 5, 5])])
+        assert spec.stats.together_for == words
+        assert ("since Counting, AfterCalls may keep a state" in str(spec.stats)) == bool(words)
+
+
 def every_third(row: int, ids: torch.Tensor, shift: int = 0) -> list[int]:
     return list(range(2 + (row + shift) % 3, VOCABULARY, 3))
 
@@ -127,14 +135,6 @@ def test_what_is_stateless() -> None:
     made = set(re.findall(r"\b(\w+(?:LogitsProcessor|LogitsWarper|LengthPenalty|LogitNormalization))\(", source))
     assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made
     assert made - known <= {type(guidance).__name__, "PrefixConstrainedLogitsProcessor"}  # which is as its function is
-
-
-def test_statistics_name_what_rows_advance_together_for() -> None:
-    for inputs, words in ((ROW, ""), (BATCH, "Counting, AfterCalls")):
-        spec = SPECS["exit"]()
-        texts(spec, inputs, stopping_criteria=[AfterCalls([30, 30, 30])])
-        assert spec.stats.together_for == words
-        assert ("since Counting, AfterCalls may keep a state" in str(spec.stats)) == bool(words)
 
 
 # What others' functions do to the ids, or the model, between two tokens.
