@@ -226,6 +226,12 @@ class Draft:
             node = parents[node - 1]
         return nodes
 
+    def accepted(self, verdicts: Sequence[Verdict]) -> list[int]:
+        """For each row how many tokens of its line were accepted, from which α is estimated: a sibling that was
+        accepted shows that the line was wrong."""
+        lines = map(self.line, range(len(verdicts)))
+        return [sum(node in line for node in verdict.nodes) for line, verdict in zip(lines, verdicts, strict=True)]
+
     def candidates(self, row: int, node: int, children: list[int]) -> tuple[torch.Tensor | None, int]:
         """The distribution ``[v]`` from which the first children were sampled, and how many of them were."""
         if self.q is None or not children:
@@ -267,29 +273,3 @@ class Verdict:
     def up_to(self, last: int) -> Verdict:
         """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""
         return replace(self, nodes=[node if node <= last else -1 for node in self.nodes])
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Tokens on the lines of one round's drafts, and how many of these were accepted: what α is estimated from.
-
-    A sibling that was accepted shows that the line was wrong, so it counts as neither.
-
-    Attributes:
-        drafted, accepted: the numbers of each row.
-    """
-
-    drafted: list[int]
-    accepted: list[int]
-
-    @classmethod
-    def of(cls, draft: Draft, verdicts: Sequence[Verdict]) -> Acceptance:
-        """What came of the first nodes of a draft that was verified."""
-        lines = map(draft.line, range(len(verdicts)))
-        accepted = [sum(node in line for node in verdict.nodes) for line, verdict in zip(lines, verdicts, strict=True)]
-        return cls(draft.lengths, accepted)
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        """Drafted and accepted tokens of all rows."""
-        return sum(self.drafted), sum(self.accepted)

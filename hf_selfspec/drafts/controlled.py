@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Acceptance, Draft, Text, Verdict
+from ..batch import Draft, Text, Verdict
 from ..errors import UnsupportedModelError
 from ..model.logits import Logits, Tops
 from ..model.transfer import read
@@ -135,7 +135,7 @@ class ControlledDrafter(Drafter):
         if not is_usual:
             return
         if draft is not None:
-            drafted, accepted = Acceptance.of(draft, of_used).totals
+            drafted, accepted = sum(draft.lengths), sum(draft.accepted(of_used))
             # Free tokens beside and after its draft are not what it is chosen for.
             kept = sum(node >= 0 for verdict in of_used for node in verdict.nodes)
             gained = min(new, kept + sum(bool(verdict.tokens) for verdict in of_used))

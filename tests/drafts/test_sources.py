@@ -20,7 +20,6 @@ from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled, Table
 from helpers.watched import Proposing
 from hf_selfspec import Draft, FixedLength, GenerationStats, SelfSpec, Verdict
-from hf_selfspec.batch import Acceptance
 from hf_selfspec.drafts import Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
 from hf_selfspec.drafts.stop import Memory
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
@@ -215,7 +214,7 @@ def test_acceptance_by_hand() -> None:
         (((1, 2, 6, -1), (-1,), (-1,)), [2, 0, 0]),
     ):
         verdicts = [Verdict([7] * len(nodes), list(nodes), False, [0] * len(nodes)) for nodes in paths]
-        assert Acceptance.of(draft, verdicts) == Acceptance([3, 2, 3], accepted)
+        assert draft.accepted(verdicts) == accepted
 
 
 def test_siblings_that_are_accepted_are_no_drafting_steps(llama: LlamaForCausalLM) -> None:

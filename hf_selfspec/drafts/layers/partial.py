@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ...batch import Acceptance, Draft, Text, Verdict
+from ...batch import Draft, Text, Verdict
 from ...errors import SettingError, SettingTypeError, warn_once
 from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
@@ -30,7 +30,7 @@ class PlanDrafter(Drafter):
         self.plan, self.head = plan, head
         assert session.stop is not None
         self._rule = start(session.stop, session.num_rows, session.longest, session.memory)
-        self._acceptance = Acceptance([], [])  # of the last draft
+        self._accepted = list[int]()  # tokens of each line of the last draft
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
         slots = min(session.longest, session.new_tokens) + siblings
@@ -131,9 +131,9 @@ class PlanDrafter(Drafter):
         return done.bool().to(logits.device)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        self._acceptance = Acceptance.of(self._draft, verdicts)
+        self._accepted = self._draft.accepted(verdicts)
         if any(self._draft.lengths):
-            self._rule.update(self._acceptance.drafted, self._acceptance.accepted)
+            self._rule.update(self._draft.lengths, self._accepted)
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = self.plan.picture()

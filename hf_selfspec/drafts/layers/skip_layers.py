@@ -165,7 +165,7 @@ class SearchingDraft(PlanDrafter):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Reports the accepted tokens to the search, and tries a set if its budget allows that."""
         super().update(text, verdicts, logits)
-        self._learn(text, *self._acceptance.totals)
+        self._learn(text, sum(self._draft.lengths), sum(self._accepted))
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """As :meth:`update`, after a round in which another source drafted, or none."""
