@@ -44,13 +44,13 @@ class Adapter(DraftModule):
         norm_eps: float = 1e-6,
         about: About = None,
     ) -> None:
-        super().__init__()
+        super().__init__(about)
         if hidden_size % (2 * num_heads):
             raise SettingError(
                 f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): hidden_size must be a multiple of "
                 f"2 * num_heads, {2 * num_heads}."
             )
-        self.exit_layer, self.rope_theta, self.about = int(exit_layer), float(rope_theta), about
+        self.exit_layer, self.rope_theta = int(exit_layer), float(rope_theta)
         self.num_heads, self.head_width = num_heads, hidden_size // num_heads
         self.norm = nn.RMSNorm(hidden_size, norm_eps)
         self.attention = "attention" in blocks

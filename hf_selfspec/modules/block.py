@@ -103,8 +103,7 @@ class BlockHead(DraftModule):
     d2t: torch.Tensor | None
 
     def __init__(self, about: About = None, **settings: Any) -> None:
-        super().__init__()
-        self.about = about
+        super().__init__(about)
         self.settings = settings = _checked(settings)
         config, layers = _layers(settings), settings["aux_hidden_state_layer_ids"]
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -132,9 +131,6 @@ class BlockHead(DraftModule):
         for module in self.modules():
             if type(module) is nn.Linear:  # transformers' own; 0.8 of the time for 5 tokens (float32, width 2048)
                 module.__class__ = FewTokenLinear
-
-    def __repr__(self) -> str:
-        return f"BlockHead({self.digest})"
 
     @property
     def num_tokens(self) -> int:

@@ -55,16 +55,12 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         super().__init_subclass__(**options)
         register_format(lambda config: config.get(_KIND) == cls.kind, cls.from_pretrained)
 
-    @property
-    def about(self) -> dict[str, Any]:
-        return self.__dict__["_about"]
+    def __init__(self, about: About = None) -> None:
+        super().__init__()
+        self.about = dict(about or {})
 
-    @about.setter
-    def about(self, value: About) -> None:
-        if not isinstance(value, dict | None):
-            raise SettingTypeError(f"{type(self).__name__}(about) must be a dict or None, got {brief(repr(value))}.")
-        self.__dict__["_about"] = value or {}
-        self.__dict__["_hub_mixin_config"] = {**self.__dict__["_hub_mixin_config"], "about": value}
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Returns the module itself if it is on the device and of the type (by default its own), else a copy, which is
@@ -164,7 +160,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         super()._save_pretrained(save_directory)
-        self.__dict__["_hub_mixin_config"] |= {_KIND: self.kind, DIGEST: _digest_of(save_directory / WEIGHTS)}
+        written = {"about": self.about or None, _KIND: self.kind, DIGEST: _digest_of(save_directory / WEIGHTS)}
+        self.__dict__["_hub_mixin_config"] |= written
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Returns the model card: what the module is, its recipe and its figures."""

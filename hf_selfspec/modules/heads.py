@@ -64,10 +64,10 @@ class ExitHeads(DraftModule):
         norm_eps: float = 1e-6,
         about: About = None,
     ) -> None:
-        super().__init__()
+        super().__init__(about)
         if not layers or list(layers) != sorted(set(map(int, layers))) or layers[0] < 1:
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on, in increasing order, got {layers!r}.")
-        self.layers, self.vocabulary, self.about = tuple(layers), vocabulary, about
+        self.layers, self.vocabulary = tuple(layers), vocabulary
 
         def linear() -> nn.Module:
             last = FewTokenLinear(rank or hidden_size, vocabulary, bias=False)

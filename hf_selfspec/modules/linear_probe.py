@@ -19,8 +19,8 @@ class LinearProbe(DraftModule):
     kind, usage = "probe", "SelfSpec.adaspeed({!r})"
 
     def __init__(self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: About = None) -> None:
-        super().__init__()
-        self.exit_layer, self.do_sample, self.about = int(exit_layer), bool(do_sample), about
+        super().__init__(about)
+        self.exit_layer, self.do_sample = int(exit_layer), bool(do_sample)
         self.direction = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.direction.weight)
         nn.init.zeros_(self.direction.bias)

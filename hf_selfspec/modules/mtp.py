@@ -199,8 +199,8 @@ class MtpHead(DraftModule):
         state_layers: Sequence[int] = (),
         eagle3: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.about, self.configs, self.eagle3 = about, configs, eagle3
+        super().__init__(about)
+        self.configs, self.eagle3 = configs, eagle3
         self.state_layers = tuple(map(int, state_layers))
         self.register_buffer("tokens", torch.arange(size, device="cpu") if size else None)
         try:
@@ -227,9 +227,6 @@ class MtpHead(DraftModule):
                 f"MtpHead(configs) are no configs of MTP layers as `to_dict` returns them: {brief(error)}. "
                 "MtpHead.of(model) makes a head for a model."
             ) from error
-
-    def __repr__(self) -> str:
-        return f"MtpHead({self.digest})"
 
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]`` by the head's own output head."""

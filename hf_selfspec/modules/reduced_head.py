@@ -30,8 +30,8 @@ class ReducedHead(DraftModule):
     kind = "reduced head"
 
     def __init__(self, size: int, vocabulary: int, about: About = None) -> None:
-        super().__init__()
-        self.vocabulary, self.about = vocabulary, about
+        super().__init__(about)
+        self.vocabulary = vocabulary
         self.tokens = nn.Parameter(torch.arange(size, device="cpu"), requires_grad=False)
 
     @classmethod

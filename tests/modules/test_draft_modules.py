@@ -100,7 +100,7 @@ def test_a_part_of_another_kind_is_named(tmp_path: Path) -> None:
 
 
 CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
-    (Adapter, ("about",), "good", r"Adapter\(about\) must be a dict or None"),
+    (Adapter, ("about",), "good", "cut short or changed"),
     (Adapter, ("colour",), "red", "colour"),
     (Adapter, ("hidden_size",), 128, r"cut short or changed .*size mismatch for .*\[64\].*\[128\]"),
     (Adapter, ("rope_theta",), "wide", "could not convert"),
