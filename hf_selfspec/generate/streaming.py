@@ -1,6 +1,7 @@
 """Streams text while it is generated, and marks the accepted draft tokens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,25 +13,37 @@ from ..errors import SettingError
 _UNFINISHED = "\ufffd"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A piece of text, of one token or of the few that make up a character.
+
+    Attributes:
+        text: the text.
+        from_draft: whether all of its tokens were drafted and accepted.
+    """
+
+    text: str
+    from_draft: bool
+
+
 class MarkedStreamer(BaseStreamer):
     """A streamer for ``generate`` that marks which pieces of the text were drafted.
 
     ::
 
-        streamer = MarkedStreamer(tokenizer, lambda text, from_draft: print(text, from_draft))
+        streamer = MarkedStreamer(tokenizer, lambda piece: print(piece.text, piece.from_draft))
         model.generate(**inputs, assistant=SelfSpec(), streamer=streamer)
 
     Args:
         tokenizer: the model's tokenizer.
-        write: called with each piece of text, of one token or of the few that make up a character, as soon as it is
-            known, and with whether all of its tokens were drafted and accepted; without the prompt and special tokens.
+        write: called with each :class:`Piece` as soon as it is known, without the prompt and special tokens.
 
     Attributes:
         from_draft: for each row whether the token that :meth:`put` gets was drafted and accepted; empty where that is
             not known, as in calls that are left to plain ``generate``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], object]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[Piece], None]) -> None:
         self._tokenizer, self._write = tokenizer, write
         self.from_draft: list[bool] = []
         self._begin()
@@ -69,7 +82,7 @@ class MarkedStreamer(BaseStreamer):
         written = len(self._decode(self._tokens[self._context : self._written]))
         if len(text) <= written or (text.endswith(_UNFINISHED) and not ended):
             return
-        self._write(text[written:], all(self._drafted[self._written :]))
+        self._write(Piece(text[written:], all(self._drafted[self._written :])))
         self._context, self._written = self._written, len(self._tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:

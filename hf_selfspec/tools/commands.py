@@ -7,7 +7,10 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .. import Piece
 
 # The names of an option, and how argparse takes it.
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -232,9 +235,9 @@ def generate(args: Namespace) -> None:
         check_chats(tokenizer)
     model, is_coloured = named.model(), sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
-    def write(piece: str, from_draft: bool) -> None:
-        pieces.append(piece)
-        print(f"{_DRAFTED}{piece}{_END}" if is_coloured and from_draft else piece, end="", flush=True)
+    def write(piece: Piece) -> None:
+        pieces.append(piece.text)
+        print(f"{_DRAFTED}{piece.text}{_END}" if is_coloured and piece.from_draft else piece.text, end="", flush=True)
 
     torch.manual_seed(args.seed)
     messages, pieces = list[dict[str, Any]](), list[str]()
